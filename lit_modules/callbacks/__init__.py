@@ -1,0 +1,1 @@
+"""What is seen of a run: progress, losses by position, forget gates, samples."""

@@ -1,0 +1,121 @@
+"""What the forget gates do: statistics for each layer, and pictures of the gate matrix and the attention."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lit_modules.callbacks.pictures import show
+from lit_modules.figures import draw_gates
+
+
+class ForgetGates(Callback):
+    """After each validation, log every layer's gates and draw some heads' F and A (FoX, figure 3) on held-out text.
+
+    Logged for layer n: `forget_gate/layer_n_mean`, the mean gate, and `forget_gate/layer_n_memory_shortest` and
+    `..._longest`: over the heads, the tokens after which the mean gate has let go of all but 1/e, -1 / mean(log f).
+
+    Args:
+        heads: how many heads are drawn, from the one that forgets fastest to the one that forgets slowest.
+        tokens: at most so many tokens of one held-out document are looked at.
+    """
+
+    def __init__(self, heads: int = 4, tokens: int = 256) -> None:
+        self.heads, self.tokens = heads, tokens
+        self.document: torch.Tensor | None = None
+
+    def on_validation_batch_start(
+        self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0:
+            starts = batch["cu_seqlens"].tolist()
+            length, first = max((end - start, start) for start, end in itertools.pairwise(starts))
+            self.document = batch["input_ids"][:, first : first + min(length, self.tokens)]
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        if trainer.sanity_checking or not trainer.is_global_zero or self.document is None:
+            return
+        with torch.no_grad(), trainer.precision_plugin.forward_context():
+            layers = projections(module.model, self.document)
+        metrics = gate_statistics(layers)
+        for logger in trainer.loggers:
+            if metrics:
+                logger.log_metrics(metrics, trainer.global_step)
+        path = Path(trainer.default_root_dir) / "figures" / "forget_gates.png"
+        draw_gates([head_maps(layers, *head) for head in choose_heads(layers, self.heads)], path)
+        show(trainer, "forget_gates", path)
+
+
+def projections(model: Any, input_ids: torch.Tensor) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
+    """(layer, (q, k, v, log_forget)) of each attention layer for one document, input_ids [1, T]; log_forget may be
+    None."""
+    found: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+
+    def keep(layer: int, mixer: Any) -> Any:
+        return mixer.register_forward_pre_hook(lambda _, inputs: found.append((layer, mixer.project(*inputs))))
+
+    mixers = [(layer, block.self_attn) for layer, block in enumerate(model.model.layers)]
+    hooks = [keep(layer, mixer) for layer, mixer in mixers if hasattr(mixer, "project")]
+    try:
+        with torch.compiler.set_stance("force_eager"):  # a compiled block does not call the hooks
+            model(input_ids=input_ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def mean_log_forget(layers: list[tuple[int, tuple[torch.Tensor, ...]]]) -> list[tuple[int, torch.Tensor]]:
+    """(layer, [heads] mean log gate) of the layers that have a gate."""
+    return [(layer, gate[0].float().mean(0).cpu()) for layer, (_, _, _, gate) in layers if gate is not None]
+
+
+def gate_statistics(layers: list[tuple[int, tuple[torch.Tensor, ...]]]) -> dict[str, float]:
+    """Metrics for each layer, as ForgetGates describes them."""
+    metrics = {}
+    for layer, (_, _, _, gate) in layers:
+        if gate is None:
+            continue
+        memory = -1 / gate[0].double().mean(0).clamp(max=-1e-12)
+        name = f"forget_gate/layer_{layer:02d}"
+        metrics[f"{name}_mean"] = gate.exp().mean().item()
+        metrics[f"{name}_memory_shortest"] = memory.min().item()
+        metrics[f"{name}_memory_longest"] = memory.max().item()
+    return metrics
+
+
+def choose_heads(layers: list[tuple[int, tuple[torch.Tensor, ...]]], heads: int) -> list[tuple[int, int]]:
+    """(index into layers, head) spread evenly from the fastest to the slowest to forget, or over the layers."""
+    means = mean_log_forget(layers)
+    if means:
+        index = {layer: i for i, (layer, _) in enumerate(layers)}
+        order = sorted((mean, index[layer], h) for layer, ms in means for h, mean in enumerate(ms.tolist()))
+        every = [(i, h) for _, i, h in order]
+    else:
+        every = [(i, h) for i, (_, (q, *_)) in enumerate(layers) for h in range(q.shape[2])]
+    picks = np.unique(np.linspace(0, len(every) - 1, min(heads, len(every))).round().astype(int))
+    return [every[p] for p in picks]
+
+
+def head_maps(
+    layers: list[tuple[int, tuple[torch.Tensor, ...]]], index: int, head: int
+) -> tuple[str, np.ndarray | None, np.ndarray]:
+    """Title, F and A [T, T] of one head: F_ij = exp(c_i - c_j), A = softmax(q k^T / sqrt(d) + log F)."""
+    layer, (q, k, _, gate) = layers[index]
+    group = q.shape[2] // k.shape[2]
+    scores = q[0, :, head].float() @ k[0, :, head // group].float().T / math.sqrt(q.shape[-1])
+    future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    forget, title = None, f"layer {layer}, head {head}"
+    if gate is not None:
+        total = gate[0, :, head].double().cumsum(0)
+        bias = (total[:, None] - total[None, :]).float().masked_fill(future, -math.inf)
+        scores = scores + bias
+        forget = bias.exp().cpu().numpy()
+        title += f"\nmean gate {gate[0, :, head].exp().mean():.3f}"
+    attention = scores.masked_fill(future, -math.inf).softmax(-1)
+    return title, forget, attention.cpu().numpy()

@@ -1,0 +1,61 @@
+"""The loss against tokens, and at each position of a document: how well a model uses what lies far back."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Callback
+
+from lit_modules.callbacks.pictures import show
+from lit_modules.figures import draw_loss, draw_position_loss
+from lit_modules.runs import write_whole
+
+
+class PositionLoss(Callback):
+    """After each validation, draw `figures/loss.png` and `figures/position_loss.png`, with the latter's table beside.
+
+    Args:
+        window: tokens of the moving average (the paper's figure 2 has 101), an odd number.
+
+    Raises:
+        ValueError: the window is even or not positive.
+    """
+
+    def __init__(self, window: int = 101) -> None:
+        if window < 1 or window % 2 == 0:
+            raise ValueError(f"callbacks.position_loss.window={window} has no middle: give an odd number of tokens")
+        self.window = window
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        folder = Path(trainer.default_root_dir) / "figures"
+        found = module.validation
+        table = io.StringIO(newline="")
+        rows = enumerate(zip(found.position_loss, found.position_tokens, strict=True))
+        csv.writer(table).writerows(
+            [("position", "loss", "tokens"), *((i, f"{loss:.6f}", int(n)) for i, (loss, n) in rows)]
+        )
+        write_whole(folder / "position_loss.csv", table.getvalue())
+        path = folder / "position_loss.png"
+        draw_position_loss(
+            found.position_loss, found.position_tokens, self.window, trainer.datamodule.sequence_length, path
+        )
+        show(trainer, "position_loss", path)
+        train, held_out = loss_curves(Path(trainer.default_root_dir) / "metrics.csv")
+        if train:
+            show(trainer, "loss", draw_loss(train, held_out, folder / "loss.png"))
+
+
+def loss_curves(metrics: Path) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(tokens, loss) of training and of the held-out text, from a run's `metrics.csv`."""
+    if not metrics.is_file():
+        return [], []
+    with open(metrics, encoding="utf-8", newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    return tuple(
+        [(float(row["tokens"]), float(row[key])) for row in rows if row.get(key)]
+        for key in ("train/loss", "validation/loss")
+    )

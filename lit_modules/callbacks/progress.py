@@ -1,0 +1,137 @@
+"""Progress: tokens a second, model FLOPs utilization, loss and the time that is left, as lines and as metrics."""
+
+import logging
+import time
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+
+log = logging.getLogger(__name__)
+
+# Dense bfloat16 peaks in TFLOP/s from the makers' data sheets, by a part of the device's name; the first match counts.
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "GH200": 989.4,
+    "A100": 311.9,
+    "A10G": 70.0,
+    "L40S": 362.1,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bfloat16 peak in FLOP/s, or None where it is not known (a CPU, another GPU)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 41 s, 3 min 05 s, 2 h 10 min, 3 d 4 h."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    if seconds < 86400:
+        return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+    return f"{seconds // 86400} d {seconds % 86400 // 3600} h"
+
+
+def count(tokens: float) -> str:
+    """A number of tokens with a unit: 512, 33.6k, 1.2M, 2.7B."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if tokens >= size:
+            return f"{tokens / size:.{2 if tokens < 10 * size else 1}f}{unit}"
+    return f"{tokens:.0f}"
+
+
+class Progress(Callback):
+    """Print a line and log metrics every `every_tokens` (and after the first step).
+
+    Throughput counts training alone: the time of validations and checkpoints is left out.
+
+    Args:
+        every_tokens: tokens between two lines; rounded to whole steps, at least one.
+    """
+
+    def __init__(self, every_tokens: int) -> None:
+        self.every_tokens = every_tokens
+        self.seconds = 0.0  # of training since the last line
+        self.steps = 0
+        self.began: float | None = None
+        self.peak: float | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.peak = peak_flops(module.device)
+        self.seconds, self.steps = 0.0, 0
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if self.began is None:
+            self.began = time.perf_counter()
+
+    def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.began = None
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not module.ends_step(batch_idx):
+            return
+        now = time.perf_counter()
+        self.seconds += now - (self.began or now)
+        self.began = now  # the wait for the next batch is training time, too
+        self.steps += 1
+        step, every = trainer.global_step, module.steps_of(self.every_tokens)
+        if step == 1 or step % every == 0 or step == trainer.max_steps:
+            self.report(trainer, module)
+
+    def report(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Log what there is to say of the steps since the last report, and print it on rank 0."""
+        step = trainer.global_step
+        rate = self.steps * module.batch_tokens / max(self.seconds, 1e-9)
+        metrics = {
+            "tokens": step * module.batch_tokens,
+            "train/loss": module.take_mean_loss(),
+            "train/learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            "train/gradient_norm": module.gradient_norm,
+            "train/skipped_steps": module.skipped_steps,
+            "tokens_per_second": rate,
+        }
+        if self.peak is not None:
+            metrics["mfu"] = rate * module.flops_per_token / (self.peak * trainer.world_size)
+        if module.device.type == "cuda":
+            metrics["memory_gib"] = torch.cuda.max_memory_allocated(module.device) / 2**30
+        self.seconds, self.steps = 0.0, 0
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step)
+        if trainer.is_global_zero:
+            log.info(line(metrics, trainer.max_steps * module.batch_tokens))
+
+
+def line(metrics: dict[str, float], max_tokens: int) -> str:
+    """One line of progress."""
+    left = (max_tokens - metrics["tokens"]) / metrics["tokens_per_second"]
+    parts = [
+        f"{count(metrics['tokens']):>6} / {count(max_tokens)} tokens",
+        f"loss {metrics['train/loss']:.4f}",
+        f"{count(metrics['tokens_per_second'])} tokens/s",
+    ]
+    if "mfu" in metrics:
+        parts.append(f"MFU {metrics['mfu']:.1%}")
+    if "memory_gib" in metrics:
+        parts.append(f"{metrics['memory_gib']:.1f} GiB")
+    parts.append(f"lr {metrics['train/learning_rate']:.1e}")
+    if metrics["train/skipped_steps"]:
+        parts.append(f"{metrics['train/skipped_steps']:.0f} steps skipped")
+    return " · ".join([*parts, f"{duration(left)} left"])

@@ -1,0 +1,47 @@
+"""Samples of text at each validation: the plainest look at what a model has learned."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lit_modules.generate import sampling, write_on
+from lit_modules.runs import write_whole
+
+
+class Samples(Callback):
+    """Write on from each prompt after a validation, into `samples/step_<n>.txt` and the loggers that take text.
+
+    Args:
+        prompts: what to write on from.
+        max_new_tokens, temperature, top_p: as in generation.
+    """
+
+    def __init__(self, prompts: list[str], max_new_tokens: int, temperature: float, top_p: float) -> None:
+        self.prompts = list(prompts)
+        self.max_new_tokens = max_new_tokens
+        self.settings = sampling(temperature, None, top_p)
+        self.texts: list[str] = []
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        tokenizer = trainer.datamodule.hf_tokenizer
+        if trainer.sanity_checking or not trainer.is_global_zero or tokenizer is None or not self.prompts:
+            return
+        with trainer.precision_plugin.forward_context():
+            self.texts = self.write_on(module.model, tokenizer)
+        step = trainer.global_step
+        text = "\n\n".join(f"{prompt}▌{text}" for prompt, text in zip(self.prompts, self.texts, strict=True))
+        write_whole(Path(trainer.default_root_dir) / "samples" / f"step_{step:08d}.txt", text + "\n")
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_text"):
+                rows = [[step, prompt, text] for prompt, text in zip(self.prompts, self.texts, strict=True)]
+                logger.log_text("samples", columns=["step", "prompt", "text"], data=rows, step=step)
+
+    def write_on(self, model: Any, tokenizer: Any) -> list[str]:
+        """The texts that follow the prompts. The training's random numbers are left as they were."""
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+            torch.manual_seed(0)
+            return write_on(model, tokenizer, self.prompts, self.max_new_tokens, self.settings)

@@ -1,0 +1,166 @@
+"""`job=generate`: write on from a prompt, or from each line of a file, with a trained model."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from lit_modules import checkpoints, runs
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
+
+log = logging.getLogger(__name__)
+
+
+def run(cfg: DictConfig) -> None:
+    """Print what follows a prompt as it is written, or the continuations of a file of prompts.
+
+    Raises:
+        ValueError: no prompt or two kinds of prompt, no such checkpoint, a setting out of range.
+    """
+    prompts = read_prompts(cfg)
+    settings = sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    if cfg.max_new_tokens < 1 or cfg.batch_size < 1:
+        raise ValueError(f"max_new_tokens={cfg.max_new_tokens} and batch_size={cfg.batch_size} must be 1 or more")
+    model, tokenizer = load(cfg.checkpoint)
+    model.to(choose_device(cfg.device)).eval()
+    torch.manual_seed(cfg.seed)
+    if cfg.prompts_file is None:
+        print(prompts[0], end="", flush=True)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        write_on(model, tokenizer, prompts, cfg.max_new_tokens, settings, streamer=streamer)
+        return
+    records = []
+    for start in range(0, len(prompts), cfg.batch_size):
+        batch = prompts[start : start + cfg.batch_size]
+        texts = write_on(model, tokenizer, batch, cfg.max_new_tokens, settings)
+        records += [{"prompt": prompt, "text": text} for prompt, text in zip(batch, texts, strict=True)]
+        log.info(f"{len(records)} of {len(prompts)} prompts")
+        if cfg.output is None:
+            for record in records[start:]:
+                print(json.dumps(record, ensure_ascii=False), flush=True)
+    if cfg.output is not None:
+        runs.write_whole(Path(cfg.output), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+
+
+def read_prompts(cfg: DictConfig) -> list[str]:
+    """The prompt, or the lines of the prompts' file.
+
+    Raises:
+        ValueError: there is neither, or both, or the file cannot be read.
+    """
+    if (cfg.prompt is None) == (cfg.prompts_file is None):
+        raise ValueError('give one of prompt="..." and prompts_file=FILE (a prompt on each line)')
+    if cfg.prompt is not None:
+        return [str(cfg.prompt)]
+    try:
+        lines = Path(cfg.prompts_file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts_file={cfg.prompts_file} cannot be read: {error}") from error
+    prompts = [line for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"prompts_file={cfg.prompts_file} has no prompt: give one on each line")
+    return prompts
+
+
+def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    """Arguments of `generate` for a temperature (0: greedy), the k likeliest tokens, and the nucleus of mass p.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} is negative: give 0 (the likeliest token) or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} leaves no token: give 1 or more, or null")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} is not a part of the probability: give a number above 0, at most 1, or null")
+    if temperature == 0:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": top_k or 0,
+        "top_p": 1.0 if top_p is None else top_p,
+    }
+
+
+def load(checkpoint: str) -> tuple[Any, Any]:
+    """Model and tokenizer of a run's folder (its export, or its newest checkpoint), of an export, or of any Hugging
+    Face folder or name.
+
+    Raises:
+        ValueError: there is nothing to load, or a file of it is missing.
+    """
+    folder = Path(checkpoint)
+    try:
+        if not (folder / runs.CONFIG).is_file():
+            return AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+        tokenizer_folder = folder / "tokenizer"
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        if (folder / "export").is_dir():
+            return AutoModelForCausalLM.from_pretrained(folder / "export"), tokenizer
+        path = checkpoints.newest_whole(folder / "checkpoints")
+        if path is None:
+            raise ValueError(f"checkpoint={checkpoint} has no checkpoint yet: its run has not come so far")
+        return from_checkpoint(path), tokenizer
+    except (OSError, KeyError) as error:
+        raise ValueError(f"checkpoint={checkpoint} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def from_checkpoint(path: Path) -> Any:
+    """The network of a training checkpoint, with the weights it had then."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model = PalimpsestForCausalLM(PalimpsestConfig(**state["palimpsest"]["model_config"]))
+    weights = {k.removeprefix("model."): v for k, v in state["state_dict"].items() if k.startswith("model.")}
+    model.load_state_dict(weights)
+    return model
+
+
+def choose_device(device: str) -> torch.device:
+    """The device named, or with "auto" the GPU where there is one.
+
+    Raises:
+        ValueError: the device is unknown or not there.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.zeros(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def write_on(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str],
+    max_new_tokens: int,
+    settings: dict[str, Any],
+    streamer: TextStreamer | None = None,
+) -> list[str]:
+    """The texts that follow `prompts`, generated as one left-padded batch.
+
+    Each prompt begins with the token that documents begin with, as in training. Random numbers come from torch's
+    global generator.
+    """
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    rows = [first + tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    longest = max(map(len, rows))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=pad,
+            streamer=streamer,
+            **settings,
+        )
+    return tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)

@@ -1,0 +1,250 @@
+"""`job=pretrain`: train a causal language model from scratch on blocks of text."""
+
+import logging
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning
+import transformers
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lit_modules import checkpoints, runs
+from lit_modules.callbacks.progress import count
+from lit_modules.loggers import MetricsCsv
+from lit_modules.networks import export_pretrained
+from lit_modules.pretraining import Pretraining
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+def run(cfg: DictConfig) -> None:
+    """Check the configuration, prepare the text, train (or go on training), and leave a measured model.
+
+    Everything that can be refused is refused before any data is read.
+
+    Raises:
+        ValueError: a setting cannot work; the line names its key.
+        RunStopped: the run could not go on, for a reason that no setting caused.
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    lightning.seed_everything(cfg.seed, workers=True, verbose=False)
+    quieten_libraries()
+    trainer, module, data = build(cfg, folder)
+    if not trainer.is_global_zero:
+        logging.getLogger().setLevel(logging.ERROR)  # one rank speaks
+    lock = runs.hold(folder) if trainer.is_global_zero else None
+    config = runs.record_config(folder, cfg)
+    checkpoint = checkpoints.newest_whole(folder / "checkpoints")
+    log.info(f"run: {folder}" + (f", resumed from {checkpoint.name}" if checkpoint else ""))
+
+    data.prepare()
+    adopt_tokenizer(data, module)
+    module.data_fingerprint = data.fingerprint
+    save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
+    add_loggers(trainer, cfg, folder, config, checkpoint)
+    log.info(describe(trainer, module, data))
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        trainer.limit_val_batches = 1.0
+        trainer.validate(module, datamodule=data, verbose=False)
+        if trainer.is_global_zero:
+            finish(trainer, module, data, folder)
+    except OSError as error:
+        raise runs.RunStopped(f"{folder}: {error}; resume=auto goes on from the last checkpoint") from error
+    finally:
+        for logger in trainer.loggers:
+            logger.finalize("success")
+        if lock is not None:
+            lock.close()
+
+
+def quieten_libraries() -> None:
+    """Leave out what the libraries say that our own lines say, or that a user can do nothing about."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*does not have many workers")  # rows are memory-mapped
+    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable")  # it is: by its first index
+
+
+def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining, Any]:
+    """Trainer, module and data module of a configuration; nothing is read from the disk yet.
+
+    Raises:
+        ValueError: a setting cannot work; the line names its key.
+    """
+    for key in ("max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens"):
+        if not isinstance(cfg[key], int) or cfg[key] <= 0:
+            raise ValueError(f"{key}={cfg[key]} is not a number of tokens: give a whole number above 0")
+    if cfg.trainer.precision not in PRECISIONS:
+        raise ValueError(f"trainer.precision={cfg.trainer.precision} is not supported: give {', '.join(PRECISIONS)}")
+    model_config = hydra.utils.instantiate(cfg.model, _convert_="all")
+    data = hydra.utils.instantiate(cfg.data)
+    module = Pretraining(
+        model_config,
+        optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
+        schedule=hydra.utils.instantiate(cfg.schedule),
+        batch_tokens=cfg.data.batch_tokens,
+        sequence_length=cfg.data.sequence_length,
+        compile=cfg.compile,
+        activation_checkpointing=cfg.activation_checkpointing,
+    )
+    trainer = build_trainer(cfg, module, folder)
+    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+    trainer.val_check_interval = module.steps_of(cfg.validate_every_tokens) * trainer.accumulate_grad_batches
+    return trainer, module, data
+
+
+def build_trainer(cfg: DictConfig, module: Pretraining, folder: Path) -> lightning.Trainer:
+    """The Trainer of a configuration, without its loggers.
+
+    Raises:
+        ValueError: the devices asked for are not there.
+    """
+    strategy = hydra.utils.instantiate(cfg.strategy) if cfg.strategy._target_ else "auto"
+    callbacks = [hydra.utils.instantiate(callback, _convert_="all") for callback in cfg.callbacks.values() if callback]
+    try:
+        return lightning.Trainer(
+            **cfg.trainer,
+            strategy=strategy,
+            max_steps=math.ceil(cfg.max_tokens / module.batch_tokens),
+            max_epochs=-1,
+            check_val_every_n_epoch=None,
+            callbacks=[*callbacks, checkpoints.RandomState()],
+            plugins=[checkpoints.AtomicCheckpointIO()],
+            logger=False,
+            default_root_dir=folder,
+            use_distributed_sampler=False,  # the data module gives each rank its part of a global batch
+            num_sanity_val_steps=0,
+            inference_mode=False,  # samples are generated in a validation, by modules that may be compiled
+            log_every_n_steps=1,  # nothing is logged through Lightning: this only keeps it from warning
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    except lightning.fabric.utilities.exceptions.MisconfigurationException as error:
+        raise ValueError(f"trainer: {error}") from error
+
+
+def adopt_tokenizer(data: Any, module: Pretraining) -> None:
+    """Take the tokenizer's special tokens into the model's configuration, so that its export generates as it should.
+
+    Raises:
+        ValueError: the tokenizer has tokens that the model has no embedding for.
+    """
+    rows, needed = module.model.config.vocab_size, data.manifest["vocab_size"]
+    if needed > rows:
+        raise ValueError(
+            f"model.vocab_size={rows} is smaller than the tokenizer's {needed} tokens: "
+            f"give model.vocab_size={needed} or more"
+        )
+    for config in (module.model.config, module.model.generation_config):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, getattr(data.hf_tokenizer, name))
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Keep the tokenizer in the run's folder, so that the run can generate by itself."""
+    if not folder.is_dir():
+        beside = folder.with_name(".tokenizer")
+        tokenizer.save_pretrained(beside)
+        beside.rename(folder)
+
+
+def add_loggers(
+    trainer: lightning.Trainer, cfg: DictConfig, folder: Path, config: dict[str, Any], checkpoint: Path | None
+) -> None:
+    """Give the trainer metrics.csv and the configured loggers, which go on where the checkpoint stands."""
+    if not trainer.is_global_zero:
+        return
+    metrics = MetricsCsv(folder)
+    step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+    metrics.resume_from(step)
+    config = {**config, "commit": runs.commit()}
+    others = [hydra.utils.instantiate(logger, folder=folder, config=config) for logger in cfg.logger.values()]
+    trainer.loggers = [metrics, *others]
+
+
+def describe(trainer: lightning.Trainer, module: Pretraining, data: Any) -> str:
+    """What is about to be trained, in three lines."""
+    tokens = trainer.max_steps * module.batch_tokens
+    passes = tokens / (data.train_sequences * data.sequence_length)
+    return (
+        f"model: {count(module.parameter_count.active)} parameters and "
+        f"{count(module.parameter_count.embedding)} in the input embedding\n"
+        f"text: {count(data.train_sequences * data.sequence_length)} tokens in sequences of {data.sequence_length}; "
+        f"{count(tokens)} tokens to train on, {passes:.2f} passes\n"
+        f"steps: {trainer.max_steps} of {count(module.batch_tokens)} tokens, "
+        f"{trainer.accumulate_grad_batches} x {data.micro_batch_size} sequences on each of {trainer.world_size} "
+        f"{trainer.accelerator.__class__.__name__.removesuffix('Accelerator')}, {trainer.precision}"
+    )
+
+
+def finish(trainer: lightning.Trainer, module: Pretraining, data: Any, folder: Path) -> None:
+    """Export the model, write summary.json, and print what came out."""
+    export(module, data.hf_tokenizer, folder / "export")
+    found = module.validation
+    summary: dict[str, Any] = {
+        "tokens": trainer.global_step * module.batch_tokens,
+        "steps": trainer.global_step,
+        "parameters": module.parameter_count.total,
+        "parameters_without_embedding": module.parameter_count.active,
+        "skipped_steps": module.skipped_steps,
+        "validation_loss": found.loss,
+        "validation_perplexity": math.exp(min(found.loss, 700.0)),
+        "validation_tokens": found.tokens,
+        "commit": runs.commit(),
+    }
+    if data.validation_bytes:
+        bits = found.loss * found.tokens / math.log(2) / data.validation_bytes
+        summary |= {"bits_per_byte": bits, "validation_bytes": data.validation_bytes, **data.yardsticks()}
+    for logger in trainer.loggers:
+        logger.log_metrics({f"final/{k}": v for k, v in summary.items() if isinstance(v, float)}, trainer.global_step)
+    runs.write_summary(folder, summary)
+    log.info(report(summary, trainer, folder))
+
+
+def export(module: Pretraining, tokenizer: Any, folder: Path) -> None:
+    """Write the model and its tokenizer in Hugging Face format, whole or not at all."""
+    beside = folder.with_name(".export")
+    export_pretrained(module.model, beside)
+    tokenizer.save_pretrained(beside)
+    if not folder.is_dir():
+        beside.rename(folder)
+
+
+def report(summary: dict[str, Any], trainer: lightning.Trainer, folder: Path) -> str:
+    """What came out of a run, for the terminal."""
+    lines = ["", f"held-out text: loss {summary['validation_loss']:.4f} nats per token"]
+    if "bits_per_byte" in summary:
+        rows = [
+            ("this model", summary["bits_per_byte"]),
+            ("xz -9 (of the same text)", summary["xz_bits_per_byte"]),
+            ("token unigram model", summary["unigram_bits_per_byte"]),
+        ]
+        lines.append(f"bits per byte of the {count(summary['validation_bytes'])} held-out bytes:")
+        lines += [f"  {name:<26}{value:.3f}" for name, value in rows if value is not None]
+    samples = sample_of(trainer)
+    if samples:
+        lines += ["", "a sample of its writing:", *(f"  | {line}" for line in samples.splitlines())]
+    lines += [
+        "",
+        f"pictures: {folder}/figures/",
+        f"model:    {folder}/export/ (Hugging Face format)",
+        f'write on: palimpsest job=generate checkpoint={folder} prompt="Returns the"',
+    ]
+    return "\n".join(lines)
+
+
+def sample_of(trainer: lightning.Trainer) -> str | None:
+    """The last sample that the run wrote, with its prompt."""
+    for callback in trainer.callbacks:
+        if getattr(callback, "texts", None):
+            return callback.prompts[-1] + callback.texts[-1]
+    return None

@@ -1,0 +1,217 @@
+"""The LightningModule of pretraining: loss, optimizer, schedule in tokens, and steps that are not finite."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, count_parameters, flops_per_token
+from lit_modules.runs import RunStopped
+
+log = logging.getLogger(__name__)
+
+MOST_SKIPPED = 10  # steps in a row that may be skipped before the run stops
+
+
+@dataclass
+class Validation:
+    """What a validation found.
+
+    position_loss, position_tokens: [positions] float64, the mean loss at each position of a document and how many
+    tokens it is the mean of (0 where there are none). loss: nats per token over all `tokens`.
+    """
+
+    position_loss: Any
+    position_tokens: Any
+    loss: float = field(init=False)
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = int(self.position_tokens.sum())
+        self.loss = float((self.position_loss * self.position_tokens).sum() / max(self.tokens, 1))
+
+
+class Pretraining(lightning.LightningModule):
+    """Next-token training of a causal language model on packed batches.
+
+    Args:
+        config: the network's configuration.
+        optimizer: called with parameter groups, gives the optimizer.
+        schedule: from tokens seen to a factor of the peak learning rate (lit_modules.schedules).
+        batch_tokens: tokens of an optimizer step, over all ranks and accumulation steps.
+        sequence_length: tokens of a training sequence, for the count of FLOPs.
+        compile: torch.compile each block in place.
+        activation_checkpointing: recompute each block in the backward pass.
+
+    Batches are dicts as `data_pipeline.datamodule` gives them: input_ids, targets int64 [1, N] (-100: no target),
+    cu_seqlens int32 [documents + 1].
+
+    Raises:
+        ValueError: the optimizer cannot be built from its settings.
+    """
+
+    def __init__(
+        self,
+        config: PalimpsestConfig,
+        *,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
+        schedule: Callable[[int], float],
+        batch_tokens: int,
+        sequence_length: int,
+        compile: bool = False,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        try:
+            optimizer([torch.nn.Parameter(torch.zeros(1))])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"optimizer: {error}") from error
+        self.model = PalimpsestForCausalLM(config)
+        self.make_optimizer, self.schedule = optimizer, schedule
+        self.batch_tokens = batch_tokens
+        self.parameter_count = count_parameters(self.model)
+        self.flops_per_token = flops_per_token(config, sequence_length)
+        self.data_fingerprint: str | None = None
+        if activation_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        if compile:
+            for block in self.model.model.layers:
+                block.compile()  # in place: the names of the parameters stay
+        self.micro_losses: list[torch.Tensor] = []  # of the step under way
+        self.window_loss, self.window_steps = 0.0, 0  # since the last report
+        self.gradient_norm = 0.0
+        self.skipped_steps, self.skipped_in_a_row = 0, 0
+        self.validation: Validation | None = None
+        self._sums: torch.Tensor | None = None
+
+    def steps_of(self, tokens: int) -> int:
+        """Optimizer steps in `tokens`, rounded, at least one."""
+        return max(1, round(tokens / self.batch_tokens))
+
+    def ends_step(self, batch_idx: int) -> bool:
+        """Whether the micro-batch `batch_idx` completes an optimizer step."""
+        return (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.model(
+            input_ids=batch["input_ids"], cu_seqlens=batch["cu_seqlens"], shift_labels=batch["targets"]
+        ).loss
+        self.micro_losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """The optimizer, with weight decay for matrices only, and the schedule at the middle of each step's tokens."""
+        kept = self.model.no_decay_parameters()
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        optimizer = self.make_optimizer(
+            [
+                {"params": [p for name, p in named if name not in kept]},
+                {"params": [p for name, p in named if name in kept], "weight_decay": 0.0},
+            ]
+        )
+        scheduler = LambdaLR(optimizer, lambda step: self.schedule(int((step + 0.5) * self.batch_tokens)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the global norm; where it or the loss is not finite, drop the gradients: the step changes nothing.
+
+        Raises:
+            RunStopped: ten steps in a row were dropped.
+        """
+        limit = gradient_clip_val if gradient_clip_val is not None else float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
+        loss = torch.stack(self.micro_losses).mean()
+        self.micro_losses.clear()
+        finite = bool(torch.isfinite(norm) & torch.isfinite(loss))
+        if self.trainer.strategy.reduce_boolean_decision(finite, all=True):
+            self.skipped_in_a_row = 0
+            self.gradient_norm = float(norm)
+            self.window_loss, self.window_steps = self.window_loss + float(loss), self.window_steps + 1
+            return
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        step = self.trainer.global_step + 1
+        found = f"loss {float(loss):g}, gradient norm {float(norm):g}"
+        log.warning(f"step {step} is skipped: it is not finite ({found}); {self.skipped_steps} skipped so far")
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise RunStopped(
+                f"stopped at step {step}: {MOST_SKIPPED} steps in a row were not finite ({found}); "
+                "a lower optimizer.lr, a longer schedule.warmup_tokens or trainer.precision=32-true may mend it"
+            )
+
+    def take_mean_loss(self) -> float:
+        """The mean loss of the steps since the last call, over all ranks; NaN if every one was skipped."""
+        sums = torch.tensor([self.window_loss, float(self.window_steps)], device=self.device)
+        total, steps = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
+        self.window_loss, self.window_steps = 0.0, 0
+        return total / steps if steps else float("nan")
+
+    def on_validation_epoch_start(self) -> None:
+        length = self.trainer.datamodule.validation_length
+        self._sums = torch.zeros(2, length, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Add each token's loss to the sum of its position."""
+        losses = self.model(
+            input_ids=batch["input_ids"],
+            cu_seqlens=batch["cu_seqlens"],
+            shift_labels=batch["targets"],
+            reduction="none",
+        ).loss
+        starts = batch["cu_seqlens"].long()
+        index = torch.arange(losses.shape[1], device=losses.device)
+        position = index - torch.repeat_interleave(starts[:-1], starts.diff())
+        self._sums[0].index_add_(0, position, losses[0].double())
+        self._sums[1].index_add_(0, position, (batch["targets"][0] != -100).double())
+
+    def on_validation_epoch_end(self) -> None:
+        total, tokens = self.trainer.strategy.reduce(self._sums, reduce_op="sum").cpu().numpy()
+        self.validation = Validation(total / tokens.clip(min=1), tokens)
+        step = self.trainer.global_step
+        metrics = {"tokens": step * self.batch_tokens, "validation/loss": self.validation.loss}
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step)
+        if self.trainer.is_global_zero:
+            log.info(f"held-out loss {self.validation.loss:.4f} over {self.validation.tokens} tokens")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["palimpsest"] = {
+            "model_config": self.model.config.to_diff_dict(),
+            "data_fingerprint": self.data_fingerprint,
+            "window": [self.window_loss, self.window_steps],
+            "gradient_norm": self.gradient_norm,
+            "skipped": [self.skipped_steps, self.skipped_in_a_row],
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the counters back, and place Lightning's count of micro-batches where the optimizer step is: the
+        number of micro-batches in a step may have changed with the devices or the micro-batch.
+
+        Raises:
+            ValueError: the checkpoint was trained on other blocks.
+        """
+        state = checkpoint["palimpsest"]
+        if self.data_fingerprint is not None and state["data_fingerprint"] != self.data_fingerprint:
+            raise ValueError(
+                f"data: the text is not what this run began with (blocks {state['data_fingerprint']}, now "
+                f"{self.data_fingerprint}): bring the files back as they were, or start a new run without resume"
+            )
+        self.window_loss, self.window_steps = state["window"]
+        self.gradient_norm = state["gradient_norm"]
+        self.skipped_steps, self.skipped_in_a_row = state["skipped"]
+        done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for part in ("total", "current"):
+            behind = {name: progress[part]["processed"] - number for name, number in progress[part].items()}
+            progress[part] = {name: done - max(0, less) for name, less in behind.items()}

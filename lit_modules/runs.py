@@ -1,0 +1,213 @@
+"""The folder of a run: where it is, whether it is finished, who holds it, and what may change when it is resumed.
+
+`runs/<experiment>/<timestamp>/` holds `.hydra/`, `config.yaml` (what the run began with, resolved), `tokenizer/`,
+`checkpoints/`, `metrics.csv`, `figures/`, `export/` and, once the run has finished, `summary.json`.
+Only the standard library and OmegaConf are imported here, since every start of the command passes through.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import subprocess
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from omegaconf import DictConfig, OmegaConf
+
+log = logging.getLogger(__name__)
+
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+LOCK = ".lock"
+
+# What a resumed run may do differently: everything that changes neither the weights' shapes, nor the data, nor the
+# mathematics of a step. Everything else must be as the run began.
+MAY_CHANGE = (
+    "job",
+    "trainer",
+    "strategy",
+    "callbacks",
+    "logger",
+    "resume",
+    "debug",
+    "compile",
+    "activation_checkpointing",
+    "runs_dir",
+    "data_dir",
+    "log_every_tokens",
+    "validate_every_tokens",
+    "checkpoint_every_tokens",
+    "data.data_dir",
+    "data.micro_batch_size",
+    "data.num_workers",
+    "data.processes",
+    "data.strict",
+    "data.source.processes",
+    "data.source.strict",
+)
+
+
+class RunStopped(RuntimeError):
+    """A run that ends early for a reason that no setting caused (it diverged, its disk is full): exit status 1."""
+
+
+def run_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str:
+    """The folder of this run: a new one, or with `resume` one that is there.
+
+    Args:
+        runs_dir: the folder of all runs.
+        experiment: the experiment's name, as in `experiment=fox/pro_360m`; None where none is chosen.
+        resume: None (a new run), "auto" (the newest unfinished run of this experiment that no process holds, or a
+            new one), or a run's folder.
+
+    Raises:
+        ValueError: `resume` names a folder that is no run, or one that has finished.
+    """
+    if resume is not None and resume != "auto":
+        folder = Path(resume)
+        if not (folder / CONFIG).is_file():
+            raise ValueError(f"resume={resume} is not a run's folder: it has no {CONFIG}; give one below {runs_dir}/")
+        if (folder / SUMMARY).is_file():
+            raise ValueError(f"resume={resume} has finished: it has a {SUMMARY}; start a new run without resume")
+        return str(folder)
+    parent = Path(runs_dir) / (experiment or "default")
+    if resume == "auto":
+        found = newest_unfinished(parent)
+        if found is not None:
+            return str(found)
+    return str(new_folder(parent))
+
+
+def newest_unfinished(parent: Path) -> Path | None:
+    """The newest run below `parent` that has begun, has not finished, and is not running now; None if there is none."""
+    if not parent.is_dir():
+        return None
+    for folder in sorted((f for f in parent.iterdir() if f.is_dir()), key=lambda f: f.name, reverse=True):
+        if (folder / CONFIG).is_file() and not (folder / SUMMARY).is_file() and not is_held(folder):
+            return folder
+    return None
+
+
+def new_folder(parent: Path) -> Path:
+    """Create and return `parent/<timestamp>`; runs that start in the same second get -2, -3, ... behind it."""
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in range(1, 1000):
+        folder = parent / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            folder.mkdir(parents=True)  # fails if it exists: whoever makes it, has it
+        except FileExistsError:
+            continue
+        return folder
+    raise ValueError(f"{parent} holds 1000 runs of the second {stamp}: wait a second and start again")
+
+
+def hydra_folder(folder: str) -> str:
+    """Where Hydra writes what it composed: `.hydra`, and for a resumed run a folder of its own inside, so that what
+    the run began with stays."""
+    if (Path(folder) / ".hydra").is_dir():
+        return f".hydra/resumed-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    return ".hydra"
+
+
+def hold(folder: Path) -> TextIO:
+    """Lock the run's folder for this process, as long as the returned file is open (the lock dies with the process).
+
+    Raises:
+        ValueError: another process runs in this folder.
+    """
+    handle = open(folder / LOCK, "w")  # noqa: SIM115 (it stays open as long as the run lasts)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        handle.close()
+        raise ValueError(f"{folder} is in use by another process: wait for it, or start a new run") from None
+    return handle
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process that is alive holds the run's folder."""
+    if not (folder / LOCK).is_file():
+        return False
+    try:
+        hold(folder).close()
+    except ValueError:
+        return True
+    return False
+
+
+def record_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
+    """Write the resolved configuration of a new run, or check a resumed run's against the one that it began with.
+
+    Returns:
+        The resolved configuration as plain containers.
+
+    Raises:
+        ValueError: a key differs that a resumed run may not change; the line names it.
+    """
+    now = OmegaConf.to_container(cfg, resolve=True)
+    path = folder / CONFIG
+    if not path.is_file():
+        write_whole(path, OmegaConf.to_yaml(OmegaConf.create(now)))
+        return now
+    began = OmegaConf.to_container(OmegaConf.load(path))
+    for key, (before, after) in differences(began, now).items():
+        if not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
+            raise ValueError(
+                f"{key}={after} differs from the run that is resumed, which has {key}={before} ({folder}): "
+                f"give {key}={before}, or start a new run without resume"
+            )
+    return now
+
+
+def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """The dotted keys at which two plain configurations differ, with both values."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        found: dict[str, tuple[Any, Any]] = {}
+        for key in [*before, *(k for k in after if k not in before)]:
+            found |= differences(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return found
+    return {} if before == after else {prefix: (before, after)}
+
+
+def discard_unbegun(folder: Path) -> None:
+    """Remove the folder of a run that was refused before it began: it holds only what Hydra wrote."""
+    if folder.name and not (folder / CONFIG).is_file() and (folder / ".hydra").is_dir():
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+        folder.rmdir()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that appears whole or not at all: beside, to the disk, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(beside, "w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def commit() -> str | None:
+    """The commit of the checkout that runs, with "-dirty" when files differ from it; None outside a git checkout."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """Write `summary.json`, which says that the run has finished."""
+    write_whole(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")

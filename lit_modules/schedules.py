@@ -1,0 +1,92 @@
+"""Learning-rate schedules in tokens. Each is a function of the tokens seen so far that gives a factor of the peak rate.
+
+They know nothing of steps or batches, so that a schedule means the same at every batch size.
+"""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """Linear warm-up from 0, then half a cosine down to `final` (FoX, arXiv 2503.02130, appendix B).
+
+    Args:
+        warmup_tokens: tokens of the warm-up; 0 for none.
+        max_tokens: tokens of the whole run, warm-up included.
+        final: the factor at the end.
+
+    Raises:
+        ValueError: the warm-up is longer than the run, or a length is negative.
+    """
+
+    warmup_tokens: int
+    max_tokens: int
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_lengths(self.warmup_tokens, self.max_tokens)
+
+    def __call__(self, tokens: int) -> float:
+        if tokens < self.warmup_tokens:
+            return tokens / self.warmup_tokens
+        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * self._progress(tokens)))
+
+    def _progress(self, tokens: int) -> float:
+        return min(1.0, (tokens - self.warmup_tokens) / max(1, self.max_tokens - self.warmup_tokens))
+
+
+@dataclass(frozen=True)
+class WarmupLinear(WarmupCosine):
+    """Linear warm-up from 0, then a straight line down to `final`. Arguments as in WarmupCosine."""
+
+    def __call__(self, tokens: int) -> float:
+        if tokens < self.warmup_tokens:
+            return tokens / self.warmup_tokens
+        return 1 + (self.final - 1) * self._progress(tokens)
+
+
+@dataclass(frozen=True)
+class WarmupStableDecay:
+    """Linear warm-up, the peak rate for most of the run, then a decay `1 - sqrt(x)` (arXiv 2405.18392, eq. 2).
+
+    Args:
+        warmup_tokens, decay_tokens: tokens of the first and the last part.
+        max_tokens: tokens of the whole run.
+        final: the factor at the end.
+
+    Raises:
+        ValueError: the two parts are longer than the run, or a length is negative.
+    """
+
+    warmup_tokens: int
+    decay_tokens: int
+    max_tokens: int
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_lengths(self.warmup_tokens, self.max_tokens)
+        if self.decay_tokens < 0 or self.warmup_tokens + self.decay_tokens > self.max_tokens:
+            raise ValueError(
+                f"schedule.decay_tokens={self.decay_tokens} and schedule.warmup_tokens={self.warmup_tokens} do not "
+                f"fit in max_tokens={self.max_tokens}: lower one of them"
+            )
+
+    def __call__(self, tokens: int) -> float:
+        if tokens < self.warmup_tokens:
+            return tokens / self.warmup_tokens
+        left = self.max_tokens - tokens
+        if left >= self.decay_tokens:
+            return 1.0
+        return self.final + (1 - self.final) * (1 - math.sqrt(1 - max(0, left) / self.decay_tokens))
+
+
+def check_lengths(warmup_tokens: int, max_tokens: int) -> None:
+    """Raise ValueError unless 0 <= warmup_tokens <= max_tokens and max_tokens > 0."""
+    for key, value in (("schedule.warmup_tokens", warmup_tokens), ("max_tokens", max_tokens)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{key}={value} is not a number of tokens: give a whole number, 0 or more")
+    if max_tokens == 0 or warmup_tokens > max_tokens:
+        raise ValueError(
+            f"schedule.warmup_tokens={warmup_tokens} is longer than the run, max_tokens={max_tokens}: lower the first"
+        )

@@ -1,0 +1,90 @@
+"""Palimpsest, the one command: compose conf/, and call the job that the configuration names.
+
+Nothing heavy is imported here: `palimpsest --help` and a mistake in an override answer before torch is loaded.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lit_modules import runs
+
+USER_ERROR = 2
+
+
+def main() -> None:
+    """Run the command line. A user's mistake ends in one line on stderr and exit status 2."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what went wrong instead of printing half of it
+    OmegaConf.register_new_resolver("run_folder", runs.run_folder, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("hydra_folder", runs.hydra_folder, use_cache=True, replace=True)
+    with one_line_errors():
+        refuse_the_other_kernels_package()
+        compose_and_run()
+
+
+@hydra.main(version_base="1.3", config_path=str(Path(__file__).resolve().parent / "conf"), config_name="config")
+def compose_and_run(cfg: DictConfig) -> None:
+    """Call the function that `job._target_` names with the composed configuration."""
+    with one_line_errors():  # here as well as in main: what leaves this function, Hydra comments on in lines of its own
+        try:
+            hydra.utils.get_method(cfg.job._target_)(cfg)
+        except (HydraException, OmegaConfBaseException, ValueError):
+            if cfg.job.makes_a_run:
+                runs.discard_unbegun(Path(HydraConfig.get().runtime.output_dir))
+            raise
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process with one line on stderr for a user's mistake (status 2) or a run that stopped (status 1)."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError, runs.RunStopped) as error:
+        if any(argument.lower() == "debug=true" for argument in sys.argv[1:]):
+            raise
+        print(f"palimpsest: {one_line(error)}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, runs.RunStopped) else USER_ERROR)
+    except KeyboardInterrupt:
+        print("palimpsest: interrupted; resume=auto goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+
+
+def refuse_the_other_kernels_package() -> None:
+    """Raise ValueError when the distribution named `kernels` is installed: it would shadow our folder, or be shadowed.
+
+    transformers imports that distribution when it is present, and would get our folder in its place.
+    """
+    try:
+        version = importlib.metadata.version("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise ValueError(
+        f"the package kernels {version} is installed in this environment, and has the name of a folder of ours that "
+        "transformers would mistake for it: run `pip uninstall kernels`, or use an environment of its own"
+    )
+
+
+def one_line(error: Exception) -> str:
+    """The error's message on one line, with the configuration key that Hydra was building, if any."""
+    key = getattr(error, "full_key", None)
+    text = str(error)
+    if isinstance(error, hydra.errors.InstantiationException) and error.__cause__ is not None:
+        key = text.rsplit("full_key: ", 1)[1].strip() if "full_key: " in text else None
+        text = str(error.__cause__)
+    elif isinstance(error, OmegaConfBaseException):
+        text = error.msg or text.splitlines()[0]
+    line = " ".join(text.split())
+    return f"{key}: {line}" if key and key not in line else line
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What the tests of whole runs share: a small text, the command in this process, and the command in one of its own."""
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A model and lengths that train in seconds on a CPU; the tokenizer and the blocks are prepared once a session.
+TINY = (
+    "data=text_files",
+    "trainer=cpu",
+    "model=fox_pro_tiny",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.intermediate_size=64",
+    "tokenizer.vocab_size=384",
+    "model.vocab_size=384",
+    "data.block_length=128",
+    "data.sequence_length=64",
+    "data.validation_length=128",
+    "data.batch_tokens=512",
+    "data.micro_batch_size=4",
+    "data.validation_fraction=0.1",
+    "data.processes=1",
+    "max_tokens=10240",
+    "log_every_tokens=1024",
+    "validate_every_tokens=5120",
+    "checkpoint_every_tokens=2048",
+    "schedule.warmup_tokens=1024",
+    "callbacks.samples.max_new_tokens=8",
+    "callbacks.forget_gates.tokens=32",
+)
+
+
+def write_text(folder: Path, documents: int = 120) -> Path:
+    """A folder of text with a little structure to learn: sentences from a small grammar, the same on every machine."""
+    draw = random.Random(0)
+    subjects, verbs = ["the kernel", "a gate", "this head", "the cache"], ["forgets", "keeps", "reads", "writes"]
+    objects, ends = ["the key", "a value", "every token", "the state"], [".", ", then stops.", " again."]
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(documents):
+        sentences = (
+            f"{draw.choice(subjects)} {draw.choice(verbs)} {draw.choice(objects)} {number}{draw.choice(ends)}"
+            for _ in range(draw.randint(2, 40))
+        )
+        (folder / f"{number:03d}.txt").write_text("\n".join(sentences) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `text/`; prepared data goes to `data/` in it, runs to `runs/`."""
+    folder = tmp_path_factory.mktemp("workplace")
+    write_text(folder / "text")
+    return folder
+
+
+@dataclass
+class Finished:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+@dataclass
+class Command:
+    """`palimpsest` with the tiny settings, in a folder."""
+
+    folder: Path
+
+    def arguments(self, *overrides: str) -> list[str]:
+        given = {o.split("=")[0].lstrip("+~") for o in overrides}
+        places = (
+            f"data.source.path={self.folder}/text/*.txt",
+            f"data_dir={self.folder}/data",
+            f"runs_dir={self.folder}/runs",
+        )
+        return [*(o for o in (*TINY, *places) if o.split("=")[0] not in given), *overrides]
+
+    def start(self, *overrides: str, **kwargs) -> subprocess.Popen:
+        """The command in a process of its own."""
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "palimpsest.py"), *self.arguments(*overrides)],
+            cwd=self.folder,
+            env={**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **kwargs,
+        )
+
+    def runs(self, experiment: str = "default") -> list[Path]:
+        """The folders of its runs, oldest first."""
+        parent = self.folder / "runs" / experiment
+        return sorted(parent.iterdir()) if parent.is_dir() else []
+
+
+@pytest.fixture
+def command(workplace: Path) -> Command:
+    return Command(workplace)
+
+
+@pytest.fixture
+def run(command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    """Call the command in this process; gives its exit status and what it printed."""
+    import logging
+
+    import palimpsest
+
+    def call(*overrides: str, tiny: bool = True) -> Finished:
+        monkeypatch.chdir(command.folder)
+        monkeypatch.setattr(sys, "argv", ["palimpsest", *(command.arguments(*overrides) if tiny else overrides)])
+        level, handlers = logging.root.level, list(logging.root.handlers)
+        capfd.readouterr()
+        status = 0
+        try:
+            palimpsest.main()
+        except SystemExit as end:
+            status = end.code or 0
+        finally:
+            logging.root.setLevel(level)
+            logging.root.handlers = handlers
+        return Finished(status, *capfd.readouterr())
+
+    return call

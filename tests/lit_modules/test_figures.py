@@ -1,0 +1,36 @@
+import numpy as np
+import pytest
+from PIL import Image
+
+from lit_modules.callbacks.progress import count, duration
+from lit_modules.figures import draw_gates, draw_loss, draw_position_loss, moving_average
+
+
+def test_the_moving_average_weighs_by_tokens_and_shrinks_at_the_ends():
+    values, weights = np.array([1.0, 2.0, 30.0, 4.0]), np.array([1.0, 1.0, 0.0, 2.0])
+    assert moving_average(values, weights, 3) == pytest.approx([1.5, 1.5, 10 / 3, 4.0])
+    assert moving_average(values, weights, 1)[[0, 1, 3]] == pytest.approx([1, 2, 4])
+    assert np.isnan(moving_average(values, weights, 1)[2])
+
+
+def size(path):
+    with Image.open(path) as image:
+        image.load()
+        return image.size
+
+
+def test_figures_are_whole_png_files(tmp_path):
+    loss = draw_loss([(10, 3.0), (20, 2.0)], [(20, 2.1)], tmp_path / "figures" / "loss.png")
+    position = draw_position_loss(np.linspace(4, 2, 64), np.full(64, 50.0), 11, 32, tmp_path / "position.png")
+    few = draw_position_loss(np.array([3.0]), np.array([1.0]), 101, 32, tmp_path / "few.png")
+    triangle = np.tril(np.full((8, 8), 0.5))
+    gated = draw_gates([("a", triangle, triangle), ("b", triangle, triangle)], tmp_path / "gated.png")
+    ungated = draw_gates([("a", None, triangle)], tmp_path / "ungated.png")
+    for path in (loss, position, few, gated, ungated):
+        assert min(size(path)) > 200
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_numbers_are_said_as_people_say_them():
+    assert [count(n) for n in (512, 33_600, 1_200_000, 2_684_354_560)] == ["512", "33.6k", "1.20M", "2.68B"]
+    assert [duration(s) for s in (41, 185, 7800, 360_000)] == ["41 s", "3 min 05 s", "2 h 10 min", "4 d 4 h"]

@@ -1,0 +1,112 @@
+"""The command line: help, what is refused before any data is read, and how."""
+
+import importlib.metadata
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_experiments():
+    code = (
+        "import sys, palimpsest\nsys.argv = ['palimpsest', '--help']\n"
+        "try: palimpsest.main()\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'lightning', 'transformers', 'datasets', 'wandb'} & set(sys.modules)\n"
+        "print('HEAVY', sorted(heavy))"
+    )
+    start = time.perf_counter()
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert time.perf_counter() - start < 2
+    assert "HEAVY []" in found.stdout
+    for said in (
+        "pretrain",
+        "generate",
+        "fox/pro_360m",
+        "demo",
+        "palimpsest experiment=demo",
+        "job=generate checkpoint=",
+    ):
+        assert said in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.batch_tokens=700"], "data.batch_tokens=700"),
+        (["data.micro_batch_size=3"], "data.micro_batch_size=3"),
+        (["data.sequence_length=256"], "data.sequence_length=256"),
+        (["data.sequence_length=48"], "data.sequence_length=48"),
+        (["model.num_heads=5"], "num_heads=5"),
+        (["model.forget_gate=sometimes"], "forget_gate"),
+        (["experiment=fox/pro_999b"], "experiment/fox/pro_999b"),
+        (["experiment=fox/pro_125m"], "data.source.path"),
+        (["optimizer.lr=abc"], "optimizer"),
+        (["optimizer.learning_rate=1"], "optimizer.learning_rate"),
+        (["schedule.warmup_tokens=20000"], "schedule.warmup_tokens=20000"),
+        (["schedule=wsd"], "schedule/wsd"),
+        (["max_tokens=0"], "max_tokens=0"),
+        (["max_tokens=many"], "max_tokens=many"),
+        (["trainer.precision=16-mixed"], "trainer.precision=16-mixed"),
+        (["trainer.accelerator=cuda"], "trainer"),
+        (["callbacks.position_loss.window=100"], "callbacks.position_loss.window=100"),
+        (["callbacks.checkpoints.keep_last=0"], "callbacks.checkpoints.keep_last=0"),
+        (["resume=runs/nowhere"], "resume=runs/nowhere"),
+        (["modle.num_heads=2"], "modle"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused_in_one_line_that_names_the_key(run, command, overrides, said):
+    before = {p for p in command.folder.rglob("*") if "text" not in p.parts}
+    # there is nothing to read: whatever is said, is said before the text is looked for
+    places = [] if any("experiment" in o for o in overrides) else ["data.source.path=/nonexistent/*.txt"]
+    if places:
+        found = run(*overrides, *places)
+    else:
+        found = run(*overrides, f"runs_dir={command.folder}/runs", "trainer=cpu", tiny=False)
+    assert found.status == 2
+    assert said in found.err
+    assert len(found.err.strip().splitlines()) == 1
+    assert "Traceback" not in found.err
+    created = {p for p in command.folder.rglob("*") if p.is_file() and "text" not in p.parts} - before
+    assert not created
+
+
+def test_debug_shows_the_traceback(run):
+    with pytest.raises(ValueError, match="num_heads=5"):
+        run("model.num_heads=5", "debug=true")
+
+
+def test_the_other_package_named_kernels_is_pointed_out(run, monkeypatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9" if name == "kernels" else version(name))
+    found = run("--help", tiny=False)
+    assert found.status == 2
+    assert "kernels 0.9" in found.err
+    assert "pip uninstall kernels" in found.err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "experiment").rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_experiment_composes_and_builds_its_parts(path):
+    import hydra
+    import torch
+    from omegaconf import OmegaConf
+
+    from lit_modules import runs
+    from lit_modules.networks import PalimpsestForCausalLM
+
+    for name, function in (("run_folder", runs.run_folder), ("hydra_folder", runs.hydra_folder)):
+        OmegaConf.register_new_resolver(name, function, use_cache=True, replace=True)
+    experiment = path.relative_to(ROOT / "conf" / "experiment").with_suffix("")
+    overrides = [f"experiment={experiment}"] + (
+        ["data.source.path=/data"] if str(experiment).startswith("fox/") else []
+    )
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = hydra.compose("config", overrides)
+    data = hydra.utils.instantiate(cfg.data)
+    assert data.accumulation(1) * data.micro_batch_size * data.sequence_length == cfg.data.batch_tokens
+    schedule = hydra.utils.instantiate(cfg.schedule)
+    assert schedule(cfg.schedule.warmup_tokens) == 1
+    with torch.device("meta"):
+        PalimpsestForCausalLM(hydra.utils.instantiate(cfg.model, _convert_="all"))

@@ -1,0 +1,103 @@
+"""`job=generate` on a run, an export, and what is neither."""
+
+import json
+
+import pytest
+
+from lit_modules import runs
+
+
+@pytest.fixture(scope="module")
+def trained(workplace):
+    from tests.conftest import Command
+
+    command = Command(workplace)
+    process = command.start("seed=21", "max_tokens=2048", "callbacks.samples.prompts=[]")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return command.runs()[-1]
+
+
+def generate(run, checkpoint, *overrides):
+    return run("job=generate", f"checkpoint={checkpoint}", "max_new_tokens=12", "device=cpu", *overrides, tiny=False)
+
+
+def test_a_run_and_its_export_write_the_same_text_from_the_same_seed(run, trained):
+    texts = [generate(run, c, "prompt='the kernel'", "seed=3") for c in (trained, trained / "export")]
+    assert texts[0].status == 0, texts[0].err
+    assert texts[0].out == texts[1].out
+    assert texts[0].out.startswith("the kernel")
+    other = generate(run, trained, "prompt='the kernel'", "seed=4")
+    assert other.out != texts[0].out
+
+
+def test_temperature_zero_top_k_one_and_a_tiny_nucleus_are_greedy(run, trained):
+    greedy = generate(run, trained, "prompt=a", "temperature=0").out
+    assert generate(run, trained, "prompt=a", "top_k=1", "seed=5").out == greedy
+    assert generate(run, trained, "prompt=a", "top_p=1e-6", "seed=6").out == greedy
+
+
+def test_a_file_of_prompts_gives_what_each_gives_alone(run, trained, tmp_path):
+    prompts = ["the kernel forgets", "a", "this head reads the state and then"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n\n")
+    found = generate(run, trained, f"prompts_file={tmp_path}/prompts.txt", "temperature=0", "batch_size=2")
+    records = [json.loads(line) for line in found.out.splitlines()]
+    assert [r["prompt"] for r in records] == prompts
+    for record in records:
+        alone = generate(run, trained, f"prompt='{record['prompt']}'", "temperature=0").out
+        assert alone.rstrip("\n") == (record["prompt"] + record["text"]).rstrip("\n")
+    written = generate(
+        run, trained, f"prompts_file={tmp_path}/prompts.txt", "temperature=0", f"output={tmp_path}/o.jsonl"
+    )
+    assert written.out == ""
+    assert [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()] == records
+
+
+def test_an_unfinished_run_generates_from_its_newest_checkpoint(run, trained, tmp_path):
+    import shutil
+
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    shutil.rmtree(copy / "export")
+    (copy / runs.SUMMARY).unlink()
+    whole = generate(run, trained, "prompt=a", "temperature=0").out
+    assert generate(run, copy, "prompt=a", "temperature=0").out == whole
+
+
+def test_generating_leaves_no_files(run, trained, command):
+    before = set(command.folder.rglob("*"))
+    generate(run, trained, "prompt=a")
+    assert set(command.folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "prompt="),
+        (["prompt=a", "prompts_file=b"], "prompt="),
+        (["prompts_file=/nonexistent.txt"], "prompts_file=/nonexistent.txt"),
+        (["prompt=a", "temperature=-1"], "temperature=-1"),
+        (["prompt=a", "top_p=0"], "top_p=0"),
+        (["prompt=a", "top_k=0"], "top_k=0"),
+        (["prompt=a", "max_new_tokens=0"], "max_new_tokens=0"),
+        (["prompt=a", "device=abacus"], "device=abacus"),
+        (["prompt=a", "checkpoint=/nonexistent/run"], "checkpoint=/nonexistent/run"),
+    ],
+)
+def test_what_cannot_be_generated_from_is_refused_in_one_line(run, trained, overrides, said):
+    given = [] if any(o.startswith("checkpoint=") for o in overrides) else [f"checkpoint={trained}"]
+    found = run("job=generate", *given, *overrides, tiny=False)
+    assert found.status == 2
+    assert said in found.err.splitlines()[-1]
+    assert "Traceback" not in found.err
+
+
+def test_an_export_that_lacks_a_file_is_named(run, trained, tmp_path):
+    import shutil
+
+    copy = tmp_path / "export"
+    shutil.copytree(trained / "export", copy)
+    (copy / "model.safetensors").unlink()
+    found = generate(run, copy, "prompt=a")
+    assert found.status == 2
+    assert f"checkpoint={copy}" in found.err

@@ -1,0 +1,273 @@
+"""`job=pretrain` from text to an export, killed and resumed, and its neighbours."""
+
+import csv
+import itertools
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from PIL import Image
+from safetensors.torch import load_file
+
+from lit_modules import checkpoints, runs
+
+FIGURES = ("loss.png", "position_loss.png", "forget_gates.png")
+
+
+def newest(command, experiment="default") -> Path:
+    return command.runs(experiment)[-1]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "export" / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as handle:
+        return list(csv.DictReader(handle))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, workplace) -> Path:
+    """One run from start to end, in a process of its own."""
+    from tests.conftest import Command
+
+    command = Command(workplace)
+    process = command.start("+tags=[unbroken]")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    folder = newest(command)
+    (folder / "terminal.txt").write_text(out)
+    return folder
+
+
+def test_a_run_leaves_what_the_readme_says(unbroken):
+    summary = json.loads((unbroken / "summary.json").read_text())
+    assert summary["tokens"] == 10240
+    assert summary["skipped_steps"] == 0
+    assert 0 < summary["bits_per_byte"] < summary["unigram_bits_per_byte"]
+    assert summary["xz_bits_per_byte"] > 0
+    for name in FIGURES:
+        with Image.open(unbroken / "figures" / name) as image:
+            assert min(image.size) > 200
+    assert (unbroken / "figures" / "position_loss.csv").is_file()
+    assert [p.name for p in sorted((unbroken / "checkpoints").iterdir())] == [
+        "best.ckpt",
+        "step_00000016.ckpt",
+        "step_00000020.ckpt",
+    ]
+    assert len(list((unbroken / "samples").iterdir())) == 2
+    assert OmegaConf.load(unbroken / ".hydra" / "config.yaml").seed == 0
+    rows = metrics(unbroken)
+    assert [int(row["tokens"]) for row in rows if row["train/loss"]] == [512, *range(1024, 10241, 1024)]
+    losses = [float(row["validation/loss"]) for row in rows if row["validation/loss"]]
+    assert losses[-1] < losses[0]
+    assert any(row["forget_gate/layer_01_memory_longest"] for row in rows)
+
+
+def test_the_terminal_shows_progress_and_ends_with_what_came_out(unbroken):
+    out = (unbroken / "terminal.txt").read_text()
+    for said in ("tokens/s", " left", "bits per byte", "xz -9", "token unigram", "a sample of its writing", "figures/"):
+        assert said in out
+    assert "Traceback" not in out
+
+
+def test_bits_per_byte_and_the_held_out_loss_are_the_same_number(unbroken, workplace):
+    """Counted again here from the text itself: the export's loss over the held-out documents, by hand."""
+    import math
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import lit_modules.networks  # noqa: F401 (registers the architecture)
+
+    summary = json.loads((unbroken / "summary.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(unbroken / "export")
+    tokenizer = AutoTokenizer.from_pretrained(unbroken / "export")
+    held_out = held_out_documents(workplace)
+    assert sum(len(text.encode()) for text in held_out) == summary["validation_bytes"]
+    # rows of 128 tokens, in which every document starts anew, as the model was measured
+    stream = [t for text in held_out for t in (tokenizer.bos_token_id, *tokenizer(text)["input_ids"])]
+    total, count = 0.0, 0
+    for start in range(0, len(stream) - 1, 128):
+        row = stream[start : start + 129]
+        edges = sorted({0, len(row) - 1, *(i for i, t in enumerate(row[:-1]) if t == tokenizer.bos_token_id)})
+        for first, last in itertools.pairwise(edges):
+            inputs = torch.tensor([row[first:last]])
+            with torch.no_grad():
+                logits = model(inputs).logits[0].double()
+            targets = torch.tensor(row[first + 1 : last + 1])
+            total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+            count += len(targets)
+    assert count == summary["validation_tokens"]
+    assert total / count == pytest.approx(summary["validation_loss"], rel=1e-5)
+    assert total / math.log(2) / summary["validation_bytes"] == pytest.approx(summary["bits_per_byte"], rel=1e-5)
+
+
+def held_out_documents(workplace: Path) -> list[str]:
+    import pyarrow.parquet as pq
+
+    files = sorted((workplace / "data").glob("documents-*/validation-*.parquet"))
+    return [text for file in files for text in pq.read_table(file)["text"].to_pylist()]
+
+
+def kill_at(process, folder_of, moment) -> None:
+    """SIGKILL the process group once `moment(folder)` is true."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        folder = folder_of()
+        if folder is not None and moment(folder):
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    process.wait()
+
+
+def test_a_run_killed_at_arbitrary_moments_ends_with_the_same_weights_bit_for_bit(command, unbroken):
+    draw = random.Random(time.time_ns())
+    before = set(command.runs())
+    killed = []
+
+    def mine():
+        new = [f for f in command.runs() if f not in before]
+        return new[0] if new else None
+
+    for low in (1, 8, 14):
+        step, delay = draw.randint(low, low + 4), draw.uniform(0, 0.05)
+        process = command.start("resume=auto", "+tags=[unbroken]", start_new_session=True)
+
+        def moment(folder, step=step, delay=delay):
+            path = folder / "metrics.csv"
+            reached = path.is_file() and any(
+                int(r["step"] or 0) >= step for r in metrics(folder) if r["step"].isdigit()
+            )
+            if reached:
+                time.sleep(delay)
+            return reached
+
+        kill_at(process, mine, moment)
+        killed.append((step, delay, process.returncode))
+    process = command.start("resume=auto", "+tags=[unbroken]", start_new_session=True)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    assert sum(status == -signal.SIGKILL for _, _, status in killed) >= 2, killed
+    assert len(set(command.runs()) - before) == 1, "resume=auto goes on in the same folder"
+    assert same(weights(mine()), weights(unbroken)), killed
+    for column in ("train/loss", "validation/loss"):
+        rows = {r["step"]: r[column] for r in metrics(mine()) if r[column]}
+        assert rows == {r["step"]: r[column] for r in metrics(unbroken) if r[column]}, "and with the same curve"
+
+
+def stop_early(run, command, *overrides) -> Path:
+    """A run that has stopped after its first checkpoint, as by a kill: its folder."""
+    import lightning
+
+    class Stop(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            if trainer.global_step == 9:
+                raise KeyboardInterrupt
+
+    original = lightning.Trainer.__init__
+
+    def init(self, *args, callbacks=(), **kwargs):
+        original(self, *args, callbacks=[*callbacks, Stop()], **kwargs)
+
+    lightning.Trainer.__init__, kept = init, original
+    try:
+        found = run(*overrides)
+    finally:
+        lightning.Trainer.__init__ = kept
+    assert found.status != 0, found.out
+    return newest(command, "default")
+
+
+def test_resume_after_the_model_was_changed_is_refused_by_name_and_changes_nothing(run, command):
+    folder = stop_early(run, command, "seed=7")
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and ".hydra" not in p.parts}
+    found = run("seed=7", "resume=auto", "model.hidden_size=64")
+    assert found.status == 2
+    assert "model.hidden_size=64 differs" in found.err
+    assert "model.hidden_size=32" in found.err
+    after = {p: p.stat().st_mtime_ns for p in before}
+    after.pop(folder / "palimpsest.log", None)
+    assert all(before[p] == t for p, t in after.items())
+    runs.write_summary(folder, {})  # leave nothing unfinished to the other tests
+
+
+def test_a_truncated_checkpoint_is_said_and_the_previous_one_taken_and_the_end_is_the_same(run, command, unbroken):
+    folder = stop_early(run, command, "+tags=[unbroken]")
+    last = checkpoints.step_files(folder / "checkpoints")[-1][1]
+    os.truncate(last, last.stat().st_size // 2)
+    found = run("resume=auto", "+tags=[unbroken]")
+    assert found.status == 0, found.err
+    assert f"{last.name} is truncated" in found.out
+    assert "resumed from step_00000004.ckpt" in found.out
+    assert same(weights(folder), weights(unbroken))
+
+
+def test_a_resumed_run_may_have_another_micro_batch(run, command, unbroken):
+    folder = stop_early(run, command, "+tags=[unbroken]")
+    found = run("resume=auto", "+tags=[unbroken]", "data.micro_batch_size=2")
+    assert found.status == 0, found.err
+    mine, theirs = (json.loads((f / "summary.json").read_text()) for f in (folder, unbroken))
+    assert mine["steps"] == theirs["steps"]
+    assert mine["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-4)
+
+
+def test_resume_after_the_text_was_changed_is_refused(run, command):
+    folder = stop_early(run, command, "seed=8")
+    extra = command.folder / "text" / "zzz.txt"
+    extra.write_text("a file that was not there when the run began\n" * 3)
+    try:
+        found = run("seed=8", "resume=auto")
+    finally:
+        extra.unlink()
+        runs.write_summary(folder, {})
+    assert found.status == 2
+    assert "the text is not what this run began with" in found.err
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(run):
+    found = run("model.vocab_size=100")
+    assert found.status == 2
+    assert "model.vocab_size=100 is smaller" in found.err
+
+
+def test_two_processes_train_on_the_same_global_batches_as_one(command, unbroken):
+    process = command.start("trainer.devices=2", "strategy=ddp", "+tags=[unbroken]", "data.micro_batch_size=4")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    folder = newest(command)
+    assert not [f for f in command.runs() if not (f / "summary.json").is_file()], "one run, one folder"
+    mine, theirs = (json.loads((f / "summary.json").read_text()) for f in (folder, unbroken))
+    assert mine["validation_tokens"] == theirs["validation_tokens"]
+    assert mine["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-4)
+    assert out.count("held-out text: loss") == 1
+
+
+def test_wandb_offline_has_config_metrics_figures_and_goes_on_after_a_resume(command, run, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = stop_early(run, command, "seed=9", "logger=wandb")
+    import wandb
+
+    wandb.finish()
+    process = command.start("seed=9", "logger=wandb", "resume=auto")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    offline = sorted((folder / "wandb").glob("offline-run-*"))
+    assert len(offline) == 2
+    assert len({p.name.split("-", 3)[3] for p in offline}) == 1, "the same run's id"
+    content = b"".join(p.read_bytes() for p in offline[-1].glob("run-*.wandb"))
+    for said in (b"train/loss", b"forget_gate/layer_00_mean", b"figures/loss", b"samples", b"hidden_size", b"commit"):
+        assert said in content
+    media = {p.name.split("_")[0] for p in offline[-1].rglob("*.png")}
+    assert media >= {"loss", "position", "forget"}
