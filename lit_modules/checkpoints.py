@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class Checkpoints(Checkpoint):
             self.save(trainer)  # else after the validation: a run killed while it validates does it again
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        if not trainer.training:
+        if trainer.state.fn != TrainerFn.FITTING:
             return
         if self.due:
             self.save(trainer)

@@ -86,7 +86,7 @@ class Wandb(WandbLogger):
 
     Args:
         folder: the run's folder; the wandb run has an id made from its last two parts, the same after a resume.
-        config: the resolved configuration, logged with the commit of the checkout (wandb reads it from git).
+        settings: the resolved configuration and the commit, which become wandb's config.
         mode: "online", "offline", or "auto": offline where there is no key or the server does not answer.
         project, entity, group, tags: as in wandb.init.
     """
@@ -94,7 +94,7 @@ class Wandb(WandbLogger):
     def __init__(
         self,
         folder: Path | str,
-        config: dict[str, Any],
+        settings: dict[str, Any],
         *,
         mode: str = "auto",
         project: str = "palimpsest",
@@ -116,13 +116,19 @@ class Wandb(WandbLogger):
             tags=list(tags or []),
             offline=offline,
             resume="allow",
-            config=config,
+            config=settings,
         )
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log with wandb's own step set: an offline run that is resumed would otherwise begin again at step 0."""
         self.experiment.log({**metrics, "trainer/global_step": step}, step=step)
+
+    @rank_zero_only
+    def close(self, exit_code: int) -> None:
+        """Send or write what is pending and end wandb's part of the run: 0 as finished, else as crashed."""
+        if self._experiment is not None:
+            self._experiment.finish(exit_code=exit_code)
 
 
 def reachable() -> bool:

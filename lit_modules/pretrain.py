@@ -39,27 +39,32 @@ def run(cfg: DictConfig) -> None:
     if not trainer.is_global_zero:
         logging.getLogger().setLevel(logging.ERROR)  # one rank speaks
     lock = runs.hold(folder) if trainer.is_global_zero else None
-    config = runs.record_config(folder, cfg)
+    config = runs.resolved_config(folder, cfg)
     checkpoint = checkpoints.newest_whole(folder / "checkpoints")
     log.info(f"run: {folder}" + (f", resumed from {checkpoint.name}" if checkpoint else ""))
 
     data.prepare()
     adopt_tokenizer(data, module)
     module.data_fingerprint = data.fingerprint
-    save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
+    if trainer.is_global_zero:
+        runs.record_config(folder, config)
+        save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
     add_loggers(trainer, cfg, folder, config, checkpoint)
     log.info(describe(trainer, module, data))
+    exit_code = 1
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         trainer.limit_val_batches = 1.0
         trainer.validate(module, datamodule=data, verbose=False)
         if trainer.is_global_zero:
             finish(trainer, module, data, folder)
+        exit_code = 0
     except OSError as error:
         raise runs.RunStopped(f"{folder}: {error}; resume=auto goes on from the last checkpoint") from error
     finally:
         for logger in trainer.loggers:
-            logger.finalize("success")
+            if hasattr(logger, "close"):
+                logger.close(exit_code)
         if lock is not None:
             lock.close()
 
@@ -166,9 +171,10 @@ def add_loggers(
     metrics = MetricsCsv(folder)
     step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
     metrics.resume_from(step)
-    config = {**config, "commit": runs.commit()}
-    others = [hydra.utils.instantiate(logger, folder=folder, config=config) for logger in cfg.logger.values()]
-    trainer.loggers = [metrics, *others]
+    settings = {**config, "commit": runs.commit()}
+    # the settings name targets themselves, which Hydra must not build: given after it
+    others = [hydra.utils.instantiate(logger, _partial_=True) for logger in cfg.logger.values()]
+    trainer.loggers = [metrics, *(logger(folder=folder, settings=settings) for logger in others)]
 
 
 def describe(trainer: lightning.Trainer, module: Pretraining, data: Any) -> str:

@@ -83,7 +83,7 @@ class Pretraining(lightning.LightningModule):
                 block.compile()  # in place: the names of the parameters stay
         self.micro_losses: list[torch.Tensor] = []  # of the step under way
         self.window_loss, self.window_steps = 0.0, 0  # since the last report
-        self.gradient_norm = 0.0
+        self.gradient_norm, self.learning_rate = 0.0, 0.0  # of the last step
         self.skipped_steps, self.skipped_in_a_row = 0, 0
         self.validation: Validation | None = None
         self._sums: torch.Tensor | None = None
@@ -130,6 +130,7 @@ class Pretraining(lightning.LightningModule):
         limit = gradient_clip_val if gradient_clip_val is not None else float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
         loss = torch.stack(self.micro_losses).mean()
+        self.learning_rate = optimizer.param_groups[0]["lr"]
         self.micro_losses.clear()
         finite = bool(torch.isfinite(norm) & torch.isfinite(loss))
         if self.trainer.strategy.reduce_boolean_decision(finite, all=True):

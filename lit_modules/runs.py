@@ -137,11 +137,14 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def record_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
-    """Write the resolved configuration of a new run, or check a resumed run's against the one that it began with.
+def record_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write the resolved configuration of a new run. From then on it has begun, and can be resumed."""
+    if not (folder / CONFIG).is_file():
+        write_whole(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(config)))
 
-    Returns:
-        The resolved configuration as plain containers.
+
+def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
+    """The resolved configuration as plain containers; for a resumed run, checked against what the run began with.
 
     Raises:
         ValueError: a key differs that a resumed run may not change; the line names it.
@@ -149,7 +152,6 @@ def record_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
     now = OmegaConf.to_container(cfg, resolve=True)
     path = folder / CONFIG
     if not path.is_file():
-        write_whole(path, OmegaConf.to_yaml(OmegaConf.create(now)))
         return now
     began = OmegaConf.to_container(OmegaConf.load(path))
     for key, (before, after) in differences(began, now).items():

@@ -103,7 +103,7 @@ class Progress(Callback):
         metrics = {
             "tokens": step * module.batch_tokens,
             "train/loss": module.take_mean_loss(),
-            "train/learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            "train/learning_rate": module.learning_rate,
             "train/gradient_norm": module.gradient_norm,
             "train/skipped_steps": module.skipped_steps,
             "tokens_per_second": rate,

@@ -63,12 +63,12 @@ def test_resume_of_what_is_no_unfinished_run_is_refused(tmp_path, finished):
 
 def test_a_resumed_run_may_change_its_logger_but_not_its_model(tmp_path):
     began = {"model": {"hidden_size": 64}, "logger": {}, "data": {"num_workers": 0}}
-    runs.record_config(tmp_path, OmegaConf.create(began))
-    runs.record_config(tmp_path, OmegaConf.create(began | {"logger": {"wandb": 1}, "data": {"num_workers": 4}}))
+    runs.record_config(tmp_path, began)
+    runs.resolved_config(tmp_path, OmegaConf.create(began | {"logger": {"wandb": 1}, "data": {"num_workers": 4}}))
     with pytest.raises(ValueError, match=r"model.hidden_size=128 differs .* model.hidden_size=64"):
-        runs.record_config(tmp_path, OmegaConf.create(began | {"model": {"hidden_size": 128}}))
+        runs.resolved_config(tmp_path, OmegaConf.create(began | {"model": {"hidden_size": 128}}))
     with pytest.raises(ValueError, match=r"seed=1 differs"):
-        runs.record_config(tmp_path, OmegaConf.create(began | {"seed": 1}))
+        runs.resolved_config(tmp_path, OmegaConf.create(began | {"seed": 1}))
     assert OmegaConf.to_container(OmegaConf.load(tmp_path / runs.CONFIG)) == began
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from hydra.errors import InstantiationException
 
 from tests.conftest import ROOT
 
@@ -74,7 +75,7 @@ def test_a_config_that_cannot_work_is_refused_in_one_line_that_names_the_key(run
 
 
 def test_debug_shows_the_traceback(run):
-    with pytest.raises(ValueError, match="num_heads=5"):
+    with pytest.raises(InstantiationException, match="num_heads=5"):
         run("model.num_heads=5", "debug=true")
 
 

@@ -1,0 +1,185 @@
+"""The full cache of an attention layer: every key, value and forget gate, growing by doubling."""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+REWINDABLE = 64
+"""Tokens whose unshifted key and value are kept, so that as many can be taken back."""
+
+REBASE_EVERY = 256
+"""Tokens after which the sums of log gates are counted from the newest token again."""
+
+
+class AttentionCacheLayer(CacheLayerMixin):
+    """Keys, values and summed log forget gates of one layer, and the last unshifted keys and values.
+
+    Tensors are `[batch, time, heads, ...]`, not Hugging Face's `[batch, heads, time, ...]`. Storage has room for more
+    than it holds, is written in place, and at least doubles when it is full, so T tokens cost O(T) copies. No gradient
+    flows through what is cached.
+
+    Attention sees differences of the sums only, so they may be counted from anywhere. They are counted from near the
+    newest token, because a float32 that has reached -10000 cannot tell apart gates of 0.999.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self):
+        super().__init__()
+        self.length = 0
+        self.cumulative: Tensor | None = None  # [B, capacity, H] float32, None without a gate
+        self.unshifted: tuple[Tensor, Tensor] | None = None  # k~ and v~, [B, n, H, D], None without KV-shift
+        self.record_past = False
+        self._since_rebase = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make empty storage of the batch size, heads, dtype and device of these `[B, T, H, D]`."""
+        self.keys = key_states.new_empty(key_states.shape[0], 0, *key_states.shape[2:])
+        self.values = value_states.new_empty(value_states.shape[0], 0, *value_states.shape[2:])
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, log_forget: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Append `[B, T, H, D]` keys and values and `[B, T, H]` log forget gates (None without a gate).
+
+        Returns:
+            Views of all that is held: keys and values `[B, S, H, D]`, and the sum of the log gates up to each token
+            `[B, S, H]`, in log_forget's dtype and up to a constant for each row and head, or None.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, stop = self.length, self.length + key_states.shape[1]
+        self.keys = _fitting(self.keys, start, stop)
+        self.values = _fitting(self.values, start, stop)
+        self.keys[:, start:stop] = key_states.detach()
+        self.values[:, start:stop] = value_states.detach()
+        if log_forget is not None:
+            self._append_gates(log_forget.detach(), start, stop)
+        self.length = stop
+        cumulative = None if self.cumulative is None else self.cumulative[:, :stop]
+        return self.keys[:, :stop], self.values[:, :stop], cumulative
+
+    def update_unshifted(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Append unshifted keys and values `[B, T, H, D]`; returns their predecessors `[B, H, D]`, None at the start.
+
+        All of them are kept from `activate_past_recording` to the next `crop`, otherwise the last `REWINDABLE`.
+        """
+        new = (key_states.detach(), value_states.detach())
+        if self.unshifted is None:
+            last = (None, None)
+        else:
+            last = tuple(states[:, -1] for states in self.unshifted)
+            new = tuple(torch.cat(pair, dim=1) for pair in zip(self.unshifted, new, strict=True))
+        self.unshifted = new
+        if not self.record_past:
+            self._trim_unshifted()
+        return last
+
+    def _append_gates(self, log_forget: Tensor, start: int, stop: int) -> None:
+        if self.cumulative is None:
+            self.cumulative = log_forget.new_empty(log_forget.shape[0], 0, log_forget.shape[2])
+        self.cumulative = _fitting(self.cumulative, start, stop)
+        # Float64 for the one sum that may run over a whole prompt.
+        new = log_forget.double().cumsum(1)
+        if start:
+            new += self.cumulative[:, start - 1 : start]
+        self._since_rebase += stop - start
+        if self._since_rebase >= REBASE_EVERY:
+            origin = new[:, -1:]
+            self.cumulative[:, :start] -= origin.to(self.cumulative.dtype)
+            new = new - origin
+            self._since_rebase = 0
+        self.cumulative[:, start:stop] = new
+
+    def get_seq_length(self) -> int:
+        """Tokens held, padding included."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that `query_length` new tokens will see, and the position of the first of them."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: grows without end."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in older transformers
+
+    def reset(self) -> None:
+        """Forget everything, memory included."""
+        self.__init__()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens; a positive number is the length to keep.
+
+        Raises:
+            ValueError: when the KV-shift would need an unshifted key older than those kept.
+        """
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
+        if removed >= self.length:
+            recording = self.record_past
+            self.reset()
+            self.record_past = recording
+            return
+        if self.unshifted is not None:
+            kept = self.unshifted[0].shape[1]
+            if removed >= kept:
+                raise ValueError(
+                    f"crop({tokens_to_remove}) takes back {removed} tokens, but KV-shift can take back {kept - 1}: "
+                    "call activate_past_recording() before the tokens are added"
+                )
+            self.unshifted = tuple(states[:, : kept - removed] for states in self.unshifted)
+            self._trim_unshifted()
+        self.length -= removed
+
+    def activate_past_recording(self) -> None:
+        """Keep what `crop` needs of every token that comes, until it is called."""
+        self.record_past = True
+
+    def _trim_unshifted(self) -> None:
+        if self.unshifted[0].shape[1] > REWINDABLE:
+            # A copy, or a view would hold the whole prompt.
+            self.unshifted = tuple(states[:, -REWINDABLE:].clone() for states in self.unshifted)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i continue what row `beam_idx[i]` held (beam search)."""
+        self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._map(lambda states: states[indices])
+
+    def offload(self) -> None:
+        """Move everything to the CPU."""
+        self._map(lambda states: states.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move everything back to the device it was made on."""
+        self._map(lambda states: states.to(self.device, non_blocking=True))
+
+    def _map(self, move) -> None:
+        if not self.is_initialized:
+            return
+        self.keys, self.values = move(self.keys), move(self.values)
+        if self.cumulative is not None:
+            self.cumulative = move(self.cumulative)
+        if self.unshifted is not None:
+            self.unshifted = tuple(move(states) for states in self.unshifted)
+
+
+def _fitting(storage: Tensor, held: int, needed: int) -> Tensor:
+    """`storage` `[B, capacity, ...]` itself when `needed` tokens fit, else one with at least twice the room."""
+    capacity = storage.shape[1]
+    if needed <= capacity:
+        return storage
+    grown = storage.new_empty(storage.shape[0], max(2 * capacity, needed + REWINDABLE), *storage.shape[2:])
+    grown[:, :held] = storage[:, :held]
+    return grown

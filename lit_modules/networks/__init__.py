@@ -1,0 +1,27 @@
+"""The networks: one configuration, one causal language model, one block, and a file for each token mixer.
+
+Importing this registers them with Hugging Face's `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from lit_modules.networks.causal_lm import PalimpsestForCausalLM, PalimpsestModel
+from lit_modules.networks.config import PalimpsestConfig
+from lit_modules.networks.counting import ParameterCount, count_parameters, flops_per_token
+from lit_modules.networks.export import export_pretrained
+from lit_modules.networks.positions import Positions
+
+AutoConfig.register("palimpsest", PalimpsestConfig, exist_ok=True)
+AutoModel.register(PalimpsestConfig, PalimpsestModel, exist_ok=True)
+AutoModelForCausalLM.register(PalimpsestConfig, PalimpsestForCausalLM, exist_ok=True)
+
+__all__ = [
+    "PalimpsestConfig",
+    "PalimpsestForCausalLM",
+    "PalimpsestModel",
+    "ParameterCount",
+    "Positions",
+    "count_parameters",
+    "export_pretrained",
+    "flops_per_token",
+]

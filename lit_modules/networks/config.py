@@ -1,0 +1,208 @@
+"""The configuration of a Palimpsest network: flat, plain arguments, checked when it is made."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from lit_modules.networks.mixers import MIXERS
+
+FORGET_GATES = ("data_dependent", "data_independent", "fixed", "none")
+
+
+class PalimpsestConfig(PreTrainedConfig):
+    """Every size and switch of one causal language model (FoX, arXiv 2503.02130, section 3 and table 3).
+
+    A model is a stack of `num_layers` pre-norm blocks, a token mixer and a SwiGLU each, between an embedding and a
+    linear head. The switches are independent of one another: all off is a Transformer (LLaMA) without RoPE, `rope`
+    alone makes it a stock LLaMA, `forget_gate="data_dependent"` alone FoX (LLaMA), and together with `qk_norm`,
+    `output_gate`, `output_norm` and `kv_shift` FoX (Pro).
+
+    Args:
+        vocab_size: rows of the embedding and of the head.
+        hidden_size: width of the residual stream; `num_heads` divides it.
+        num_layers: number of blocks.
+        num_heads: attention heads of each block.
+        intermediate_size: inner width of the SwiGLU.
+        mixers: one registered mixer name for each layer; None means "attention" everywhere.
+        forget_gate: "data_dependent" (sigmoid(w x + b)), "data_independent" (a learned bias per head), "fixed", or
+            "none" (also None): the first line of figure 7.
+        gate_time_min, gate_time_max: decay times, in tokens, of the first and the last head, spaced evenly in log
+            between; data-independent gates start there, fixed ones stay there.
+        rope: rotate queries and keys by their position (arXiv 2104.09864), as Hugging Face's Llama does.
+        rope_base: base of the rotation's wavelengths.
+        qk_norm: RMSNorm on queries and keys, with weights of their own for each head.
+        output_gate: multiply the attention output by sigmoid(W x).
+        output_norm: RMSNorm on each head of the attention output.
+        kv_shift: mix each key and value with its predecessor's, by a data-dependent share per head.
+        prune: natural log of the attention mass that may be left out (arXiv 2504.06949), -10 in the paper; None
+            computes all.
+        norm_eps: added to the mean square in every RMSNorm.
+        initializer_range: standard deviation of every weight matrix at the start.
+        tie_word_embeddings: let the head share the embedding's matrix.
+        bos_token_id, eos_token_id, pad_token_id: for generation; None where the tokenizer has none.
+        max_position_embeddings: length, in tokens, that the model is trained at; informative, nothing is cut to it.
+        kwargs: what every Hugging Face configuration takes (`architectures`, `dtype`, ...).
+
+    Raises:
+        ValueError: in one line that names the argument, what was found, and what would be right.
+    """
+
+    model_type = "palimpsest"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_heads",
+        "rms_norm_eps": "norm_eps",
+    }
+
+    def __init__(
+        self,
+        vocab_size: int = 50257,
+        hidden_size: int = 768,
+        num_layers: int = 12,
+        num_heads: int = 12,
+        intermediate_size: int = 2048,
+        mixers: Sequence[str] | None = None,
+        forget_gate: str | None = "data_dependent",
+        gate_time_min: float | None = None,
+        gate_time_max: float | None = None,
+        rope: bool = False,
+        rope_base: float = 500000.0,
+        qk_norm: bool = False,
+        output_gate: bool = False,
+        output_norm: bool = False,
+        kv_shift: bool = False,
+        prune: float | None = None,
+        norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        tie_word_embeddings: bool = False,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        max_position_embeddings: int | None = None,
+        **kwargs: Any,
+    ):
+        _refuse_unknown_keys(kwargs)
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
+        self.num_heads = num_heads
+        self.intermediate_size = intermediate_size
+        self.forget_gate = "none" if forget_gate is None else forget_gate
+        self.gate_time_min = gate_time_min
+        self.gate_time_max = gate_time_max
+        self.rope = rope
+        self.rope_base = rope_base
+        self.qk_norm = qk_norm
+        self.output_gate = output_gate
+        self.output_norm = output_norm
+        self.kv_shift = kv_shift
+        self.prune = prune
+        self.norm_eps = norm_eps
+        self.initializer_range = initializer_range
+        self.tie_word_embeddings = tie_word_embeddings
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
+        self.max_position_embeddings = max_position_embeddings
+        self._check_sizes()  # num_layers counts the mixers
+        self.mixers = ["attention"] * num_layers if mixers is None else list(mixers)
+        self.check()
+        # Some versions of transformers have defaults of their own for these four, and set them last.
+        super().__init__(
+            tie_word_embeddings=tie_word_embeddings,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            **kwargs,
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    def check(self) -> None:
+        """Raise ValueError when values do not fit one another; a model asks again, for attributes may be set later."""
+        self._check_sizes()
+        self._check_switches()
+        self._check_gate()
+        self._check_mixers()
+
+    def _check_sizes(self) -> None:
+        for key in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{key}={value!r} is not a size: give a whole number of at least 1")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: "
+                f"give a divisor, such as {_nearest_divisor(self.hidden_size, self.num_heads)}"
+            )
+        if self.rope and self.head_dim % 2:
+            raise ValueError(f"rope=True rotates pairs, but hidden_size/num_heads={self.head_dim} is odd: make it even")
+        for key in ("norm_eps", "initializer_range", "rope_base"):
+            _check_positive(key, getattr(self, key))
+
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, key)
+            if value is not None and not (isinstance(value, int) and 0 <= value < self.vocab_size):
+                raise ValueError(
+                    f"{key}={value!r} is not a token: vocab_size={self.vocab_size}, give a smaller or null"
+                )
+
+    def _check_switches(self) -> None:
+        for key in ("rope", "qk_norm", "output_gate", "output_norm", "kv_shift", "tie_word_embeddings"):
+            if not isinstance(getattr(self, key), bool):
+                raise ValueError(f"{key}={getattr(self, key)!r} is not a switch: give true or false")
+
+    def _check_gate(self) -> None:
+        if self.forget_gate not in FORGET_GATES:
+            raise ValueError(f"forget_gate={self.forget_gate!r} is not a gate: give one of {', '.join(FORGET_GATES)}")
+        if self.forget_gate in ("data_independent", "fixed"):
+            for key in ("gate_time_min", "gate_time_max"):
+                _check_positive(key, getattr(self, key), f"forget_gate={self.forget_gate} needs it, in tokens")
+            if self.gate_time_max < self.gate_time_min:
+                raise ValueError(
+                    f"gate_time_max={self.gate_time_max} is below gate_time_min={self.gate_time_min}: swap them"
+                )
+        if self.prune is not None:
+            if self.forget_gate == "none":
+                raise ValueError(f"prune={self.prune} has nothing to prune by: set forget_gate, or prune=null")
+            if isinstance(self.prune, bool) or not -math.inf < self.prune < 0:
+                raise ValueError(
+                    f"prune={self.prune} is not the log of a share: give one below 0, such as -10, or null"
+                )
+
+    def _check_mixers(self) -> None:
+        if len(self.mixers) != self.num_layers:
+            raise ValueError(f"mixers has {len(self.mixers)} names for num_layers={self.num_layers}: give one a layer")
+        for name in self.mixers:
+            if name not in MIXERS:
+                raise ValueError(f"mixers names {name!r}, which is not registered: give one of {', '.join(MIXERS)}")
+
+
+def _check_positive(key: str, value: Any, reason: str = "it must be above 0") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{key}={value!r} is not a positive number: {reason}")
+
+
+def _nearest_divisor(size: int, wanted: int) -> int:
+    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
+
+
+def _refuse_unknown_keys(kwargs: dict[str, Any]) -> None:
+    """A misspelt key would otherwise become an attribute that nothing reads.
+
+    What a saved configuration holds is not questioned: it names the transformers version that wrote it, which may
+    know more keys than this one.
+    """
+    if "transformers_version" in kwargs:
+        return
+    base = PreTrainedConfig()
+    hugging_face = {"name_or_path", "torch_dtype", "attn_implementation", "experts_implementation"}
+    for key in kwargs:
+        known = key in hugging_face or hasattr(base, key)
+        if not known and not key.startswith("_"):
+            raise ValueError(f"{key}={kwargs[key]!r} is not a key of a model: see lit_modules/networks/config.py")

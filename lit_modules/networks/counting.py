@@ -1,0 +1,49 @@
+"""How large a model is, and how much arithmetic a token costs."""
+
+from typing import NamedTuple
+
+import torch
+
+from lit_modules.networks.causal_lm import PalimpsestForCausalLM
+from lit_modules.networks.config import PalimpsestConfig
+
+
+class ParameterCount(NamedTuple):
+    """Parameters of a model.
+
+    Attributes:
+        total: all of them, a shared matrix counted once.
+        embedding: the matrix that is only looked up in; 0 when the head shares it.
+        blocks: the blocks and the final norm.
+        head: the output matrix.
+    """
+
+    total: int
+    embedding: int
+    blocks: int
+    head: int
+
+    @property
+    def active(self) -> int:
+        """All but the input embedding: the paper's N, which a token is multiplied with."""
+        return self.total - self.embedding
+
+
+def count_parameters(model: PalimpsestForCausalLM) -> ParameterCount:
+    """Count a model's parameters; it may be on the meta device."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    head = model.lm_head.weight.numel()
+    shared = model.lm_head.weight is model.model.embed_tokens.weight
+    embedding = 0 if shared else model.model.embed_tokens.weight.numel()
+    return ParameterCount(total, embedding, total - embedding - head, head)
+
+
+def flops_per_token(config: PalimpsestConfig, length: int) -> int:
+    """Floating point operations of one training token in a sequence of `length` tokens, forward and backward.
+
+    `3 (2 N + 2 n_layer d_model L)` (arXiv 2503.02130, appendix): the backward pass costs twice the forward one, a
+    causal token sees L/2 others on average; recomputation in checkpointing and pruning are not counted.
+    """
+    with torch.device("meta"):
+        active = count_parameters(PalimpsestForCausalLM(config)).active
+    return 3 * (2 * active + 2 * config.num_layers * config.hidden_size * length)

@@ -1,0 +1,64 @@
+"""Write a trained model as a Hugging Face folder; as a stock architecture where it is one."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from lit_modules.networks.causal_lm import PalimpsestForCausalLM
+from lit_modules.networks.config import PalimpsestConfig
+
+
+def export_pretrained(model: PalimpsestForCausalLM, folder: str | Path) -> Path:
+    """Write `config.json`, `generation_config.json` and safetensors into `folder`, replacing what was there.
+
+    With RoPE and no other switch the model is a LLaMA, and is written as one: the folder loads without this project.
+    Otherwise `import lit_modules.networks` makes `AutoModelForCausalLM.from_pretrained` know it. The folder appears
+    whole or not at all.
+    """
+    folder = Path(folder)
+    partial, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))
+    for leftover in (partial, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    (as_llama(model) if is_llama(model.config) else model).save_pretrained(partial)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return folder
+
+
+def is_llama(config: PalimpsestConfig) -> bool:
+    """Whether the architecture is exactly Hugging Face's Llama."""
+    beyond = (config.qk_norm, config.output_gate, config.output_norm, config.kv_shift)
+    attention_only = set(config.mixers) == {"attention"}
+    return config.rope and config.forget_gate == "none" and attention_only and not any(beyond)
+
+
+def as_llama(model: PalimpsestForCausalLM) -> PreTrainedModel:
+    """A `LlamaForCausalLM` that shares the model's parameters, which bear the same names."""
+    config = model.config
+    llama_config = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=config.tie_word_embeddings,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        dtype=model.dtype,
+    )
+    if config.max_position_embeddings is not None:
+        llama_config.max_position_embeddings = config.max_position_embeddings
+    with torch.device("meta"):
+        llama = LlamaForCausalLM(llama_config)
+    llama.load_state_dict(model.state_dict(), strict=True, assign=True)
+    llama.generation_config = model.generation_config
+    return llama

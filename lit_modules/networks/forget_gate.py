@@ -1,0 +1,50 @@
+"""The forget gate of FoX (arXiv 2503.02130, section 3.1 and figure 7): one log-decay for each token and head."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lit_modules.networks.config import PalimpsestConfig
+
+
+class ForgetGate(nn.Module):
+    """`log f` for every token and head: data-dependent, learned per head, or fixed per head."""
+
+    def __init__(self, config: "PalimpsestConfig"):
+        super().__init__()
+        self.kind = config.forget_gate
+        self.num_heads = config.num_heads
+        self.decay_times = (config.gate_time_min, config.gate_time_max)
+        if self.kind == "data_dependent":
+            self.proj = nn.Linear(config.hidden_size, config.num_heads)
+        elif self.kind == "data_independent":
+            self.bias = nn.Parameter(torch.empty(config.num_heads))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map `hidden` `[B, T, hidden_size]` to `log_forget` `[B, T, H]`, float32 at least.
+
+        The projection leaves bf16 too: errors of the logits add up over thousands of tokens.
+        """
+        batch, length, _ = hidden.shape
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        if self.kind == "data_dependent":
+            with torch.autocast(hidden.device.type, enabled=False):
+                return F.logsigmoid(F.linear(hidden.to(dtype), self.proj.weight.to(dtype), self.proj.bias.to(dtype)))
+        if self.kind == "data_independent":
+            log_forget = F.logsigmoid(self.bias.to(dtype))
+        else:
+            log_forget = -1 / self.initial_times(hidden.device, dtype)
+        return log_forget.expand(batch, length, self.num_heads)
+
+    def initial_times(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Decay times in tokens `[H]`, evenly spaced in log from the configured minimum to the maximum."""
+        first, last = (math.log(time) for time in self.decay_times)
+        return torch.linspace(first, last, self.num_heads, device=device, dtype=dtype).exp()
+
+    def initial_bias(self, device: torch.device) -> Tensor:
+        """The bias `[H]` whose log-sigmoid is -1/T: `-log(expm1(1/T))`, in float64 because expm1 of a small 1/T."""
+        return -(1 / self.initial_times(device, torch.float64)).expm1().log()

@@ -1,0 +1,103 @@
+"""Where each token of a batch stands: made once in a forward pass, read by every mixer."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Positions(NamedTuple):
+    """The layout of one batch `[B, T]`.
+
+    Attributes:
+        index: `[B, T]` int64, the token's place in its own document; 0 at the first token of every document and at
+            the first real token of a left-padded row (and at the padding before it).
+        cu_seqlens: `[N + 1]` int32, the starts of packed documents and the end of the last, or None; B is 1 then.
+        kv_start: `[B]` int32, the number of padding tokens on the left of each row, or None.
+        rotary: cosines and sines `[B, T, head_dim]` float32 of the rotary embedding, or None without RoPE.
+    """
+
+    index: Tensor
+    cu_seqlens: Tensor | None = None
+    kv_start: Tensor | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+
+
+def locate(
+    batch: int,
+    length: int,
+    past: int,
+    device: torch.device,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Positions:
+    """Find the positions of `[batch, length]` new tokens that follow `past` cached ones.
+
+    Args:
+        attention_mask: `[batch, past + length]` of 0 and 1 (or bool): zeros on the left or on the right of each row.
+        cu_seqlens: `[N + 1]` int32, needs batch 1 and nothing cached.
+
+    Raises:
+        ValueError: for both at once, a wrong shape, a mask with holes, packed documents that continue a cache.
+    """
+    time = torch.arange(past, past + length, device=device)
+    if cu_seqlens is not None:
+        _check_packed(batch, length, past, attention_mask, cu_seqlens)
+        document = torch.searchsorted(cu_seqlens, time.to(cu_seqlens.dtype), right=True) - 1
+        return Positions((time - cu_seqlens[document])[None], cu_seqlens=cu_seqlens)
+    if attention_mask is None:
+        return Positions(time.expand(batch, length))
+    kv_start = _left_padding(attention_mask, (batch, past + length)).to(device)
+    return Positions((time - kv_start[:, None]).clamp(min=0), kv_start=kv_start.int())
+
+
+def check_position_ids(position_ids: Tensor) -> None:
+    """Refuse `position_ids` `[B, T]` that start again within a row, as packed documents do: they need cu_seqlens.
+
+    Raises:
+        ValueError: naming the first such row and token.
+    """
+    restarts = (position_ids[:, 1:] < position_ids[:, :-1]).nonzero()
+    if len(restarts):
+        row, token = restarts[0].tolist()
+        raise ValueError(
+            f"position_ids start again at token {token + 1} of row {row}: give packed documents as cu_seqlens, "
+            "or they will see each other"
+        )
+
+
+def _check_packed(batch: int, length: int, past: int, attention_mask: Tensor | None, cu_seqlens: Tensor) -> None:
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask and cu_seqlens are both given: packed documents have no padding, drop the mask"
+        )
+    if batch != 1:
+        raise ValueError(f"cu_seqlens needs a batch of 1, found {batch}: pack the documents into one row")
+    if past:
+        raise ValueError(f"cu_seqlens continues a cache of {past} tokens: packed documents cannot be cached")
+    if cu_seqlens.ndim != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.numel() < 2:
+        found = f"{list(cu_seqlens.shape)} {cu_seqlens.dtype}".replace("torch.", "")
+        raise ValueError(f"cu_seqlens is {found}: give int32 [documents + 1], from 0 to {length}")
+
+
+def _left_padding(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Leading zeros of each row, `[B]` int64.
+
+    Holes are refused at every call, not at the first alone: a right-padded prompt shows its hole only when the
+    generated token is appended, and would be read as text otherwise. Unpadded batches carry no mask and pay nothing.
+    """
+    if attention_mask.shape != shape:
+        raise ValueError(
+            f"attention_mask is {list(attention_mask.shape)}, the tokens (with those cached) are {list(shape)}: "
+            "give one 0 or 1 for each"
+        )
+    real = attention_mask != 0
+    left = (real.cumsum(1) == 0).sum(1)
+    changes = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0]
+    if bool((changes > 1).any()):
+        row = int((changes > 1).nonzero()[0, 0])
+        raise ValueError(
+            f"attention_mask has a hole in row {row}: pad on the left (on the right only where nothing is generated), "
+            "and pack documents with cu_seqlens"
+        )
+    return left

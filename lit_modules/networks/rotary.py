@@ -1,0 +1,23 @@
+"""Rotary position embedding (arXiv 2104.09864), with the halves paired as in Hugging Face's Llama."""
+
+import torch
+from torch import Tensor
+
+
+def rotary_tables(index: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `[B, T, head_dim]` float32 for the positions `index` `[B, T]`.
+
+    Made from `index` at each forward pass: a table kept as a buffer would be cut at some length and would have to
+    survive `from_pretrained`. Float32 whatever the model's dtype, so that stock Llama gives the same numbers.
+    """
+    exponent = torch.arange(0, head_dim, 2, device=index.device, dtype=torch.int64).float() / head_dim
+    angle = index.float()[..., None] * (1.0 / base**exponent)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate `x` `[B, T, H, D]`; the pairs are (i, i + D/2). Returns x's dtype."""
+    cosine, sine = (table[:, :, None].to(x.dtype) for table in tables)
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine

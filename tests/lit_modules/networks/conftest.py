@@ -1,0 +1,72 @@
+"""Small float64 networks with every combination of switches in FoX's ablation (arXiv 2503.02130, table 3)."""
+
+import pytest
+import torch
+
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
+
+GATE = {"forget_gate": "data_dependent"}
+NONE = {"forget_gate": "none"}
+TIMES = {"gate_time_min": 2.0, "gate_time_max": 64.0}
+PRO = {"qk_norm": True, "output_gate": True, "output_norm": True, "kv_shift": True}
+
+ABLATION = {
+    "transformer_llama_without_rope": NONE,
+    "transformer_llama": NONE | {"rope": True},
+    "transformer_llama_plus_gate": GATE | {"rope": True},
+    "fox_llama": GATE,
+    "plus_qk_norm": GATE | {"qk_norm": True},
+    "plus_output_gate": GATE | {"qk_norm": True, "output_gate": True},
+    "plus_output_norm": GATE | {"qk_norm": True, "output_gate": True, "output_norm": True},
+    "fox_pro": GATE | PRO,
+    "pro_minus_qk_norm": GATE | PRO | {"qk_norm": False},
+    "pro_minus_output_gate": GATE | PRO | {"output_gate": False},
+    "pro_minus_output_norm": GATE | PRO | {"output_norm": False},
+    "pro_minus_kv_shift": GATE | PRO | {"kv_shift": False},
+    "pro_plus_rope": GATE | PRO | {"rope": True},
+    "transformer_pro": NONE | PRO | {"rope": True},
+    "pro_without_gate_or_rope": NONE | PRO,
+    "data_independent": {"forget_gate": "data_independent"} | TIMES,
+    "fixed": {"forget_gate": "fixed"} | TIMES,
+}
+
+
+def build(**switches) -> PalimpsestForCausalLM:
+    """A model in float64, in eval mode, whose every parameter is far enough from its start to matter."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
+    torch.manual_seed(0)
+    model = PalimpsestForCausalLM(PalimpsestConfig(**sizes | {"initializer_range": 0.3} | switches)).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in model.no_decay_parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """At these sizes threads only wait for one another: on busy cores they made the tests ten times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(name="build")
+def build_fixture():
+    return build
+
+
+@pytest.fixture(params=ABLATION.values(), ids=ABLATION.keys())
+def ablation_model(request) -> PalimpsestForCausalLM:
+    return build(**request.param)
+
+
+@pytest.fixture
+def fox_pro() -> PalimpsestForCausalLM:
+    return build(**ABLATION["fox_pro"])
+
+
+@pytest.fixture(params=["fox_pro", "transformer_llama", "pro_plus_rope"])
+def generating_model(request) -> PalimpsestForCausalLM:
+    return build(**ABLATION[request.param])

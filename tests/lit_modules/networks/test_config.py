@@ -1,0 +1,61 @@
+"""A configuration that cannot work is refused in one line that names the key; one that can comes back from its file."""
+
+import pytest
+from transformers import AutoConfig
+
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 7, "hidden_size": 64}, "num_heads=7 does not divide hidden_size=64: give a divisor, such as 8"),
+        ({"num_layers": 0}, "num_layers=0 is not a size"),
+        ({"num_layers": None}, "num_layers=None is not a size"),
+        ({"hidden_size": 64.0}, "hidden_size=64.0 is not a size"),
+        ({"hidden_size": 36, "num_heads": 12, "rope": True}, "hidden_size/num_heads=3 is odd"),
+        ({"forget_gate": "learned"}, "forget_gate='learned' is not a gate: give one of data_dependent"),
+        ({"forget_gate": "fixed"}, "gate_time_min=None is not a positive number: forget_gate=fixed needs it"),
+        ({"forget_gate": "fixed", "gate_time_min": 9, "gate_time_max": 3}, "gate_time_max=3 is below gate_time_min=9"),
+        ({"forget_gate": None, "prune": -10}, "prune=-10 has nothing to prune by"),
+        ({"prune": 1e-4}, "prune=0.0001 is not the log of a share: give one below 0"),
+        ({"qk_norm": "yes"}, "qk_norm='yes' is not a switch"),
+        ({"norm_eps": 0}, "norm_eps=0 is not a positive number"),
+        ({"mixers": ["attention"], "num_layers": 2}, "mixers has 1 names for num_layers=2"),
+        ({"mixers": ["attention", "atention"], "num_layers": 2}, "mixers names 'atention', which is not registered"),
+        ({"num_head": 8}, "num_head=8 is not a key of a model"),
+        ({"num_hidden_layers": 8}, "num_hidden_layers=8 is not a key of a model"),
+        ({"pad_token_id": 100, "vocab_size": 64}, "pad_token_id=100 is not a token: vocab_size=64"),
+    ],
+)
+def test_what_cannot_work_is_named_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        PalimpsestConfig(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_values_set_after_the_fact_are_checked_by_the_model(build):
+    config = build(forget_gate="none").config
+    config.num_layers = 3
+    with pytest.raises(ValueError, match="mixers has 2 names for num_layers=3"):
+        PalimpsestForCausalLM(config)
+
+
+def test_a_configuration_survives_its_file(tmp_path):
+    config = PalimpsestConfig(
+        hidden_size=64, num_heads=4, num_layers=3, forget_gate="fixed", gate_time_min=2, gate_time_max=50.0, prune=-10.0
+    )
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, PalimpsestConfig)
+    assert loaded.to_diff_dict() == config.to_diff_dict()
+    assert PalimpsestForCausalLM(loaded).num_parameters() == PalimpsestForCausalLM(config).num_parameters()
+
+
+def test_hugging_face_finds_sizes_under_its_own_names():
+    config = PalimpsestConfig(hidden_size=64, num_heads=4, num_layers=3)
+    assert (config.num_hidden_layers, config.num_attention_heads, config.head_dim) == (3, 4, 16)
+
+
+def test_no_gate_may_be_written_as_null():
+    assert PalimpsestConfig(forget_gate=None).forget_gate == "none"

@@ -1,0 +1,66 @@
+"""The model files: sizes of the paper (arXiv 2503.02130), parameter counts, arithmetic per token."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra.utils import instantiate
+
+from lit_modules.networks import PalimpsestForCausalLM, count_parameters, flops_per_token
+
+MODELS = Path(__file__).parents[3] / "conf" / "model"
+KINDS = ["fox_pro", "transformer_pro", "fox_llama", "transformer_llama"]
+SHAPES = {"125m": (12, 768), "360m": (24, 1024), "760m": (24, 1536)}
+
+
+def load(name: str):
+    return instantiate(yaml.safe_load((MODELS / f"{name}.yaml").read_text()))
+
+
+def count(config):
+    with torch.device("meta"):
+        return count_parameters(PalimpsestForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "millions"), [("fox_pro", 759), ("transformer_pro", 757), ("fox_llama", 757), ("transformer_llama", 756)]
+)
+def test_parameters_at_760m_are_the_papers(kind, millions):
+    assert count(load(f"{kind}_760m")).active == pytest.approx(millions * 1e6, rel=0.003)
+
+
+def test_every_size_of_every_model_is_what_its_name_says():
+    print(f"\n{'model':24s}{'all but embedding':>20s}{'blocks':>16s}{'GFLOP/token, 16k':>18s}")
+    for kind in KINDS:
+        for size, (layers, width) in SHAPES.items():
+            config = load(f"{kind}_{size}")
+            parameters = count(config)
+            flops = flops_per_token(config, 16384) / 1e9
+            print(f"{kind + '_' + size:24s}{parameters.active:20,}{parameters.blocks:16,}{flops:18.2f}")
+            assert (config.num_layers, config.hidden_size) == (layers, width)
+            assert config.head_dim == (128 if kind.startswith("transformer") and size == "760m" else 64)
+            assert (config.forget_gate != "none") == kind.startswith("fox")
+            assert config.rope == kind.startswith("transformer")
+            pro = {config.qk_norm, config.kv_shift, config.output_gate, config.output_norm}
+            assert pro == {kind.endswith("pro")}
+            ratio = 3.5 if kind.endswith("pro") else 4
+            assert config.intermediate_size == -(-width * ratio * 2 / 3 // 256) * 256
+
+
+def test_the_tiny_model_has_about_a_million_parameters_in_its_blocks():
+    assert 0.5e6 < count(load("fox_pro_tiny")).blocks < 2e6
+
+
+def test_counts_add_up_and_a_shared_matrix_counts_once(build):
+    untied, tied = count_parameters(build()), count_parameters(build(tie_word_embeddings=True))
+    assert untied.total == untied.embedding + untied.blocks + untied.head
+    assert untied.embedding == untied.head == 61 * 32
+    assert tied.total == untied.total - untied.embedding
+    assert tied.active == untied.active
+
+
+def test_flops_per_token_follow_the_papers_formula(build):
+    model = build()
+    active = count_parameters(model).active
+    assert flops_per_token(model.config, 100) == 3 * (2 * active + 2 * 2 * 32 * 100)
