@@ -1,13 +1,14 @@
 """The pictures of a run, as PNG files, drawn without a display."""
 
 import io
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+
+from data_pipeline.files import write_whole
 
 TRAIN, HELD_OUT, MARK = "#4c72b0", "#c44e52", "#555555"
 
@@ -16,10 +17,7 @@ def save(figure: Figure, path: Path) -> Path:
     """Write the figure as a PNG that appears whole or not at all."""
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=150, bbox_inches="tight")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(image.getvalue())
-    os.replace(beside, path)
+    write_whole(path, image.getvalue())
     return path
 
 

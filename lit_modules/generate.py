@@ -9,6 +9,7 @@ import torch
 from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
+from data_pipeline.files import write_whole
 from lit_modules import checkpoints, runs
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 
@@ -43,7 +44,7 @@ def run(cfg: DictConfig) -> None:
             for record in records[start:]:
                 print(json.dumps(record, ensure_ascii=False), flush=True)
     if cfg.output is not None:
-        runs.write_whole(Path(cfg.output), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+        write_whole(Path(cfg.output), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
 
 def read_prompts(cfg: DictConfig) -> list[str]:

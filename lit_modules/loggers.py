@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_modules.runs import write_whole
+from data_pipeline.files import write_whole
 
 log = logging.getLogger(__name__)
 

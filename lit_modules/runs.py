@@ -7,8 +7,6 @@ Only the standard library and OmegaConf are imported here, since every start of 
 
 import fcntl
 import json
-import logging
-import os
 import subprocess
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
-log = logging.getLogger(__name__)
+from data_pipeline.files import write_whole
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -179,21 +177,6 @@ def discard_unbegun(folder: Path) -> None:
         for path in sorted(folder.rglob("*"), reverse=True):
             path.unlink() if path.is_file() else path.rmdir()
         folder.rmdir()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file that appears whole or not at all: beside, to the disk, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(beside, "w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def commit() -> str | None:

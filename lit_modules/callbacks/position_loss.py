@@ -8,9 +8,9 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
+from data_pipeline.files import write_whole
 from lit_modules.callbacks.pictures import show
 from lit_modules.figures import draw_loss, draw_position_loss
-from lit_modules.runs import write_whole
 
 
 class PositionLoss(Callback):

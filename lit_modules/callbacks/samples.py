@@ -7,8 +7,8 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from data_pipeline.files import write_whole
 from lit_modules.generate import sampling, write_on
-from lit_modules.runs import write_whole
 
 
 class Samples(Callback):

@@ -72,20 +72,6 @@ def test_a_resumed_run_may_change_its_logger_but_not_its_model(tmp_path):
     assert OmegaConf.to_container(OmegaConf.load(tmp_path / runs.CONFIG)) == began
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "table.csv"
-    runs.write_whole(path, "first")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        runs.write_whole(path, "second")
-    assert path.read_text() == "first"
-    assert os.listdir(tmp_path) == ["table.csv"]
-
-
 def test_a_run_that_was_refused_leaves_no_folder_but_one_that_began_does(tmp_path):
     for name in ("refused", "begun"):
         (tmp_path / name / ".hydra").mkdir(parents=True)

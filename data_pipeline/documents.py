@@ -1,0 +1,190 @@
+"""Documents, and how a source's documents come to rest: deduplicated, split by hash, in Parquet shards."""
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_pipeline.progress import Stage
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "validation")
+UNIT_BYTES = 256 * 1024  # text in a row group: the unit of work of later stages, small so that cores end together
+SHARD_BYTES = 256 * 1024 * 1024  # text in a file
+OPTIONAL_METADATA = ("licence", "date", "url")
+SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("id", "text", "source", "origin")),
+        ("length", pa.int64()),
+        ("split", pa.string()),
+        *((name, pa.string()) for name in OPTIONAL_METADATA),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text, a name for it, and where it comes from.
+
+    `metadata` has "source" (which reader) and "origin" (a path, or a package, its version and file), and "licence",
+    "date" and "url" when they are known.
+    """
+
+    text: str
+    id: str
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+class Problems:
+    """What a source could not read: one log line each, counted by kind; with `strict` the first one raises.
+
+    Only the first `LOGGED` lines are logged and kept, so that a file of a million broken lines does not drown a log.
+    """
+
+    LOGGED = 100
+
+    def __init__(self, strict: bool = False) -> None:
+        self.strict = strict
+        self.counts: Counter[str] = Counter()
+        self.lines: list[str] = []
+
+    def skip(self, where: str, kind: str, detail: str = "") -> None:
+        """Note that what lies at `where` (a file, and a line or offset in it) is left out.
+
+        Raises ValueError with the same words when strict.
+        """
+        line = f"{where}: {kind}{f' ({detail})' if detail else ''}: skipped"
+        if self.strict:
+            raise ValueError(f"{line.removesuffix(': skipped')}; mend it, or set data.strict=false to skip it")
+        self.counts[kind] += 1
+        if len(self.lines) < self.LOGGED:
+            self.lines.append(line)
+            logger.warning("%s", line)
+            if len(self.lines) == self.LOGGED:
+                logger.warning("further problems are counted only")
+
+    def summary(self) -> str:
+        """Return one line with the counts by kind."""
+        return ", ".join(f"{count:,} x {kind}" for kind, count in self.counts.most_common())
+
+
+class ShardWriter:
+    """Parquet shards of one split: row groups of about UNIT_BYTES of text, files of about SHARD_BYTES."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.folder, self.split = folder, split
+        self.documents = self.bytes = 0
+        self._shards = self._shard_bytes = self._unit_bytes = 0
+        self._rows: list[dict] = []
+        self._writer: pq.ParquetWriter | None = None
+
+    def write(self, document: Document, length: int) -> None:
+        """Add a document of `length` UTF-8 bytes."""
+        optional = {name: document.metadata.get(name) for name in OPTIONAL_METADATA}
+        source, origin = document.metadata.get("source", ""), document.metadata.get("origin", "")
+        row = {"id": document.id, "text": document.text, "source": source, "origin": origin}
+        self._rows.append({**row, "length": length, "split": self.split, **optional})
+        self.documents += 1
+        self.bytes += length
+        self._unit_bytes += length
+        if self._unit_bytes >= UNIT_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        if self._writer is None:
+            path = self.folder / f"{self.split}-{self._shards:05d}.parquet"
+            self._writer = pq.ParquetWriter(path, SCHEMA, compression="zstd")
+        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
+        self._shard_bytes += self._unit_bytes
+        self._rows, self._unit_bytes = [], 0
+        if self._shard_bytes >= SHARD_BYTES:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer, self._shard_bytes, self._shards = None, 0, self._shards + 1
+
+    def close(self) -> None:
+        """Write what is pending."""
+        self._flush()
+        self._close_shard()
+
+
+def gather(source: object, folder: Path, validation_fraction: float, processes: int, problems: Problems) -> dict:
+    """Write a source's documents into `folder` as Parquet shards and return the manifest's counts.
+
+    Exact duplicates are dropped. A document goes to validation when the sha256 of its text, read as a fraction of 1,
+    is under `validation_fraction`: the same text falls on the same side in every corpus.
+    Raises ValueError, naming the key to change, when either side stays empty.
+    """
+    seen: set[bytes] = set()
+    duplicates = 0
+    writers = {split: ShardWriter(folder, split) for split in SPLITS}
+    with Stage("gathering documents", "B") as stage:
+        for document in source.documents(problems, processes):
+            encoded = document.text.encode()
+            digest = hashlib.sha256(encoded).digest()
+            if digest[:16] in seen:
+                duplicates += 1
+                continue
+            seen.add(digest[:16])
+            fraction = int.from_bytes(digest[:8], "big") / 2**64
+            writers["validation" if fraction < validation_fraction else "train"].write(document, len(encoded))
+            stage.advance(len(encoded))
+        for writer in writers.values():
+            writer.close()
+    if problems.counts:
+        logger.warning("skipped: %s", problems.summary())
+    _check_both_sides({split: writer.documents for split, writer in writers.items()}, validation_fraction, problems)
+    return {
+        **{split: {"documents": writer.documents, "bytes": writer.bytes} for split, writer in writers.items()},
+        "duplicates": duplicates,
+        "skipped": dict(problems.counts),
+        "problems": problems.lines,
+        "seconds": round(stage.seconds, 3),
+    }
+
+
+def _check_both_sides(documents: dict[str, int], fraction: float, problems: Problems) -> None:
+    total = sum(documents.values())
+    if total == 0:
+        skipped = f" (skipped: {problems.summary()})" if problems.counts else ""
+        raise ValueError(f"data.source gives no document{skipped}: point it at readable text")
+    for split, change in (("validation", "raise it"), ("train", "lower it")):
+        if documents[split] == 0:
+            raise ValueError(
+                f"data.validation_fraction={fraction} leaves no {split} document among {total}: {change}, "
+                "or give data.source more (or shorter) documents"
+            )
+
+
+def shards(folder: Path, split: str) -> list[Path]:
+    """Return the Parquet files of a split, in order."""
+    return sorted(folder.glob(f"{split}-*.parquet"))
+
+
+def units(folder: Path, split: str) -> list[tuple[Path, int]]:
+    """Return the (file, row group) pairs of a split, in order: the fixed units that later stages work on."""
+    return [(path, group) for path in shards(folder, split) for group in range(pq.read_metadata(path).num_row_groups)]
+
+
+def read_texts(unit: tuple[Path, int]) -> list[str]:
+    """Return the texts of one unit."""
+    path, group = unit
+    with pq.ParquetFile(path) as file:
+        return file.read_row_group(group, columns=["text"]).column("text").to_pylist()
+
+
+def texts(folder: Path, split: str) -> Iterator[str]:
+    """Yield the texts of a split, in order."""
+    for unit in units(folder, split):
+        yield from read_texts(unit)

@@ -1,0 +1,38 @@
+"""What a tokenizing process does. It imports little, so that processes start fast."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from data_pipeline.documents import read_texts
+
+
+class Encoded(NamedTuple):
+    """A unit's documents as one stream of tokens, [bos] before each, and where each starts in it (int64)."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+
+
+def make_encoder(tokenizer_json: str, bos: int, dtype: str) -> Callable[[tuple[Path, int]], Encoded]:
+    """Return a function from a unit of Parquet text to its tokens."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # A text that quotes "<|endoftext|>" spells it: it does not end there.
+    tokenizer.encode_special_tokens = True
+
+    def encode(unit: tuple[Path, int]) -> Encoded:
+        encodings = tokenizer.encode_batch_fast(read_texts(unit), add_special_tokens=False)
+        starts = np.zeros(len(encodings) + 1, np.int64)
+        np.cumsum([len(encoding) + 1 for encoding in encodings], out=starts[1:])
+        tokens = np.empty(starts[-1], dtype)
+        tokens[starts[:-1]] = bos
+        for start, end, encoding in zip(starts, starts[1:], encodings, strict=False):
+            tokens[start + 1 : end] = encoding.ids
+        return Encoded(tokens, starts[:-1])
+
+    return encode

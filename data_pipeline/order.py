@@ -1,0 +1,72 @@
+"""The order of training sequences: a pure function of (seed, position), so nothing need be saved to resume it."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+from torch.utils.data import Sampler
+
+
+def sequences_at(position: int, count: int, total: int, seed: int) -> np.ndarray:
+    """Return the sequences, int64 [count], read at positions `position ... position + count - 1` of a run.
+
+    Each epoch (position // total) is a permutation of its own of the `total` sequences: every one is used once before
+    any is used again.
+    """
+    parts = []
+    while count > 0:
+        epoch, offset = divmod(position, total)
+        part = _permutation(seed, epoch, total)[offset : offset + count]
+        parts.append(part)
+        position, count = position + len(part), count - len(part)
+    return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, total: int) -> np.ndarray:
+    permutation = np.random.default_rng([seed, epoch]).permutation(total)
+    return permutation.astype(np.uint32) if total <= 2**32 else permutation
+
+
+class TrainOrder(Sampler[list[int]]):
+    """Micro-batches of one rank, as lists of sequence indices, from micro-batch `start` to the run's end.
+
+    Global batch s holds positions s*G to (s+1)*G - 1, with G = micro_batch_size * accumulation * world_size, whatever
+    these three are. Its length is that of the whole run, `micro_batches`, wherever it starts: Lightning counts a
+    resumed run's batches from the run's beginning.
+    """
+
+    def __init__(
+        self, total: int, seed: int, micro_batch_size: int, micro_batches: int, start: int, rank: int, world_size: int
+    ) -> None:
+        self.total, self.seed = total, seed
+        self.micro_batch_size, self.micro_batches, self.start = micro_batch_size, micro_batches, start
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return self.micro_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for micro_batch in range(self.start, self.micro_batches):
+            position = (micro_batch * self.world_size + self.rank) * self.micro_batch_size
+            yield sequences_at(position, self.micro_batch_size, self.total, self.seed).tolist()
+
+
+class ValidationOrder(Sampler[list[int]]):
+    """All sequences once, in order, dealt to ranks in turn; each rank has equally many full batches.
+
+    Where they do not come out even, the index -1 stands for a sequence that is wholly ignored: ranks that leave a loop
+    at different times wait for each other for ever.
+    """
+
+    def __init__(self, total: int, batch_size: int, rank: int, world_size: int) -> None:
+        self.total, self.batch_size = total, batch_size
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return -(-self.total // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(len(self)):
+            start = (number * self.world_size + self.rank) * self.batch_size
+            yield [index if index < self.total else -1 for index in range(start, start + self.batch_size)]

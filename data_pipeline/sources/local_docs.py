@@ -1,0 +1,176 @@
+"""The documentation a machine already has: Python docstrings, manual pages, /usr/share/doc."""
+
+import ast
+import gzip
+import hashlib
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
+from pathlib import Path
+
+from data_pipeline.documents import Document, Problems
+from data_pipeline.fingerprint import file_identity
+from data_pipeline.parallel import ordered_map
+from data_pipeline.sources.roff import plain_text
+
+MINIMUM_BYTES = 100  # shorter texts ("Utilities.") teach nothing
+CHANGELOG_BYTES = 16 * 1024  # the newest entries: a changelog has no other end
+ITEMS_AT_ONCE = 16
+DOC_NAMES = ("readme", "news", "changelog", "changes", "todo", "faq", "authors", "howto")
+DOC_SUFFIXES = (".txt", ".md", ".rst")
+
+
+@dataclass(frozen=True)
+class LocalDocs:
+    """Docstrings of installed Python packages, manual pages in English, and texts under /usr/share/doc.
+
+    `packages`: distribution names, or None for every one in the environment; they are parsed with `ast`, never
+    imported; one document a module, its tests left out. `man_pages`, `doc_folder`: folders, or None to leave them out;
+    one that does not exist simply gives nothing. `max_bytes`: UTF-8 bytes in all, or None. Files are taken in the order
+    of a hash of their names, so the limit takes a fair part of everything, and the same one on the same machine.
+    """
+
+    packages: list[str] | None = None
+    man_pages: str | None = "/usr/share/man"
+    doc_folder: str | None = "/usr/share/doc"
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_bytes is not None and self.max_bytes <= 0:
+            raise ValueError(f"data.source.max_bytes={self.max_bytes}: give a positive number of bytes, or null")
+        if self.packages is not None:  # Hydra passes lists of its own type
+            object.__setattr__(self, "packages", list(self.packages))
+
+    def identity(self) -> dict:
+        """Settings, package versions, and the files of the folders. Raises ValueError for a package not installed."""
+        versions = [f"{_name(package)} {package.version}" for package in self._distributions()]
+        files = [path for _, path in self._folder_files()]
+        return {"local_docs": asdict(self), "versions": versions, "files": file_identity(files)}
+
+    def documents(self, problems: Problems, processes: int) -> Iterator[Document]:
+        """Yield documents until `max_bytes`; files that do not parse are told to `problems`."""
+        items = sorted(self._items(), key=lambda item: hashlib.sha256(item.id.encode()).digest())
+        batches = (items[start : start + ITEMS_AT_ONCE] for start in range(0, len(items), ITEMS_AT_ONCE))
+        total = 0
+        for results in ordered_map(_make_reader, batches, processes):
+            for item, text, problem in results:
+                if problem:
+                    problems.skip(str(item.path), problem)
+                length = len(text.encode())
+                if length < MINIMUM_BYTES:
+                    continue
+                total += length
+                if self.max_bytes is not None and total > self.max_bytes:
+                    return
+                yield Document(text, item.id, item.metadata)
+
+    def _distributions(self) -> list[Distribution]:
+        if self.packages is None:
+            found = {_name(package): package for package in distributions() if package.metadata["Name"]}
+            return [found[name] for name in sorted(found)]
+        try:
+            return [distribution(name) for name in sorted(set(self.packages))]
+        except PackageNotFoundError as error:
+            raise ValueError(
+                f"data.source.packages: {error.name!r} is not installed: install it, or take it off the list"
+            ) from error
+
+    def _items(self) -> Iterator["_Item"]:
+        for package in self._distributions():
+            name, metadata = _name(package), package.metadata
+            licence = metadata.get("License-Expression") or (metadata.get("License") or "").partition("\n")[0][:100]
+            about = {"source": "docstrings", "licence": licence or None, "url": metadata.get("Home-page")}
+            for file in package.files or ():
+                if file.suffix == ".py" and not {"..", "test", "tests"}.intersection(file.parts):
+                    origin = f"{name} {package.version}: {file}"
+                    yield _Item(f"python:{name}/{file}", Path(package.locate_file(file)), {**about, "origin": origin})
+        for kind, path in self._folder_files():
+            yield _Item(f"{kind}:{path}", path, {"source": kind, "origin": str(path)})
+
+    def _folder_files(self) -> Iterator[tuple[str, Path]]:
+        if self.man_pages is not None:
+            for path in sorted(Path(self.man_pages).glob("man[1-8]/*")):
+                if path.is_file() and not path.is_symlink():
+                    yield "man", path
+        if self.doc_folder is not None:
+            for path in sorted(Path(self.doc_folder).rglob("*")):
+                if _is_documentation(path.name) and path.is_file() and not path.is_symlink():
+                    yield "doc", path
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A file to read: the id of its document, its path, the document's metadata."""
+
+    id: str
+    path: Path
+    metadata: dict[str, str | None]
+
+
+def docstrings(source: str) -> str:
+    """Return a module's docstrings in order, each under its dotted name within the module.
+
+    Walks the bodies of modules, classes and functions only. Raises SyntaxError or ValueError as `ast.parse` does.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+        tree = ast.parse(source)
+    parts: list[str] = []
+    _collect(tree, "", parts)
+    return "\n\n".join(parts)
+
+
+def _collect(node: ast.AST, name: str, parts: list[str]) -> None:
+    text = ast.get_docstring(node)
+    if text:
+        parts.append(f"{name}\n\n{text}" if name else text)
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            # Without the module's name: two packages that carry one module then give one document, not two.
+            _collect(child, f"{name}.{child.name}" if name else child.name, parts)
+
+
+def _is_documentation(name: str) -> bool:
+    stem = name.lower().removesuffix(".gz")
+    if stem.startswith("copyright") or stem.endswith((".html", ".htm")):
+        return False
+    return stem.startswith(DOC_NAMES) or stem.endswith(DOC_SUFFIXES)
+
+
+def _name(package: Distribution) -> str:
+    return package.metadata["Name"].lower().replace("_", "-")
+
+
+def _make_reader() -> object:
+    return _read_items
+
+
+def _read_items(items: list[_Item]) -> list[tuple[_Item, str, str | None]]:
+    return [(item, *_read(item)) for item in items]
+
+
+def _read(item: _Item) -> tuple[str, str | None]:
+    """Return the file's text and None, or an empty text and what is wrong with the file."""
+    try:
+        raw = item.path.read_bytes()
+        if item.path.suffix == ".gz":
+            raw = gzip.decompress(raw)
+        kind = item.metadata["source"]
+        if kind == "doc" and item.path.name.lower().startswith("change"):
+            raw = raw[:CHANGELOG_BYTES].rpartition(b"\n")[0]
+        text = raw.decode()
+        if "\0" in text:
+            return "", "NUL byte"
+        if kind == "docstrings":
+            return docstrings(text), None
+        return (plain_text(text) if kind == "man" else text), None
+    except UnicodeDecodeError:
+        return "", "not UTF-8"
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        return "", "corrupt gzip"
+    except OSError as error:
+        return "", f"unreadable: {error.strerror}"
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "", "does not parse as Python"

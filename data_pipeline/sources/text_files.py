@@ -1,0 +1,230 @@
+"""Text from files: plain text, Markdown, JSON lines and Parquet, compressed or not."""
+
+import glob
+import io
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_pipeline.documents import Document, Problems
+from data_pipeline.fingerprint import file_identity
+
+logger = logging.getLogger(__name__)
+
+PLAIN = (".txt", ".md")
+JSON_LINES = (".jsonl", ".json")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+ENDINGS = (*(kind + end for kind in (*PLAIN, *JSON_LINES) for end in ("", *COMPRESSED)), ".parquet")
+RECORDS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Every file that a glob (`**` allowed), a list of globs, a file or a folder names.
+
+    .txt and .md files are one document each; .jsonl (or .json with one object a line) and .parquet are one a record,
+    whose text is in `text_key` and whose name is in `id_key` where the record has one. All but Parquet may be .gz or
+    .zst. SlimPajama's and FineWeb-Edu's shards are read as they are. Documents over `max_document_bytes` are cut at
+    line ends into pieces path#0, path#1, ..., so that no later stage meets a text of hundreds of megabytes.
+    """
+
+    path: str | list[str]
+    text_key: str = "text"
+    id_key: str = "id"
+    max_document_bytes: int = 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if self.max_document_bytes < 4:  # the longest UTF-8 character
+            raise ValueError(f"data.source.max_document_bytes={self.max_document_bytes}: give at least 4")
+        if not isinstance(self.path, str):  # a path, or Hydra's own type of list
+            paths = [str(path) for path in self.path] if not isinstance(self.path, Path) else str(self.path)
+            object.__setattr__(self, "path", paths)
+
+    def identity(self) -> dict:
+        """Settings, and the path, size and time of every file. Raises ValueError where no file matches."""
+        return {"text_files": asdict(self), "files": file_identity(self.files())}
+
+    def files(self) -> list[Path]:
+        """Return the files that match, sorted. Raises ValueError naming `data.source.path` where none does."""
+        patterns = [self.path] if isinstance(self.path, str) else self.path
+        matched: set[Path] = set()
+        for pattern in patterns:
+            expanded = Path(pattern).expanduser()
+            names = expanded.rglob("*") if expanded.is_dir() else glob.iglob(str(expanded), recursive=True)
+            matched.update(path for path in map(Path, names) if path.is_file())
+        readable = sorted(path for path in matched if path.name.lower().endswith(ENDINGS))
+        if not readable:
+            found = f"{len(matched)} files, none of them readable text" if matched else "no file"
+            raise ValueError(f"data.source.path={self.path}: {found}; it must match {' '.join(ENDINGS)} files")
+        if len(readable) < len(matched):
+            logger.info("data.source.path: %d files with other endings left out", len(matched) - len(readable))
+        return readable
+
+    def documents(self, problems: Problems, processes: int) -> Iterator[Document]:
+        """Yield the documents of all files in order; what cannot be read is told to `problems`.
+
+        One process reads: decompression and hashing keep ahead of what tokenizes.
+        """
+        for path in self.files():
+            try:
+                yield from self._read(path, problems)
+            except OSError as error:
+                problems.skip(str(path), "unreadable file", str(error.strerror or error))
+
+    def _read(self, path: Path, problems: Problems) -> Iterator[Document]:
+        name = path.name.lower()
+        if name.endswith(".parquet"):
+            yield from self._records(path, self._parquet(path, problems), problems)
+            return
+        with _open(path) as stream:
+            if name.removesuffix(".gz").removesuffix(".zst").endswith(PLAIN):
+                yield from self._plain(path, stream, problems)
+            else:
+                yield from self._records(path, _json_lines(path, stream, problems), problems)
+
+    def _plain(self, path: Path, stream: BinaryIO, problems: Problems) -> Iterator[Document]:
+        """Yield a file's text, piece by piece; from a byte that is not text on, the file is left out."""
+        offset, number, pending = 0, 0, b""
+        while True:
+            try:
+                pending += stream.read(self.max_document_bytes + 1 - len(pending))
+            except OSError as error:
+                return problems.skip(f"{path}: after byte {offset}", "corrupt file", str(error))
+            if not pending:
+                return None
+            piece = _first_piece(pending, self.max_document_bytes)
+            try:
+                text = piece.decode()
+            except UnicodeDecodeError as error:
+                return problems.skip(f"{path}: byte {offset + error.start}", "not UTF-8", "from there on")
+            if "\0" in text:
+                return problems.skip(f"{path}: byte {offset + piece.index(0)}", "NUL byte", "from there on")
+            whole = number == 0 and len(piece) == len(pending)
+            if text.strip():
+                metadata = {"source": "text_files", "origin": str(path)}
+                yield Document(text, str(path) if whole else f"{path}#{number}", metadata)
+            offset, number, pending = offset + len(piece), number + 1, pending[len(piece) :]
+
+    def _records(self, path: Path, records: Iterator[tuple[str, dict]], problems: Problems) -> Iterator[Document]:
+        for where, record in records:
+            text = record.get(self.text_key)
+            place = f"{path}: {where}"
+            if not isinstance(text, str):
+                found = "no" if self.text_key not in record else f"{type(text).__name__}, not str, in"
+                problems.skip(place, f"{found} column {self.text_key!r}")
+                continue
+            try:
+                encoded = text.encode()
+            except UnicodeEncodeError:
+                problems.skip(place, "not UTF-8", "a lone surrogate")
+                continue
+            if "\0" in text:
+                problems.skip(place, "NUL byte")
+                continue
+            identity = str(record.get(self.id_key) or f"{path}:{where.removeprefix('line ')}")
+            metadata = _metadata(record, f"{path}: {where}")
+            if len(encoded) <= self.max_document_bytes:
+                if text.strip():
+                    yield Document(text, identity, metadata)
+                continue
+            for number, piece in enumerate(_pieces(encoded, self.max_document_bytes)):
+                if piece.strip():
+                    yield Document(piece.decode(), f"{identity}#{number}", metadata)
+
+    def _parquet(self, path: Path, problems: Problems) -> Iterator[tuple[str, dict]]:
+        row = 0
+        try:
+            with pq.ParquetFile(path) as file:
+                names = file.schema_arrow.names
+                if self.text_key not in names:
+                    detail = f"it has {', '.join(names)}: set data.source.text_key"
+                    return problems.skip(str(path), f"no column {self.text_key!r}", detail)
+                wanted = [name for name in dict.fromkeys((self.text_key, self.id_key, *METADATA)) if name in names]
+                for batch in file.iter_batches(RECORDS_AT_ONCE, columns=wanted):
+                    for record in batch.to_pylist():
+                        yield f"row {row}", record
+                        row += 1
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            return problems.skip(f"{path}: after row {row}", "corrupt Parquet", str(error).partition("\n")[0][:200])
+        return None
+
+
+METADATA = ("url", "date", "timestamp", "licence", "license", "source", "meta")
+
+
+def _metadata(record: dict, origin: str) -> dict[str, str]:
+    """Return what C4, FineWeb and SlimPajama records say of themselves, under our names."""
+    meta = record.get("meta")
+    subset = meta.get("redpajama_set_name") if isinstance(meta, dict) else None
+    known = {
+        "source": subset or record.get("source") or "text_files",
+        "date": record.get("date") or record.get("timestamp"),
+        "url": record.get("url"),
+        "licence": record.get("licence") or record.get("license"),
+    }
+    return {"origin": origin, **{name: str(value) for name, value in known.items() if value}}
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file for reading bytes, through its decompressor.
+
+    Arrow's, because it tells a truncated archive from one that ends, and reads several in one file.
+    """
+    codec = COMPRESSED.get(path.suffix.lower())
+    file = path.open("rb")
+    return io.BufferedReader(pa.CompressedInputStream(file, codec), 1 << 20) if codec else file
+
+
+def _json_lines(path: Path, stream: BinaryIO, problems: Problems) -> Iterator[tuple[str, dict]]:
+    """Yield ("line n", object) for every line that holds one, counting from 1."""
+    number = 0
+    lines = iter(stream)
+    while True:
+        number += 1
+        try:
+            line = next(lines)
+        except StopIteration:
+            return
+        except OSError as error:
+            problems.skip(f"{path}: after line {number - 1}", "corrupt file", str(error))
+            return
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except UnicodeDecodeError as error:
+            problems.skip(f"{path}: line {number}, byte {error.start}", "not UTF-8")
+        except (ValueError, RecursionError) as error:
+            problems.skip(f"{path}: line {number}", "broken JSON", str(error)[:200])
+        else:
+            if isinstance(record, dict):
+                yield f"line {number}", record
+            else:
+                problems.skip(f"{path}: line {number}", "not a JSON object")
+
+
+def _pieces(encoded: bytes, limit: int) -> Iterator[bytes]:
+    start = 0
+    while start < len(encoded):
+        piece = _first_piece(encoded[start : start + limit + 1], limit)
+        yield piece
+        start += len(piece)
+
+
+def _first_piece(encoded: bytes, limit: int) -> bytes:
+    """Return at most `limit` bytes from the start, ending after a line end, or else between two characters."""
+    if len(encoded) <= limit:
+        return encoded
+    line_end = encoded.rfind(b"\n", 0, limit) + 1
+    if line_end:
+        return encoded[:line_end]
+    end = limit
+    while end > limit - 3 and encoded[end] & 0xC0 == 0x80:  # a continuation byte: not a place to cut
+        end -= 1
+    return encoded[:end]

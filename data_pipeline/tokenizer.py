@@ -1,0 +1,131 @@
+"""Tokenizers: train a byte-level BPE on the corpus, or take one from a folder or the Hub."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from data_pipeline import documents
+from data_pipeline.fingerprint import file_identity, read_manifest
+from data_pipeline.progress import Stage
+
+END_OF_TEXT = "<|endoftext|>"
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
+# A folder holds a tokenizer when it has all files of one of these kinds.
+FILE_SETS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("spiece.model",), ("vocab.txt",))
+
+
+@dataclass(frozen=True)
+class ByteLevelBPE:
+    """A byte-level BPE in GPT-2's manner, trained on about `train_bytes` bytes of the train documents.
+
+    Every text decodes to itself, byte for byte. Documents are chosen by a hash of their text, so the sample and the
+    vocabulary do not depend on the machine.
+    """
+
+    vocab_size: int = 16384
+    train_bytes: int = 64 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if self.vocab_size <= len(ALPHABET):
+            raise ValueError(
+                f"tokenizer.vocab_size={self.vocab_size}: bytes and {END_OF_TEXT} alone take {len(ALPHABET) + 1}"
+            )
+        if self.train_bytes <= 0:
+            raise ValueError(f"tokenizer.train_bytes={self.train_bytes}: give a positive number of bytes")
+
+    def identity(self, documents_folder: Path | None) -> dict:
+        """Settings, and the documents it is trained on."""
+        return {"byte_level_bpe": asdict(self), "documents": documents_folder and documents_folder.name}
+
+    def build(self, documents_folder: Path | None) -> PreTrainedTokenizerFast:
+        """Train. Raises ValueError where there is no text to train on (`documents_folder` is None)."""
+        if documents_folder is None:
+            raise ValueError("tokenizer=bpe needs text to train on, and data has only tokens: use tokenizer=gpt2")
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=ALPHABET, show_progress=False
+        )
+        with Stage("training the tokenizer", "B") as stage:
+            tokenizer.train_from_iterator(self._sample(documents_folder, stage), trainer)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            pad_token=END_OF_TEXT,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def _sample(self, documents_folder: Path, stage: Stage) -> Iterator[str]:
+        fraction = self.train_bytes / read_manifest(documents_folder)["train"]["bytes"]
+        for text in documents.texts(documents_folder, "train"):
+            encoded = text.encode()
+            # Digits that the split into train and validation does not look at.
+            if int.from_bytes(hashlib.sha256(encoded).digest()[8:16], "big") < fraction * 2**64:
+                stage.advance(len(encoded))
+                yield text
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A Hugging Face tokenizer from a folder, or by its name on the Hub (at `revision`)."""
+
+    path: str
+    revision: str | None = None
+
+    def identity(self, documents_folder: Path | None) -> dict:
+        """Settings, and the files of a local folder."""
+        folder = self._folder()
+        files = sorted(path for path in folder.iterdir() if path.is_file()) if folder else []
+        return {"pretrained": asdict(self), "files": file_identity(files)}
+
+    def build(self, documents_folder: Path | None) -> PreTrainedTokenizerFast:
+        """Load. Raises ValueError naming `tokenizer.path` and what is missing."""
+        folder = self._folder()
+        if folder is not None:
+            _check_files(folder, self.path)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder or self.path, revision=self.revision, use_fast=True)
+        except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
+            what = "cannot be read as a tokenizer" if folder else "is no folder here, nor could it come from the Hub"
+            reason = str(error).strip().partition("\n")[0][:200]
+            raise ValueError(f"tokenizer.path={self.path} {what}: {reason}") from error
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ValueError(f"tokenizer.path={self.path} has no fast tokenizer (tokenizer.json)")
+        if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
+            raise ValueError(
+                f"tokenizer.path={self.path} names neither a bos_token nor an eos_token, which mark where a document "
+                "begins: set one in its tokenizer_config.json"
+            )
+        return tokenizer
+
+    def _folder(self) -> Path | None:
+        """Return the local folder, or None for a name on the Hub."""
+        folder = Path(self.path).expanduser()
+        if folder.is_dir():
+            return folder
+        if self.path.startswith((".", "/", "~")) or self.path.count("/") > 1 or folder.exists():
+            raise ValueError(f"tokenizer.path={self.path} is not a folder: give a tokenizer's folder or its Hub name")
+        return None
+
+
+def document_start(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the id of the token put before each document: bos, or else eos (GPT-2 has one token for both)."""
+    return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+
+
+def _check_files(folder: Path, path: str) -> None:
+    here = {file.name for file in folder.iterdir()}
+    if any(here.issuperset(names) for names in FILE_SETS):
+        return
+    partial = next((names for names in FILE_SETS if here.intersection(names)), FILE_SETS[0])
+    missing = " and ".join(sorted(set(partial) - here))
+    raise ValueError(
+        f"tokenizer.path={path}: the folder has no {missing} (it has {', '.join(sorted(here)) or 'nothing'})"
+    )

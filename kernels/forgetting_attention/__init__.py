@@ -1,0 +1,92 @@
+"""Forgetting attention: softmax attention whose scores decay with the forget gates between a query and a key."""
+
+import torch
+from torch import Tensor
+
+from kernels.forgetting_attention.chunked import chunked_forward
+from kernels.forgetting_attention.reference import forgetting_attention_reference
+from kernels.forgetting_attention.validation import check_arguments
+
+__all__ = ["forgetting_attention", "forgetting_attention_reference"]
+
+
+def forgetting_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_forget: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    kv_end: Tensor | None = None,
+    cumulative: bool = False,
+    prune: float | None = None,
+    logit_bound: float | Tensor | None = None,
+) -> Tensor:
+    """Causal `softmax(scale q_i . k_j + c_i - c_j) v_j`, with `c = cumsum(log_forget)` over time.
+
+    The Forgetting Transformer's attention (FoX, arXiv 2503.02130, eq. 2 to 4). `log_forget_j` decays the tokens before
+    j, not j itself: on the diagonal the bias is 0. Without gates it is plain causal attention. Differentiable once in
+    q, k, v and log_forget; accumulates in float32 (float64 for float64 inputs).
+
+    Args:
+        q: [B, T, Hq, Dk], float16, bfloat16, float32 or float64; k and v have its dtype and device.
+        k: [B, S, Hk, Dk], S >= T: the queries are the last T positions. Head h of q reads head h // (Hq / Hk).
+        v: [B, S, Hv, Dv]. Head h of q reads head h // (Hq / Hv); Hk and Hv divide Hq and may differ.
+        log_forget: [B, S, Hq] float32 or float64, natural log of the forget gates, 0 or less. -inf (in effect, anything
+            under -1e5) forgets all before it; its gradient is 0, the limit of `f dL/df` as f -> 0.
+        scale: of the logits; 1 / sqrt(Dk) when None.
+        window: query i sees the keys i - window + 1 to i.
+        cu_seqlens: [N + 1] int32, where packed documents begin and end, 0 to T (B = 1, S = T). They do not see each
+            other, and decay restarts in each. Documents of no tokens are allowed.
+        kv_start: [B] int32, the first key of each row (left padding). A query before it sees nothing: output and
+            gradients are 0.
+        kv_end: [B] int32, T <= kv_end <= S: row b holds kv_end[b] keys, its queries are their last T positions, and
+            what k, v and log_forget hold beyond does not matter.
+        cumulative: log_forget is c already (summed by the caller, as a decoding cache keeps it). It must be finite, and
+            float64 where differences are wanted beyond float32's precision of the sum.
+        prune: natural log of the attention mass that may be lost, for example -10.0. Keys whose largest possible decay
+            bias over a block of queries is under `prune - 2 U - log(number of keys)` are skipped, forward and backward
+            (arXiv 2504.06949). The output is off by at most `2 exp(prune) max|v|`.
+        logit_bound: U, a bound on |scale q.k|, a number or [Hq]; from the largest norms of q and k when None.
+
+    Returns:
+        [B, T, Hq, Dv] in q's dtype.
+
+    Raises:
+        ValueError: for shapes, dtypes or devices that do not fit; on the CPU also for values out of range (positive
+            log_forget, cu_seqlens that decrease, ...), which elsewhere would need a wait for the device.
+    """
+    check_arguments(
+        q,
+        k,
+        v,
+        log_forget,
+        window=window,
+        cu_seqlens=cu_seqlens,
+        kv_start=kv_start,
+        kv_end=kv_end,
+        cumulative=cumulative,
+        prune=prune,
+        logit_bound=logit_bound,
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    threshold = None if prune is None else prune - 2 * _largest_logit(q, k, scale, logit_bound)
+    # One implementation for every device until there are Triton kernels for CUDA: this is where they are chosen.
+    return chunked_forward(
+        q, k, v, log_forget, cu_seqlens, kv_start, kv_end, threshold, float(scale), window, cumulative
+    )[0]
+
+
+@torch.no_grad()
+def _largest_logit(q: Tensor, k: Tensor, scale: float, logit_bound: float | Tensor | None) -> Tensor:
+    """[Hq] float64: the bound that was given, or scale times the largest norms of q and k."""
+    if isinstance(logit_bound, Tensor):
+        return logit_bound.detach().double()
+    num_heads = q.shape[2]
+    if logit_bound is not None:
+        return q.new_full((num_heads,), logit_bound, dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(x.detach().double(), dim=-1).amax((0, 1)) for x in (q, k)]
+    return abs(scale) * norms[0] * norms[1].repeat_interleave(num_heads // k.shape[2])

@@ -1,0 +1,182 @@
+"""Forgetting attention in plain PyTorch, chunk by chunk: the form for machines without CUDA.
+
+c_i is constant along row i and leaves its softmax, so with a reference r for each block of queries
+
+    s_ij = scale q_i . k_j + (r - c_j)                      P_ij = exp(s_ij - lse_i)
+    dP   = dO V^T        dS = P * (dP - delta)              delta_i = dO_i . O_i
+    dQ   = scale dS K    dK = scale dS^T Q    dV = P^T dO   dc_i = sum_j dS_ij - sum_k dS_ki
+
+For each segment and block of queries: its keys in chunks, from the diagonal backwards (so that every row has a finite
+maximum from the first chunk on), with an online softmax. Masks touch only the columns that need one. Query heads that
+share a key head are stacked as rows of one matrix: K and V are never repeated, and their gradients are summed over the
+sharing heads by the matrix product itself. Memory: O(T) for the results, and a chunk of scores for each head.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.forgetting_attention.blocks import Block, segments
+from kernels.forgetting_attention.scores import KEY_CHUNK, LN_2, QUERY_CHUNK, SegmentScores, stack
+from kernels.forgetting_attention.validation import check_values
+
+
+@torch.library.custom_op("palimpsest::forgetting_attention_chunked", mutates_args=())
+def chunked_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_forget: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kv_start: Tensor | None,
+    kv_end: Tensor | None,
+    prune_threshold: Tensor | None,
+    scale: float,
+    window: int | None,
+    cumulative: bool,
+) -> tuple[Tensor, Tensor]:
+    """out [B, T, Hq, Dv] in q's dtype; lse [B, Hq, T] float32 or float64, for the backward pass.
+
+    lse is the log2 of the sum of exp2 of each row's logits, as `SegmentScores.logits` gives them; -inf without a key.
+    """
+    check_values(q, k, log_forget, cu_seqlens, kv_start, kv_end, cumulative)
+    out, lse = _empty_results(q, v)
+    out.zero_()
+    lse.fill_(-torch.inf)
+    for segment in segments(q, k, cu_seqlens, kv_start, kv_end, QUERY_CHUNK * KEY_CHUNK):
+        scores = SegmentScores(segment, q, k, v, log_forget, scale, window, cumulative)
+        for block in scores.blocks(prune_threshold):
+            block_out, block_lse = _attend(scores, block)
+            out[segment.rows, scores.rows(block)] = scores.heads_last(block_out).to(out.dtype)
+            lse[segment.rows, :, scores.rows(block)] = block_lse.unflatten(0, (-1, q.shape[2]))
+    return out, lse
+
+
+def _attend(scores: SegmentScores, block: Block) -> tuple[Tensor, Tensor]:
+    """One block of queries over all its keys: out [H, n, Dv], lse [H, n]."""
+    queries = scores.queries(block)
+    row_max = row_sum = out = None
+    for keys in scores.key_chunks(block):
+        chunk = scores.logits(queries, block, keys)
+        chunk_max = chunk.amax(-1, keepdim=True)
+        previous_max, row_max = row_max, chunk_max if row_max is None else torch.maximum(row_max, chunk_max)
+        weights = chunk.sub_(row_max).exp2_()
+        chunk_sum, chunk_out = weights.sum(-1, keepdim=True), scores.weighted_values(weights, keys)
+        if out is None:
+            row_sum, out = chunk_sum, chunk_out
+        else:
+            shrink = previous_max.sub_(row_max).exp2_()
+            row_sum = row_sum.mul_(shrink).add_(chunk_sum)
+            out = out.mul_(shrink).add_(chunk_out)
+    return out.div_(row_sum), (row_max + row_sum.log2()).squeeze(-1)
+
+
+@chunked_forward.register_fake
+def _(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, scale, window, cumulative):
+    return _empty_results(q, v)
+
+
+def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    batch, num_queries, num_heads, _ = q.shape
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(batch, num_queries, num_heads, v.shape[3])
+    return out, q.new_empty(batch, num_heads, num_queries, dtype=lse_dtype)
+
+
+@torch.library.custom_op("palimpsest::forgetting_attention_chunked_backward", mutates_args=())
+def chunked_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_forget: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    kv_start: Tensor | None,
+    kv_end: Tensor | None,
+    prune_threshold: Tensor | None,
+    scale: float,
+    window: int | None,
+    cumulative: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and log_forget, each in its own dtype; the last is empty without log_forget."""
+    grads = [grad.zero_() for grad in _empty_gradients(q, k, v, log_forget)]
+    for segment in segments(q, k, cu_seqlens, kv_start, kv_end, QUERY_CHUNK * KEY_CHUNK):
+        scores = SegmentScores(segment, q, k, v, log_forget, scale, window, cumulative)
+        sums = SegmentGradients(scores)
+        for block in scores.blocks(prune_threshold):
+            grad_q = sums.add_block(block, grad_out, out, lse)
+            grads[0][segment.rows, scores.rows(block)] = scores.heads_last(grad_q).to(q.dtype)
+        seen = segment.rows, slice(segment.key_from, segment.key_to)
+        grads[1][seen] = scores.heads_last(sums.k.mul_(LN_2)).to(k.dtype)
+        grads[2][seen] = scores.heads_last(sums.v).to(v.dtype)
+        if log_forget is not None:
+            grads[3][seen] = sums.of_gates(cumulative).unflatten(0, (-1, q.shape[2])).mT.to(log_forget.dtype)
+    return tuple(grads)
+
+
+class SegmentGradients:
+    """Sums over the blocks of one segment: `k` [Hk, n, Dk] (times log2 e), `v` [Hv, n, Dv], `decay` [H, n]."""
+
+    def __init__(self, scores: SegmentScores):
+        self.scores = scores
+        num_keys, new_zeros = scores.segment.num_keys, partial(scores.q.new_zeros, dtype=scores.dtype)
+        self.k = new_zeros(scores.key_heads, num_keys, scores.k.shape[-1])
+        self.v = new_zeros(scores.value_heads, num_keys, scores.v.shape[-1])
+        self.decay = new_zeros(scores.num_heads, num_keys)
+
+    def add_block(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        """Add what a block of queries gives to k, v and decay, and return its gradient of q, [H, n, Dk]."""
+        scores, rows = self.scores, (self.scores.segment.rows, self.scores.rows(block))
+        queries = scores.queries(block)
+        grad_rows = scores.heads_first(grad_out[rows]).contiguous()
+        out_rows = scores.heads_first(out[rows])
+        delta = (grad_rows * out_rows).sum(-1, keepdim=True)
+        lse_rows = lse[rows[0], :, rows[1]].flatten(0, 1)[..., None]
+        grad_q = torch.zeros_like(queries)
+        for keys in scores.key_chunks(block):
+            weights = scores.logits(queries, block, keys).sub_(lse_rows).exp2_()
+            self.v[:, keys] += stack(weights, scores.value_heads).mT @ stack(grad_rows, scores.value_heads)
+            grad_logits = scores.grad_weights(grad_rows, keys).sub_(delta).mul_(weights)
+            if scores.decay is not None:
+                # Rows minus columns: row sums are 0 only in exact arithmetic, and their errors would add up over time.
+                self.decay[:, block.first : block.last] += grad_logits.sum(-1)
+                self.decay[:, keys] -= grad_logits.sum(-2)
+            stacked = stack(grad_logits, scores.key_heads)
+            grad_q.baddbmm_(stacked, scores.keys(keys))
+            self.k[:, keys] += stacked.mT @ queries
+        return grad_q.mul_(scores.scale).view(scores.num_heads, block.last - block.first, -1)
+
+    def of_gates(self, cumulative: bool) -> Tensor:
+        """The gradient of the segment's log_forget, [H, n]."""
+        return self.decay if cumulative else self.scores.decay.gradient_of_gates(self.decay)
+
+
+@chunked_backward.register_fake
+def _(
+    grad_out, q, k, v, log_forget, out, lse, cu_seqlens, kv_start, kv_end, prune_threshold, scale, window, cumulative
+):
+    return _empty_gradients(q, k, v, log_forget)
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor | None) -> tuple[Tensor, ...]:
+    grad_log_forget = q.new_empty(0) if log_forget is None else log_forget.new_empty(log_forget.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), grad_log_forget
+
+
+def _save(ctx, inputs, output):
+    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, *ctx.settings = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, log_forget, out, lse, cu_seqlens, kv_start, kv_end, prune_threshold)
+
+
+def _gradients(ctx, grad_out, _grad_lse):
+    grads = chunked_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
+    grad_log_forget = grads[3] if ctx.needs_input_grad[3] else None
+    return *grads[:3], grad_log_forget, *(None,) * 7
+
+
+chunked_forward.register_autograd(_gradients, setup_context=_save)

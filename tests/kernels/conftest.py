@@ -1,0 +1,34 @@
+"""What the tests of all kernels share: one measure of closeness."""
+
+import pytest
+import torch
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """|actual - expected| / |expected| in the 2-norm, in float64; the plain norm where nothing but 0 is expected."""
+    difference = torch.linalg.vector_norm(actual.double() - expected.double())
+    size = torch.linalg.vector_norm(expected.double())
+    return (difference / size if size > 0 else difference).item()
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread():
+    """Small products gain nothing from more, and lose much where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def assert_close():
+    """assert_close(actual, expected, tolerance): each named tensor of two dicts, by relative error; NaN fails."""
+
+    def check(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+        assert actual.keys() == expected.keys()
+        for name in expected:
+            assert actual[name].shape == expected[name].shape, name
+            error = relative_error(actual[name], expected[name]) if expected[name].numel() else 0.0
+            assert error <= tolerance, f"{name}: relative error {error:.2e} is over {tolerance:.0e}"
+
+    return check
