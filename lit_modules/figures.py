@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from data_pipeline.files import write_whole
 
@@ -39,6 +40,7 @@ def draw_loss(train: Sequence[tuple[float, float]], held_out: Sequence[tuple[flo
     axes.plot(*zip(*train, strict=True), color=TRAIN, label="training")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), color=HELD_OUT, marker="o", markersize=4, label="held out")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
@@ -22,6 +23,7 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ValueError: no prompt or two kinds of prompt, no such checkpoint, a setting out of range.
     """
+    transformers.logging.disable_progress_bar()
     prompts = read_prompts(cfg)
     settings = sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     if cfg.max_new_tokens < 1 or cfg.batch_size < 1:

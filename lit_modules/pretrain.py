@@ -54,8 +54,9 @@ def run(cfg: DictConfig) -> None:
     exit_code = 1
     try:
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        trainer.limit_val_batches = 1.0
-        trainer.validate(module, datamodule=data, verbose=False)
+        if module.measured_whole != trainer.global_step:
+            trainer.limit_val_batches = 1.0
+            trainer.validate(module, datamodule=data, verbose=False)
         if trainer.is_global_zero:
             finish(trainer, module, data, folder)
         exit_code = 0
@@ -72,7 +73,7 @@ def run(cfg: DictConfig) -> None:
 def quieten_libraries() -> None:
     """Leave out what the libraries say that our own lines say, or that a user can do nothing about."""
     for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).setLevel(logging.WARNING)  # it sets its own level when it is imported
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # rows are memory-mapped

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, count_parameters, flops_per_token
@@ -86,6 +87,7 @@ class Pretraining(lightning.LightningModule):
         self.gradient_norm, self.learning_rate = 0.0, 0.0  # of the last step
         self.skipped_steps, self.skipped_in_a_row = 0, 0
         self.validation: Validation | None = None
+        self.measured_whole: int | None = None  # the step at which a validation last read all the held-out text
         self._sums: torch.Tensor | None = None
 
     def steps_of(self, tokens: int) -> int:
@@ -180,9 +182,11 @@ class Pretraining(lightning.LightningModule):
         total, tokens = self.trainer.strategy.reduce(self._sums, reduce_op="sum").cpu().numpy()
         self.validation = Validation(total / tokens.clip(min=1), tokens)
         step = self.trainer.global_step
-        metrics = {"tokens": step * self.batch_tokens, "validation/loss": self.validation.loss}
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step)
+        self.measured_whole = step if self.trainer.limit_val_batches == 1.0 else None
+        if self.trainer.state.fn == TrainerFn.FITTING:  # the one at the end is of all the text: another curve
+            metrics = {"tokens": step * self.batch_tokens, "validation/loss": self.validation.loss}
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics, step)
         if self.trainer.is_global_zero:
             log.info(f"held-out loss {self.validation.loss:.4f} over {self.validation.tokens} tokens")
 
