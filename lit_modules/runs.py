@@ -51,10 +51,11 @@ class RunStopped(RuntimeError):
     """A run that ends early for a reason that no setting caused (it diverged, its disk is full): exit status 1."""
 
 
-def run_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str:
+def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume: str | None) -> str:
     """The folder of this run: a new one, or with `resume` one that is there.
 
     Args:
+        makes_a_run: whether the job leaves a folder; for others it is the current one.
         runs_dir: the folder of all runs.
         experiment: the experiment's name, as in `experiment=fox/pro_360m`; None where none is chosen.
         resume: None (a new run), "auto" (the newest unfinished run of this experiment that no process holds, or a
@@ -63,6 +64,8 @@ def run_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str
     Raises:
         ValueError: `resume` names a folder that is no run, or one that has finished.
     """
+    if not makes_a_run:
+        return "."
     if resume is not None and resume != "auto":
         folder = Path(resume)
         if not (folder / CONFIG).is_file():
@@ -101,9 +104,11 @@ def new_folder(parent: Path) -> Path:
     raise ValueError(f"{parent} holds 1000 runs of the second {stamp}: wait a second and start again")
 
 
-def hydra_folder(folder: str) -> str:
+def hydra_folder(makes_a_run: bool, folder: str) -> str | None:
     """Where Hydra writes what it composed: `.hydra`, and for a resumed run a folder of its own inside, so that what
-    the run began with stays."""
+    the run began with stays. None for a job that leaves no folder."""
+    if not makes_a_run:
+        return None
     if (Path(folder) / ".hydra").is_dir():
         return f".hydra/resumed-{datetime.now():%Y-%m-%d_%H-%M-%S}"
     return ".hydra"

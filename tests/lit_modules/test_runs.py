@@ -27,12 +27,12 @@ def test_auto_takes_the_newest_unfinished_run_of_the_experiment(tmp_path):
     newest = begin(tmp_path / "demo" / "2026-01-02_00-00-00")
     begin(tmp_path / "demo" / "2026-01-03_00-00-00", finished=True)
     begin(tmp_path / "other" / "2026-01-04_00-00-00")
-    assert runs.run_folder(str(tmp_path), "demo", "auto") == str(newest)
+    assert runs.run_folder(True, str(tmp_path), "demo", "auto") == str(newest)
 
 
 def test_auto_starts_a_new_run_where_none_is_unfinished(tmp_path):
     begin(tmp_path / "demo" / "2026-01-03_00-00-00", finished=True)
-    folder = runs.run_folder(str(tmp_path), "demo", "auto")
+    folder = runs.run_folder(True, str(tmp_path), "demo", "auto")
     assert os.listdir(folder) == []
 
 
@@ -58,7 +58,7 @@ def test_auto_leaves_a_run_alone_that_another_process_holds(tmp_path):
 def test_resume_of_what_is_no_unfinished_run_is_refused(tmp_path, finished):
     folder = begin(tmp_path / "run", finished=True) if finished else tmp_path
     with pytest.raises(ValueError, match="resume="):
-        runs.run_folder(str(tmp_path), "demo", str(folder))
+        runs.run_folder(True, str(tmp_path), "demo", str(folder))
 
 
 def test_a_resumed_run_may_change_its_logger_but_not_its_model(tmp_path):
