@@ -7,13 +7,14 @@ import contextlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_modules import runs
@@ -24,8 +25,7 @@ USER_ERROR = 2
 def main() -> None:
     """Run the command line. A user's mistake ends in one line on stderr and exit status 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what went wrong instead of printing half of it
-    OmegaConf.register_new_resolver("run_folder", runs.run_folder, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("hydra_folder", runs.hydra_folder, use_cache=True, replace=True)
+    runs.register_resolvers()
     with one_line_errors():
         refuse_the_other_kernels_package()
         compose_and_run()
@@ -36,11 +36,19 @@ def compose_and_run(cfg: DictConfig) -> None:
     """Call the function that `job._target_` names with the composed configuration."""
     with one_line_errors():  # here as well as in main: what leaves this function, Hydra comments on in lines of its own
         try:
-            hydra.utils.get_method(cfg.job._target_)(cfg)
+            job(cfg)(cfg)
         except (HydraException, OmegaConfBaseException, ValueError):
             if cfg.job.makes_a_run:
                 runs.discard_unbegun(Path(HydraConfig.get().runtime.output_dir))
             raise
+
+
+def job(cfg: DictConfig) -> Callable[[DictConfig], None]:
+    """The function that `job._target_` names. Raises ValueError if there is none."""
+    try:
+        return hydra.utils.get_method(cfg.job._target_)
+    except (ImportError, HydraException) as error:
+        raise ValueError(f"job._target_={cfg.job._target_} cannot be called: {error}") from error
 
 
 @contextlib.contextmanager
@@ -48,13 +56,13 @@ def one_line_errors() -> Iterator[None]:
     """End the process with one line on stderr for a user's mistake (status 2) or a run that stopped (status 1)."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, ValueError, runs.RunStopped) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError, runs.RunStopped) as error:
         if any(argument.lower() == "debug=true" for argument in sys.argv[1:]):
             raise
         print(f"palimpsest: {one_line(error)}", file=sys.stderr)
         sys.exit(1 if isinstance(error, runs.RunStopped) else USER_ERROR)
-    except KeyboardInterrupt:
-        print("palimpsest: interrupted; resume=auto goes on from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"palimpsest: interrupted{interrupt}", file=sys.stderr)
         sys.exit(130)
 
 
@@ -81,9 +89,19 @@ def one_line(error: Exception) -> str:
         key = text.rsplit("full_key: ", 1)[1].strip() if "full_key: " in text else None
         text = str(error.__cause__)
     elif isinstance(error, OmegaConfBaseException):
-        text = error.msg or text.splitlines()[0]
+        ours = raised_by_a_resolver(error)  # says all there is to say
+        key, text = (None, str(ours)) if ours else (key, error.msg or text.splitlines()[0])
     line = " ".join(text.split())
     return f"{key}: {line}" if key and key not in line else line
+
+
+def raised_by_a_resolver(error: BaseException | None) -> ValueError | None:
+    """The ValueError, of a function that the configuration calls, behind an error of OmegaConf's."""
+    while error is not None:
+        if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 if __name__ == "__main__":

@@ -100,7 +100,10 @@ def newest_whole(folder: Path) -> Path | None:
             return path
         log.warning(f"{path} is truncated or damaged ({wrong}): trying the checkpoint before it")
     if files:
-        raise ValueError(f"{folder} has no undamaged checkpoint: start a new run without resume")
+        raise ValueError(
+            f"{folder} has no undamaged checkpoint to go on from: start a new run without resume "
+            f"(job=generate reads {BEST}, if that is whole)"
+        )
     return None
 
 
@@ -148,11 +151,14 @@ class Checkpoints(Checkpoint):
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        before, loss = (self.best_loss, self.best_step), module.validation.loss
+        better = self.best_loss is None or loss < self.best_loss
+        if better:  # before any checkpoint is written: it has to know of itself that it is the best
+            self.best_loss, self.best_step = loss, trainer.global_step
         if self.due:
             self.save(trainer)
-        loss = module.validation.loss
-        if (self.best_loss is None or loss < self.best_loss) and self.save_best(trainer):
-            self.best_loss, self.best_step = loss, trainer.global_step
+        if better and not self.save_best(trainer):
+            self.best_loss, self.best_step = before
 
     def on_train_end(self, trainer: lightning.Trainer, module: Any) -> None:
         if self.due:
@@ -170,14 +176,8 @@ class Checkpoints(Checkpoint):
         """Write `best.ckpt`: another name for this step's checkpoint where there is one. False if it failed."""
         best = folder_of(trainer) / BEST
         same = best.with_name(f"step_{trainer.global_step:08d}.ckpt")
-        if not same.is_file():
-            return write(trainer, best)
-        if trainer.is_global_zero:
-            beside = best.with_name(f".{BEST}.partial")
-            beside.unlink(missing_ok=True)
-            os.link(same, beside)
-            os.replace(beside, best)
-        return True
+        linked = trainer.is_global_zero and same.is_file() and link(same, best)
+        return trainer.strategy.broadcast(linked) or write(trainer, best)
 
 
 def folder_of(trainer: lightning.Trainer) -> Path:
@@ -188,7 +188,20 @@ def folder_of(trainer: lightning.Trainer) -> Path:
 def write(trainer: lightning.Trainer, path: Path) -> bool:
     """Write one checkpoint of the trainer's state (every rank takes part); False if the disk did not take it."""
     trainer.save_checkpoint(path)
-    return trainer.strategy.checkpoint_io.failed != path
+    # rank 0 wrote, and alone knows: ranks that went on with different answers would wait for each other for ever
+    return trainer.strategy.broadcast(trainer.strategy.checkpoint_io.failed != path)
+
+
+def link(path: Path, name: Path) -> bool:
+    """Give the file at `path` the further name `name`, in place of what had it; False where there are no links."""
+    beside = name.with_name(f".{name.name}.partial")
+    try:
+        beside.unlink(missing_ok=True)
+        os.link(path, beside)
+        os.replace(beside, name)
+    except OSError:
+        return False
+    return True
 
 
 class RandomState(Callback):

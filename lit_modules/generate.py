@@ -2,15 +2,18 @@
 
 import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from omegaconf import DictConfig
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from data_pipeline.files import write_whole
+from data_pipeline.tokenizer import document_start
 from lit_modules import checkpoints, runs
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 
@@ -26,9 +29,16 @@ def run(cfg: DictConfig) -> None:
     transformers.logging.disable_progress_bar()
     prompts = read_prompts(cfg)
     settings = sampling(cfg.temperature, cfg.top_k, cfg.top_p)
-    if cfg.max_new_tokens < 1 or cfg.batch_size < 1:
-        raise ValueError(f"max_new_tokens={cfg.max_new_tokens} and batch_size={cfg.batch_size} must be 1 or more")
-    model, tokenizer = load(cfg.checkpoint)
+    for key in ("max_new_tokens", "batch_size"):
+        check_number(key, cfg[key], whole=True)
+        if cfg[key] < 1:
+            raise ValueError(f"{key}={cfg[key]} is too small: give 1 or more")
+    if cfg.output is not None:
+        try:  # now, and not when all is written
+            write_whole(Path(cfg.output), "")
+        except OSError as error:
+            raise ValueError(f"output={cfg.output} cannot be written: {error.strerror}") from error
+    model, tokenizer = load(str(cfg.checkpoint))
     model.to(choose_device(cfg.device)).eval()
     torch.manual_seed(cfg.seed)
     if cfg.prompts_file is None:
@@ -60,7 +70,7 @@ def read_prompts(cfg: DictConfig) -> list[str]:
     if cfg.prompt is not None:
         return [str(cfg.prompt)]
     try:
-        lines = Path(cfg.prompts_file).read_text(encoding="utf-8").splitlines()
+        lines = Path(str(cfg.prompts_file)).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts_file={cfg.prompts_file} cannot be read: {error}") from error
     prompts = [line for line in lines if line.strip()]
@@ -75,6 +85,11 @@ def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict
     Raises:
         ValueError: a value out of range.
     """
+    check_number("temperature", temperature)
+    if top_k is not None:
+        check_number("top_k", top_k, whole=True)
+    if top_p is not None:
+        check_number("top_p", top_p)
     if temperature < 0:
         raise ValueError(f"temperature={temperature} is negative: give 0 (the likeliest token) or more")
     if top_k is not None and top_k < 1:
@@ -91,15 +106,25 @@ def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict
     }
 
 
+def check_number(key: str, value: Any, *, whole: bool = False) -> None:
+    """Raise ValueError, naming the key, for a value that is no number (no whole one)."""
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise ValueError(f"{key}={value} is not a {'whole ' if whole else ''}number")
+
+
 def load(checkpoint: str) -> tuple[Any, Any]:
-    """Model and tokenizer of a run's folder (its export, or its newest checkpoint), of an export, or of any Hugging
-    Face folder or name.
+    """Model and tokenizer of a run's folder (its export, or its newest checkpoint), of one of its checkpoints, of an
+    export, or of any Hugging Face folder or name.
 
     Raises:
         ValueError: there is nothing to load, or a file of it is missing.
     """
     folder = Path(checkpoint)
     try:
+        if folder.suffix == ".ckpt" and folder.is_file():
+            return from_checkpoint(folder), AutoTokenizer.from_pretrained(folder.parent.parent / "tokenizer")
+        if not folder.is_dir() and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
+            raise ValueError(f"checkpoint={checkpoint} is no folder: give a run's, an export's, or a name on the Hub")
         if not (folder / runs.CONFIG).is_file():
             return AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
         tokenizer_folder = folder / "tokenizer"
@@ -110,7 +135,7 @@ def load(checkpoint: str) -> tuple[Any, Any]:
         if path is None:
             raise ValueError(f"checkpoint={checkpoint} has no checkpoint yet: its run has not come so far")
         return from_checkpoint(path), tokenizer
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, SafetensorError, pickle.UnpicklingError, RuntimeError) as error:
         raise ValueError(f"checkpoint={checkpoint} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
@@ -147,13 +172,19 @@ def write_on(
 ) -> list[str]:
     """The texts that follow `prompts`, generated as one left-padded batch.
 
-    Each prompt begins with the token that documents begin with, as in training. Random numbers come from torch's
-    global generator.
+    A model of ours sees each prompt begin as documents do in training, and stops where the next document would begin.
+    Others get the special tokens that their tokenizer adds. Random numbers come from torch's global generator.
     """
-    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    rows = [first + tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    ends = {tokenizer.eos_token_id}
+    if isinstance(model.config, PalimpsestConfig):
+        first = document_start(tokenizer)
+        ends.add(first)
+        rows = [[first, *tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]
+    else:
+        rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    ends.discard(None)
     longest = max(map(len, rows))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad = next((t for t in (tokenizer.pad_token_id, *sorted(ends)) if t is not None), 0)
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
     with torch.no_grad():
@@ -161,7 +192,7 @@ def write_on(
             ids,
             attention_mask=mask,
             max_new_tokens=max_new_tokens,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=sorted(ends) or None,
             pad_token_id=pad,
             streamer=streamer,
             **settings,

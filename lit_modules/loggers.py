@@ -3,7 +3,11 @@
 import csv
 import io
 import logging
+import netrc
 import os
+import secrets
+import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,8 +61,7 @@ class MetricsCsv(Logger):
     def append(self, row: dict[str, Any]) -> None:
         new = [key for key in row if key not in self.columns]
         if new:
-            self.columns = [*self.columns, *new]
-            self.rewrite([[*old, *[""] * (len(self.columns) - len(old))] for old in self.rows()[1:]])
+            self.rewrite([*self.columns, *new], self.rows()[1:])
         with open(self.path, "a", encoding="utf-8", newline="") as handle:
             csv.writer(handle).writerow([row.get(column, "") for column in self.columns])
 
@@ -66,7 +69,9 @@ class MetricsCsv(Logger):
         """Drop the rows of later steps than `step`, and a last row that a kill has cut."""
         if self.path.is_file():
             rows = self.rows()[1:]
-            self.rewrite([row for row in rows if len(row) == len(self.columns) and int(row[0]) <= step])
+            if rows and len(rows[-1]) < len(self.columns):
+                rows.pop()
+            self.rewrite(self.columns, [row for row in rows if int(row[0]) <= step])
 
     def rows(self) -> list[list[str]]:
         """All rows of the file, the header first."""
@@ -75,17 +80,19 @@ class MetricsCsv(Logger):
         with open(self.path, encoding="utf-8", newline="") as handle:
             return list(csv.reader(handle)) or [[]]
 
-    def rewrite(self, rows: list[list[str]]) -> None:
+    def rewrite(self, columns: list[str], rows: list[list[str]]) -> None:
+        """Put `rows`, filled up to `columns`, in place of the file's."""
         text = io.StringIO(newline="")
-        csv.writer(text).writerows([self.columns, *rows])
+        csv.writer(text).writerows([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)])
         write_whole(self.path, text.getvalue())
+        self.columns = columns
 
 
 class Wandb(WandbLogger):
     """Weights & Biases with steps given by us, so that a resumed run goes on in the same run, also offline.
 
     Args:
-        folder: the run's folder; the wandb run has an id made from its last two parts, the same after a resume.
+        folder: the run's folder; it keeps the id of the wandb run, which a resume goes on with.
         settings: the resolved configuration and the commit, which become wandb's config.
         mode: "online", "offline", or "auto": offline where there is no key or the server does not answer.
         project, entity, group, tags: as in wandb.init.
@@ -108,7 +115,7 @@ class Wandb(WandbLogger):
         offline = mode == "offline" or (mode == "auto" and not reachable())
         super().__init__(
             name="/".join(folder.parts[-2:]),
-            id="-".join([*folder.parts[-3:]]).replace("_", "-").replace(".", "-"),
+            id=run_id(folder),
             save_dir=str(folder),
             project=project,
             entity=entity,
@@ -131,20 +138,36 @@ class Wandb(WandbLogger):
             self._experiment.finish(exit_code=exit_code)
 
 
+def run_id(folder: Path) -> str:
+    """The id of the wandb run of a run's folder, made when it is first asked for."""
+    path = folder / "wandb" / "run-id.txt"
+    if not path.is_file():
+        write_whole(path, secrets.token_hex(4))
+    return path.read_text(encoding="utf-8")
+
+
 def reachable() -> bool:
     """Whether there is a key for wandb, and its server answers; the log says so if not."""
-    import wandb
-
-    settings = wandb.setup().settings
     if os.environ.get("WANDB_MODE") == "offline":
         return False
-    if not wandb.api.api_key:
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if not os.environ.get("WANDB_API_KEY") and not netrc_has(urllib.parse.urlsplit(url).hostname):
         log.info("wandb: no key (wandb login), so the run is kept offline for `wandb sync`")
         return False
     try:
         # wandb itself would wait for minutes; proxies in the environment are used as wandb uses them
-        urllib.request.urlopen(settings.base_url, timeout=5).close()
+        urllib.request.urlopen(url, timeout=5).close()
+    except urllib.error.HTTPError:
+        return True  # an answer, if not to this question
     except OSError as error:
         log.info(f"wandb: its server does not answer ({error}), so the run is kept offline for `wandb sync`")
         return False
     return True
+
+
+def netrc_has(host: str | None) -> bool:
+    """Whether `~/.netrc`, where `wandb login` puts the key, has one for the host."""
+    try:
+        return netrc.netrc().authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -10,6 +10,9 @@ import hydra
 import lightning
 import transformers
 from hydra.core.hydra_config import HydraConfig
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Checkpoint
 from omegaconf import DictConfig
 
 from lit_modules import checkpoints, runs
@@ -33,6 +36,8 @@ def run(cfg: DictConfig) -> None:
         RunStopped: the run could not go on, for a reason that no setting caused.
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
+    if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or not 0 <= cfg.seed < 2**32:
+        raise ValueError(f"seed={cfg.seed} is not a seed: give a whole number from 0 to {2**32 - 1}")
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     quieten_libraries()
     trainer, module, data = build(cfg, folder)
@@ -41,6 +46,7 @@ def run(cfg: DictConfig) -> None:
     lock = runs.hold(folder) if trainer.is_global_zero else None
     config = runs.resolved_config(folder, cfg)
     checkpoint = checkpoints.newest_whole(folder / "checkpoints")
+    add_loggers(trainer, cfg, folder, config, checkpoint)
     log.info(f"run: {folder}" + (f", resumed from {checkpoint.name}" if checkpoint else ""))
 
     data.prepare()
@@ -49,14 +55,10 @@ def run(cfg: DictConfig) -> None:
     if trainer.is_global_zero:
         runs.record_config(folder, config)
         save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
-    add_loggers(trainer, cfg, folder, config, checkpoint)
     log.info(describe(trainer, module, data))
     exit_code = 1
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-        if module.measured_whole != trainer.global_step:
-            trainer.limit_val_batches = 1.0
-            trainer.validate(module, datamodule=data, verbose=False)
+        fit_and_measure(trainer, module, data, checkpoint)
         if trainer.is_global_zero:
             finish(trainer, module, data, folder)
         exit_code = 0
@@ -68,6 +70,23 @@ def run(cfg: DictConfig) -> None:
                 logger.close(exit_code)
         if lock is not None:
             lock.close()
+
+
+def fit_and_measure(trainer: lightning.Trainer, module: Pretraining, data: Any, checkpoint: Path | None) -> None:
+    """Train to the end, then measure on all the held-out text unless the last validation was just that.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted the training; Lightning itself would only exit.
+    """
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    except SystemExit:
+        if trainer.interrupted:
+            raise KeyboardInterrupt("; resume=auto goes on from the last checkpoint") from None
+        raise
+    if module.measured_whole != trainer.global_step:
+        trainer.limit_val_batches = 1.0
+        trainer.validate(module, datamodule=data, verbose=False)
 
 
 def quieten_libraries() -> None:
@@ -86,17 +105,14 @@ def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining
     Raises:
         ValueError: a setting cannot work; the line names its key.
     """
-    for key in ("max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens"):
-        if not isinstance(cfg[key], int) or cfg[key] <= 0:
-            raise ValueError(f"{key}={cfg[key]} is not a number of tokens: give a whole number above 0")
-    if cfg.trainer.precision not in PRECISIONS:
-        raise ValueError(f"trainer.precision={cfg.trainer.precision} is not supported: give {', '.join(PRECISIONS)}")
+    check_settings(cfg)
     model_config = hydra.utils.instantiate(cfg.model, _convert_="all")
     data = hydra.utils.instantiate(cfg.data)
+    schedule = hydra.utils.instantiate(cfg.schedule)
     module = Pretraining(
         model_config,
         optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
-        schedule=hydra.utils.instantiate(cfg.schedule),
+        schedule=schedule,
         batch_tokens=cfg.data.batch_tokens,
         sequence_length=cfg.data.sequence_length,
         compile=cfg.compile,
@@ -108,6 +124,21 @@ def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining
     return trainer, module, data
 
 
+def check_settings(cfg: DictConfig) -> None:
+    """Raise ValueError for a setting of no group that cannot work; the line names its key."""
+    for key in ("max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens"):
+        if isinstance(cfg[key], bool) or not isinstance(cfg[key], int) or cfg[key] <= 0:
+            raise ValueError(f"{key}={cfg[key]} is not a number of tokens: give a whole number above 0")
+    for key in ("compile", "activation_checkpointing"):
+        if not isinstance(cfg[key], bool):
+            raise ValueError(f"{key}={cfg[key]} is neither true nor false")
+    if cfg.trainer.precision not in PRECISIONS:
+        raise ValueError(f"trainer.precision={cfg.trainer.precision} is not supported: give {', '.join(PRECISIONS)}")
+    clip = cfg.trainer.gradient_clip_val
+    if clip is not None and (not isinstance(clip, int | float) or clip < 0):
+        raise ValueError(f"trainer.gradient_clip_val={clip} is not a norm: give a number above 0, or null for no limit")
+
+
 def build_trainer(cfg: DictConfig, module: Pretraining, folder: Path) -> lightning.Trainer:
     """The Trainer of a configuration, without its loggers.
 
@@ -117,7 +148,7 @@ def build_trainer(cfg: DictConfig, module: Pretraining, folder: Path) -> lightni
     strategy = hydra.utils.instantiate(cfg.strategy) if cfg.strategy._target_ else "auto"
     callbacks = [hydra.utils.instantiate(callback, _convert_="all") for callback in cfg.callbacks.values() if callback]
     try:
-        return lightning.Trainer(
+        trainer = lightning.Trainer(
             **cfg.trainer,
             strategy=strategy,
             max_steps=math.ceil(cfg.max_tokens / module.batch_tokens),
@@ -131,11 +162,21 @@ def build_trainer(cfg: DictConfig, module: Pretraining, folder: Path) -> lightni
             num_sanity_val_steps=0,
             inference_mode=False,  # samples are generated in a validation, by modules that may be compiled
             log_every_n_steps=1,  # nothing is logged through Lightning: this only keeps it from warning
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-    except lightning.fabric.utilities.exceptions.MisconfigurationException as error:
+    except (MisconfigurationException, TypeError, ValueError) as error:
         raise ValueError(f"trainer: {error}") from error
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    from_outside = environment is not None and not isinstance(environment, LightningEnvironment)
+    if trainer.num_nodes > 1 or (trainer.world_size > 1 and from_outside):
+        # each of them has chosen a folder of its own, and would resume on its own
+        raise ValueError(
+            "trainer: several processes that were started from outside (torchrun, srun) cannot share a run yet: "
+            "start one process, and give it trainer.devices=N on one machine"
+        )
+    return trainer
 
 
 def adopt_tokenizer(data: Any, module: Pretraining) -> None:
@@ -219,11 +260,12 @@ def finish(trainer: lightning.Trainer, module: Pretraining, data: Any, folder: P
 
 def export(module: Pretraining, tokenizer: Any, folder: Path) -> None:
     """Write the model and its tokenizer in Hugging Face format, whole or not at all."""
+    if folder.is_dir():  # a run that was killed after this, which has the same weights at its end
+        return
     beside = folder.with_name(".export")
     export_pretrained(module.model, beside)
     tokenizer.save_pretrained(beside)
-    if not folder.is_dir():
-        beside.rename(folder)
+    beside.rename(folder)
 
 
 def report(summary: dict[str, Any], trainer: lightning.Trainer, folder: Path) -> str:

@@ -68,8 +68,10 @@ class Pretraining(lightning.LightningModule):
     ) -> None:
         super().__init__()
         try:
-            optimizer([torch.nn.Parameter(torch.zeros(1))])
-        except (TypeError, ValueError) as error:
+            trial = optimizer([torch.nn.Parameter(torch.ones(1))])
+            trial.param_groups[0]["params"][0].grad = torch.ones(1)
+            trial.step()
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise ValueError(f"optimizer: {error}") from error
         self.model = PalimpsestForCausalLM(config)
         self.make_optimizer, self.schedule = optimizer, schedule
@@ -78,7 +80,7 @@ class Pretraining(lightning.LightningModule):
         self.flops_per_token = flops_per_token(config, sequence_length)
         self.data_fingerprint: str | None = None
         if activation_checkpointing:
-            self.model.gradient_checkpointing_enable()
+            self.model.model.gradient_checkpointing = True
         if compile:
             for block in self.model.model.layers:
                 block.compile()  # in place: the names of the parameters stay
@@ -129,7 +131,7 @@ class Pretraining(lightning.LightningModule):
         Raises:
             RunStopped: ten steps in a row were dropped.
         """
-        limit = gradient_clip_val if gradient_clip_val is not None else float("inf")
+        limit = gradient_clip_val or float("inf")  # as for Lightning, 0 is no limit
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
         loss = torch.stack(self.micro_losses).mean()
         self.learning_rate = optimizer.param_groups[0]["lr"]

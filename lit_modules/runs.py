@@ -5,8 +5,10 @@
 Only the standard library and OmegaConf are imported here, since every start of the command passes through.
 """
 
+import contextlib
 import fcntl
 import json
+import os
 import subprocess
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +26,10 @@ LOCK = ".lock"
 # mathematics of a step. Everything else must be as the run began.
 MAY_CHANGE = (
     "job",
-    "trainer",
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.limit_val_batches",
     "strategy",
     "callbacks",
     "logger",
@@ -42,8 +47,6 @@ MAY_CHANGE = (
     "data.num_workers",
     "data.processes",
     "data.strict",
-    "data.source.processes",
-    "data.source.strict",
 )
 
 
@@ -79,6 +82,23 @@ def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume:
         if found is not None:
             return str(found)
     return str(new_folder(parent))
+
+
+def sweep_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str:
+    """The new folder of a sweep (`-m`), in which its runs are 0, 1, 2, ...
+
+    Raises:
+        ValueError: `resume` is given, which is for one run.
+    """
+    if resume is not None:
+        raise ValueError(f"resume={resume} is for one run, not for a sweep (-m): leave it out")
+    return str(new_folder(Path(runs_dir) / (experiment or "default")))
+
+
+def register_resolvers() -> None:
+    """Give `conf/config.yaml` the functions that choose folders. A choice is made once: hence the cache."""
+    for function in (run_folder, sweep_folder, hydra_folder):
+        OmegaConf.register_new_resolver(function.__name__, function, use_cache=True, replace=True)
 
 
 def newest_unfinished(parent: Path) -> Path | None:
@@ -123,9 +143,12 @@ def hold(folder: Path) -> TextIO:
     handle = open(folder / LOCK, "w")  # noqa: SIM115 (it stays open as long as the run lasts)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         handle.close()
         raise ValueError(f"{folder} is in use by another process: wait for it, or start a new run") from None
+    except OSError:
+        return handle  # a file system without locks: nothing can be known of other processes
+    os.register_at_fork(after_in_child=handle.close)  # data workers would hold it on after a kill of this process
     return handle
 
 
@@ -133,10 +156,11 @@ def is_held(folder: Path) -> bool:
     """Whether a process that is alive holds the run's folder."""
     if not (folder / LOCK).is_file():
         return False
-    try:
-        hold(folder).close()
-    except ValueError:
-        return True
+    with open(folder / LOCK) as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look do not see each other
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
     return False
 
 
@@ -177,11 +201,16 @@ def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[An
 
 
 def discard_unbegun(folder: Path) -> None:
-    """Remove the folder of a run that was refused before it began: it holds only what Hydra wrote."""
-    if folder.name and not (folder / CONFIG).is_file() and (folder / ".hydra").is_dir():
-        for path in sorted(folder.rglob("*"), reverse=True):
-            path.unlink() if path.is_file() else path.rmdir()
-        folder.rmdir()
+    """Remove what Hydra wrote for a run that was refused before it began, and its folder if nothing else is in it."""
+    if (folder / CONFIG).is_file():
+        return
+    for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
+        (folder / ".hydra" / name).unlink(missing_ok=True)
+    for name in ("palimpsest.log", LOCK):
+        (folder / name).unlink(missing_ok=True)
+    for empty in (folder / ".hydra", folder):
+        with contextlib.suppress(OSError):  # a folder that holds what is not ours stays
+            empty.rmdir()
 
 
 def commit() -> str | None:

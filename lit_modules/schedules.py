@@ -26,6 +26,7 @@ class WarmupCosine:
 
     def __post_init__(self) -> None:
         check_lengths(self.warmup_tokens, self.max_tokens)
+        check_final(self.final)
 
     def __call__(self, tokens: int) -> float:
         if tokens < self.warmup_tokens:
@@ -66,6 +67,7 @@ class WarmupStableDecay:
 
     def __post_init__(self) -> None:
         check_lengths(self.warmup_tokens, self.max_tokens)
+        check_final(self.final)
         if self.decay_tokens < 0 or self.warmup_tokens + self.decay_tokens > self.max_tokens:
             raise ValueError(
                 f"schedule.decay_tokens={self.decay_tokens} and schedule.warmup_tokens={self.warmup_tokens} do not "
@@ -79,6 +81,12 @@ class WarmupStableDecay:
         if left >= self.decay_tokens:
             return 1.0
         return self.final + (1 - self.final) * (1 - math.sqrt(1 - max(0, left) / self.decay_tokens))
+
+
+def check_final(final: float) -> None:
+    """Raise ValueError unless the factor at the end is a number from 0 to 1."""
+    if not isinstance(final, int | float) or not 0 <= final <= 1:
+        raise ValueError(f"schedule.final={final} is not a part of the peak rate: give a number from 0 to 1")
 
 
 def check_lengths(warmup_tokens: int, max_tokens: int) -> None:

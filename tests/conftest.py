@@ -56,7 +56,7 @@ def write_text(folder: Path, documents: int = 120) -> Path:
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `text/`; prepared data goes to `data/` in it, runs to `runs/`."""
+    """A folder with `text/`; prepared data goes to `data/` in it."""
     folder = tmp_path_factory.mktemp("workplace")
     write_text(folder / "text")
     return folder
@@ -73,18 +73,20 @@ class Finished:
 
 @dataclass
 class Command:
-    """`palimpsest` with the tiny settings, in a folder."""
+    """`palimpsest` with the tiny settings, in a folder; its runs are its own."""
 
     folder: Path
+    runs_dir: Path
 
     def arguments(self, *overrides: str) -> list[str]:
         given = {o.split("=")[0].lstrip("+~") for o in overrides}
         places = (
             f"data.source.path={self.folder}/text/*.txt",
             f"data_dir={self.folder}/data",
-            f"runs_dir={self.folder}/runs",
+            f"runs_dir={self.runs_dir}",
         )
-        return [*(o for o in (*TINY, *places) if o.split("=")[0] not in given), *overrides]
+        settings = [o for o in (*TINY, *places) if o.split("=")[0] not in given]
+        return sorted((*settings, *overrides), key=lambda o: not o.startswith("-"))  # flags first
 
     def start(self, *overrides: str, **kwargs) -> subprocess.Popen:
         """The command in a process of its own."""
@@ -100,13 +102,13 @@ class Command:
 
     def runs(self, experiment: str = "default") -> list[Path]:
         """The folders of its runs, oldest first."""
-        parent = self.folder / "runs" / experiment
+        parent = self.runs_dir / experiment
         return sorted(parent.iterdir()) if parent.is_dir() else []
 
 
 @pytest.fixture
-def command(workplace: Path) -> Command:
-    return Command(workplace)
+def command(workplace: Path, tmp_path: Path) -> Command:
+    return Command(workplace, tmp_path / "runs")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lit_modules.callbacks.pictures import show
+from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
 from lit_modules.figures import draw_gates
 
 
@@ -23,9 +23,15 @@ class ForgetGates(Callback):
     Args:
         heads: how many heads are drawn, from the one that forgets fastest to the one that forgets slowest.
         tokens: at most so many tokens of one held-out document are looked at.
+
+    Raises:
+        ValueError: either is under 1.
     """
 
     def __init__(self, heads: int = 4, tokens: int = 256) -> None:
+        for key, value in (("heads", heads), ("tokens", tokens)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"callbacks.forget_gates.{key}={value} leaves nothing to draw: give 1 or more")
         self.heads, self.tokens = heads, tokens
         self.document: torch.Tensor | None = None
 
@@ -37,6 +43,7 @@ class ForgetGates(Callback):
             length, first = max((end - start, start) for start, end in itertools.pairwise(starts))
             self.document = batch["input_ids"][:, first : first + min(length, self.tokens)]
 
+    @losing_what_the_disk_refuses()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero or self.document is None:
             return

@@ -9,7 +9,7 @@ import lightning
 from lightning.pytorch.callbacks import Callback
 
 from data_pipeline.files import write_whole
-from lit_modules.callbacks.pictures import show
+from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
 from lit_modules.figures import draw_loss, draw_position_loss
 
 
@@ -28,6 +28,7 @@ class PositionLoss(Callback):
             raise ValueError(f"callbacks.position_loss.window={window} has no middle: give an odd number of tokens")
         self.window = window
 
+    @losing_what_the_disk_refuses()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
             return

@@ -1,6 +1,7 @@
 """Progress: tokens a second, model FLOPs utilization, loss and the time that is left, as lines and as metrics."""
 
 import logging
+import re
 import time
 from typing import Any
 
@@ -10,13 +11,15 @@ from lightning.pytorch.callbacks import Callback
 
 log = logging.getLogger(__name__)
 
-# Dense bfloat16 peaks in TFLOP/s from the makers' data sheets, by a part of the device's name; the first match counts.
+# Dense bfloat16 peaks in TFLOP/s from the makers' data sheets, by words of the device's name; the first match counts.
 PEAK_TFLOPS = {
+    "GB200": 2500.0,
     "B200": 2250.0,
+    "GH200": 989.4,
     "H200": 989.4,
+    "H100 NVL": 835.5,
     "H100 PCIe": 756.0,
     "H100": 989.4,
-    "GH200": 989.4,
     "A100": 311.9,
     "A10G": 70.0,
     "L40S": 362.1,
@@ -26,14 +29,14 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
+OTHER_CARDS = re.compile(r"\b(MIG|Laptop|D|Ti)\b")  # a part of a card, or another one than the name's beginning says
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bfloat16 peak in FLOP/s, or None where it is not known (a CPU, another GPU)."""
-    if device.type != "cuda":
+def peak_flops(name: str) -> float | None:
+    """The dense bfloat16 peak in FLOP/s of the GPU with this name, or None where it is not known."""
+    if OTHER_CARDS.search(name):
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def duration(seconds: float) -> str:
@@ -73,7 +76,8 @@ class Progress(Callback):
         self.peak: float | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        self.peak = peak_flops(module.device)
+        on_gpu = module.device.type == "cuda"
+        self.peak = peak_flops(torch.cuda.get_device_name(module.device)) if on_gpu else None
         self.seconds, self.steps = 0.0, 0
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
@@ -81,6 +85,9 @@ class Progress(Callback):
             self.began = time.perf_counter()
 
     def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.began = None
+
+    def on_save_checkpoint(self, trainer: lightning.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
         self.began = None
 
     def on_train_batch_end(

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from data_pipeline.files import write_whole
+from lit_modules.callbacks.pictures import losing_what_the_disk_refuses
 from lit_modules.generate import sampling, write_on
 
 
@@ -17,14 +18,20 @@ class Samples(Callback):
     Args:
         prompts: what to write on from.
         max_new_tokens, temperature, top_p: as in generation.
+
+    Raises:
+        ValueError: one of them is out of range.
     """
 
     def __init__(self, prompts: list[str], max_new_tokens: int, temperature: float, top_p: float) -> None:
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"callbacks.samples.max_new_tokens={max_new_tokens} writes nothing: give 1 or more")
         self.prompts = list(prompts)
         self.max_new_tokens = max_new_tokens
         self.settings = sampling(temperature, None, top_p)
         self.texts: list[str] = []
 
+    @losing_what_the_disk_refuses()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         tokenizer = trainer.datamodule.hf_tokenizer
         if trainer.sanity_checking or not trainer.is_global_zero or tokenizer is None or not self.prompts:

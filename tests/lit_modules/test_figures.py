@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lit_modules.callbacks.progress import count, duration
+from lit_modules.callbacks.progress import count, duration, peak_flops
 from lit_modules.figures import draw_gates, draw_loss, draw_position_loss, moving_average
 
 
@@ -34,3 +34,22 @@ def test_figures_are_whole_png_files(tmp_path):
 def test_numbers_are_said_as_people_say_them():
     assert [count(n) for n in (512, 33_600, 1_200_000, 2_684_354_560)] == ["512", "33.6k", "1.20M", "2.68B"]
     assert [duration(s) for s in (41, 185, 7800, 360_000)] == ["41 s", "3 min 05 s", "2 h 10 min", "4 d 4 h"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 311.9),
+        ("NVIDIA L40S", 362.1),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+    ],
+)
+def test_a_peak_is_known_of_the_card_itself_and_of_no_other(name, tflops):
+    assert peak_flops(name) == (None if tflops is None else pytest.approx(tflops * 1e12))

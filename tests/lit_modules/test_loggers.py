@@ -42,3 +42,34 @@ def test_a_disk_that_takes_no_row_does_not_end_the_run(tmp_path, caplog):
     logger.path = tmp_path / "gone" / "metrics.csv"
     logger.log_metrics({"loss": 2.0}, step=2)
     assert "could not be written" in caplog.text
+
+
+def test_a_column_that_the_disk_refused_leaves_the_file_right(tmp_path, monkeypatch):
+    from lit_modules import loggers
+
+    logger = MetricsCsv(tmp_path)
+    logger.log_metrics({"a": 1.0}, step=1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loggers, "write_whole", full)
+        logger.log_metrics({"b": 2.0}, step=2)
+    logger.log_metrics({"a": 3.0}, step=3)
+    logger.log_metrics({"b": 4.0}, step=4)
+    again = MetricsCsv(tmp_path)
+    again.resume_from(9)
+    assert [(row["step"], row["a"], row["b"]) for row in table(again.path)] == [
+        ("1", "1.0", ""),
+        ("3", "3.0", ""),
+        ("4", "", "4.0"),
+    ]
+
+
+def test_the_wandb_run_of_a_folder_keeps_its_id_and_no_two_folders_share_one(tmp_path):
+    from lit_modules.loggers import run_id
+
+    first = run_id(tmp_path / "a")
+    assert run_id(tmp_path / "a") == first
+    assert run_id(tmp_path / "b") != first

@@ -52,7 +52,7 @@ def module(schedule=lambda tokens: 1.0, **settings):
     return Pretraining(config(), **made)
 
 
-def train(model, steps, tmp_path, callbacks=(), accumulate=1):
+def train(model, steps, tmp_path, callbacks=(), accumulate=1, clip=1.0):
     trainer = lightning.Trainer(
         max_steps=steps,
         accelerator="cpu",
@@ -62,7 +62,7 @@ def train(model, steps, tmp_path, callbacks=(), accumulate=1):
         enable_checkpointing=False,
         num_sanity_val_steps=0,
         limit_val_batches=0,
-        gradient_clip_val=1.0,
+        gradient_clip_val=clip,
         accumulate_grad_batches=accumulate,
         default_root_dir=tmp_path,
         callbacks=list(callbacks),
@@ -197,3 +197,12 @@ def test_every_weight_and_counter_is_in_the_checkpoint_that_the_safe_loader_read
     assert state["palimpsest"]["model_config"]["hidden_size"] == 16
     assert state["global_step"] == 3
     assert "RandomState" in state["callbacks"]
+
+
+def test_a_clip_of_zero_is_no_clip(tmp_path):
+    models = []
+    for clip in (0, None):
+        models.append(module())
+        train(models[-1], 3, tmp_path, clip=clip)
+    assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
+    assert not torch.equal(models[0].model.lm_head.weight, module().model.lm_head.weight)

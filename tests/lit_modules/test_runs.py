@@ -79,3 +79,33 @@ def test_a_run_that_was_refused_leaves_no_folder_but_one_that_began_does(tmp_pat
     for name in ("refused", "begun"):
         runs.discard_unbegun(tmp_path / name)
     assert os.listdir(tmp_path) == ["begun"]
+
+
+def test_a_refused_run_takes_nothing_away_that_is_not_its_own(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    for name in (".hydra/config.yaml", ".hydra/mine.yaml", "thesis.tex", "palimpsest.log"):
+        (tmp_path / name).write_text("x")
+    runs.discard_unbegun(tmp_path)
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["mine.yaml", "thesis.tex"]
+
+
+def test_a_worker_that_outlives_its_run_does_not_hold_it(tmp_path):
+    folder = begin(tmp_path / "run")
+    code = """
+import os, pathlib, sys, time
+from lit_modules import runs
+held = runs.hold(pathlib.Path(sys.argv[1]))
+if os.fork() == 0:
+    time.sleep(30)
+    os._exit(0)
+print(1, flush=True)
+sys.stdin.read()
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout.readline() == "1\n"
+    assert runs.is_held(folder)
+    parent.kill()
+    parent.wait()
+    assert not runs.is_held(folder)

@@ -18,9 +18,12 @@ def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_expe
         "heavy = {'torch', 'lightning', 'transformers', 'datasets', 'wandb'} & set(sys.modules)\n"
         "print('HEAVY', sorted(heavy))"
     )
-    start = time.perf_counter()
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert time.perf_counter() - start < 2
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy
+        start = time.perf_counter()
+        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 2
     assert "HEAVY []" in found.stdout
     for said in (
         "pretrain",
@@ -54,24 +57,35 @@ def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_expe
         (["trainer.accelerator=cuda"], "trainer"),
         (["callbacks.position_loss.window=100"], "callbacks.position_loss.window=100"),
         (["callbacks.checkpoints.keep_last=0"], "callbacks.checkpoints.keep_last=0"),
-        (["resume=runs/nowhere"], "resume=runs/nowhere"),
+        (["resume=runs/nowhere"], "palimpsest: resume=runs/nowhere"),
+        (["-m", "resume=auto"], "resume=auto"),
+        (["trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val=-1"),
+        (["trainer.gradient_clip_val=abc"], "trainer.gradient_clip_val=abc"),
+        (["trainer.devices=abc"], "trainer"),
+        (["+trainer.bogus=1"], "trainer"),
+        (["optimizer.betas=[0.9]"], "optimizer"),
+        (["schedule.final=abc"], "schedule.final=abc"),
+        (["callbacks.samples.max_new_tokens=0"], "callbacks.samples.max_new_tokens=0"),
+        (["callbacks.forget_gates.heads=0"], "callbacks.forget_gates.heads=0"),
+        (["compile=maybe"], "compile=maybe"),
+        (["seed=-1"], "seed=-1"),
+        (["logger=wandb", "logger.wandb.mode=sometimes"], "logger.wandb.mode=sometimes"),
+        (["job._target_=nope.run"], "job._target_=nope.run"),
         (["modle.num_heads=2"], "modle"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused_in_one_line_that_names_the_key(run, command, overrides, said):
-    before = {p for p in command.folder.rglob("*") if "text" not in p.parts}
     # there is nothing to read: whatever is said, is said before the text is looked for
     places = [] if any("experiment" in o for o in overrides) else ["data.source.path=/nonexistent/*.txt"]
     if places:
         found = run(*overrides, *places)
     else:
-        found = run(*overrides, f"runs_dir={command.folder}/runs", "trainer=cpu", tiny=False)
+        found = run(*overrides, f"runs_dir={command.runs_dir}", "trainer=cpu", tiny=False)
     assert found.status == 2
     assert said in found.err
     assert len(found.err.strip().splitlines()) == 1
     assert "Traceback" not in found.err
-    created = {p for p in command.folder.rglob("*") if p.is_file() and "text" not in p.parts} - before
-    assert not created
+    assert not [p for p in command.runs_dir.rglob("*") if p.is_file()]
 
 
 def test_debug_shows_the_traceback(run):
@@ -92,13 +106,11 @@ def test_the_other_package_named_kernels_is_pointed_out(run, monkeypatch):
 def test_every_experiment_composes_and_builds_its_parts(path):
     import hydra
     import torch
-    from omegaconf import OmegaConf
 
     from lit_modules import runs
     from lit_modules.networks import PalimpsestForCausalLM
 
-    for name, function in (("run_folder", runs.run_folder), ("hydra_folder", runs.hydra_folder)):
-        OmegaConf.register_new_resolver(name, function, use_cache=True, replace=True)
+    runs.register_resolvers()
     experiment = path.relative_to(ROOT / "conf" / "experiment").with_suffix("")
     overrides = [f"experiment={experiment}"] + (
         ["data.source.path=/data"] if str(experiment).startswith("fox/") else []

@@ -8,10 +8,10 @@ from lit_modules import runs
 
 
 @pytest.fixture(scope="module")
-def trained(workplace):
+def trained(workplace, tmp_path_factory):
     from tests.conftest import Command
 
-    command = Command(workplace)
+    command = Command(workplace, tmp_path_factory.mktemp("trained"))
     process = command.start("seed=21", "max_tokens=2048", "callbacks.samples.prompts=[]")
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
@@ -81,7 +81,11 @@ def test_generating_leaves_no_files(run, trained, command):
         (["prompt=a", "top_k=0"], "top_k=0"),
         (["prompt=a", "max_new_tokens=0"], "max_new_tokens=0"),
         (["prompt=a", "device=abacus"], "device=abacus"),
-        (["prompt=a", "checkpoint=/nonexistent/run"], "checkpoint=/nonexistent/run"),
+        (["prompt=a", "checkpoint=/nonexistent/run"], "checkpoint=/nonexistent/run is no folder"),
+        (["prompt=a", "temperature=abc"], "temperature=abc"),
+        (["prompt=a", "top_k=1.5"], "top_k=1.5"),
+        (["prompts_file=5"], "prompts_file=5"),
+        (["prompt=a", "output=/proc/nowhere/o.jsonl"], "output=/proc/nowhere/o.jsonl"),
     ],
 )
 def test_what_cannot_be_generated_from_is_refused_in_one_line(run, trained, overrides, said):
@@ -101,3 +105,36 @@ def test_an_export_that_lacks_a_file_is_named(run, trained, tmp_path):
     found = generate(run, copy, "prompt=a")
     assert found.status == 2
     assert f"checkpoint={copy}" in found.err
+
+
+def test_a_truncated_export_is_named(run, trained, tmp_path):
+    import os
+    import shutil
+
+    copy = tmp_path / "export"
+    shutil.copytree(trained / "export", copy)
+    os.truncate(copy / "model.safetensors", 1000)
+    found = generate(run, copy, "prompt=a")
+    assert found.status == 2
+    assert f"checkpoint={copy} cannot be loaded" in found.err
+
+
+def test_one_checkpoint_of_a_run_can_be_read(run, trained):
+    newest = sorted((trained / "checkpoints").glob("step_*.ckpt"))[-1]
+    whole = generate(run, trained, "prompt=a", "temperature=0").out
+    assert generate(run, newest, "prompt=a", "temperature=0").out == whole
+
+
+def test_without_a_bos_prompts_begin_with_the_eos_that_training_put_before_documents(trained):
+    from transformers import AutoTokenizer
+
+    from lit_modules.generate import load, write_on
+
+    model, tokenizer = load(str(trained))
+    expected = write_on(model, tokenizer, ["a", "the kernel"], 8, {"do_sample": False})
+    bare = AutoTokenizer.from_pretrained(trained / "tokenizer")
+    bare.bos_token = bare.pad_token = None
+    assert bare.bos_token_id is None
+    assert bare.pad_token_id is None
+    assert write_on(model, bare, ["a", "the kernel"], 8, {"do_sample": False}) == expected
+    assert len(write_on(model, bare, [""], 8, {"do_sample": False})) == 1

@@ -42,7 +42,7 @@ def unbroken(tmp_path_factory, workplace) -> Path:
     """One run from start to end, in a process of its own."""
     from tests.conftest import Command
 
-    command = Command(workplace)
+    command = Command(workplace, tmp_path_factory.mktemp("unbroken"))
     process = command.start("+tags=[unbroken]")
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
@@ -135,12 +135,10 @@ def kill_at(process, folder_of, moment) -> None:
 
 def test_a_run_killed_at_arbitrary_moments_ends_with_the_same_weights_bit_for_bit(command, unbroken):
     draw = random.Random(time.time_ns())
-    before = set(command.runs())
     killed = []
 
     def mine():
-        new = [f for f in command.runs() if f not in before]
-        return new[0] if new else None
+        return next(iter(command.runs()), None)
 
     for low in (1, 8, 14):
         step, delay = draw.randint(low, low + 4), draw.uniform(0, 0.05)
@@ -161,20 +159,20 @@ def test_a_run_killed_at_arbitrary_moments_ends_with_the_same_weights_bit_for_bi
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert sum(status == -signal.SIGKILL for _, _, status in killed) >= 2, killed
-    assert len(set(command.runs()) - before) == 1, "resume=auto goes on in the same folder"
+    assert len(command.runs()) == 1, "resume=auto goes on in the same folder"
     assert same(weights(mine()), weights(unbroken)), killed
     for column in ("train/loss", "validation/loss"):
         rows = {r["step"]: r[column] for r in metrics(mine()) if r[column]}
         assert rows == {r["step"]: r[column] for r in metrics(unbroken) if r[column]}, "and with the same curve"
 
 
-def stop_early(run, command, *overrides) -> Path:
-    """A run that has stopped after its first checkpoint, as by a kill: its folder."""
+def stop_early(run, command, *overrides, at: int = 9) -> Path:
+    """A run that has stopped at a step, as by a kill: its folder."""
     import lightning
 
     class Stop(lightning.Callback):
         def on_train_batch_end(self, trainer, module, *_):
-            if trainer.global_step == 9:
+            if trainer.global_step == at:
                 raise KeyboardInterrupt
 
     original = lightning.Trainer.__init__
@@ -201,7 +199,6 @@ def test_resume_after_the_model_was_changed_is_refused_by_name_and_changes_nothi
     assert "model.hidden_size=32" in found.err
     after = {p: p.stat().st_mtime_ns for p in before}
     assert after == before, "Hydra's record of the second command stands beside the first's"
-    runs.write_summary(folder, {})  # leave nothing unfinished to the other tests
 
 
 def test_a_truncated_checkpoint_is_said_and_the_previous_one_taken_and_the_end_is_the_same(run, command, unbroken):
@@ -225,23 +222,21 @@ def test_a_resumed_run_may_have_another_micro_batch(run, command, unbroken):
 
 
 def test_resume_after_the_text_was_changed_is_refused(run, command):
-    folder = stop_early(run, command, "seed=8")
+    stop_early(run, command, "seed=8")
     extra = command.folder / "text" / "zzz.txt"
     extra.write_text("a file that was not there when the run began\n" * 3)
     try:
         found = run("seed=8", "resume=auto")
     finally:
         extra.unlink()
-        runs.write_summary(folder, {})
     assert found.status == 2
     assert "the text is not what this run began with" in found.err
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(run, command):
-    before = command.runs()
     found = run("model.vocab_size=100")
     assert found.status == 2
-    assert command.runs() == before, "nothing is left that resume=auto would take up"
+    assert command.runs() == [], "nothing is left that resume=auto would take up"
     assert "model.vocab_size=100 is smaller" in found.err
 
 
@@ -249,8 +244,7 @@ def test_two_processes_train_on_the_same_global_batches_as_one(command, unbroken
     process = command.start("trainer.devices=2", "strategy=ddp", "+tags=[unbroken]", "data.micro_batch_size=4")
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
-    folder = newest(command)
-    assert not [f for f in command.runs() if not (f / "summary.json").is_file()], "one run, one folder"
+    (folder,) = command.runs()  # one run, one folder
     mine, theirs = (json.loads((f / "summary.json").read_text()) for f in (folder, unbroken))
     assert mine["validation_tokens"] == theirs["validation_tokens"]
     assert mine["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-4)
@@ -274,3 +268,68 @@ def test_wandb_offline_has_config_metrics_figures_and_goes_on_after_a_resume(com
         assert said in content
     media = {p.name.split("_")[0] for p in offline[-1].rglob("*.png")}
     assert media >= {"loss", "position", "forget"}
+
+
+def test_a_sweep_has_a_folder_and_in_it_a_run_for_each_value(run, command):
+    settings = ("max_tokens=1024", "schedule.warmup_tokens=0", "callbacks.samples.prompts=[]")
+    found = run("-m", "model.forget_gate=data_dependent,none", *settings)
+    assert found.status == 0, found.err
+    (sweep,) = command.runs()
+    assert sorted(p.name for p in sweep.iterdir() if p.is_dir()) == ["0", "1"]
+    for number, gate in enumerate(("data_dependent", "none")):
+        assert OmegaConf.load(sweep / str(number) / "config.yaml").model.forget_gate == gate
+        assert (sweep / str(number) / "summary.json").is_file()
+
+
+def test_the_best_checkpoint_stays_the_best_after_a_resume(run, command, monkeypatch):
+    """Validations at steps 10 and 20; the first is made to look better, and the run stops between them."""
+    from lit_modules.pretraining import Validation
+
+    monkeypatch.setattr(Validation, "__post_init__", lambda self: self.__dict__.update(loss=3.0, tokens=1))
+    folder = stop_early(run, command, "checkpoint_every_tokens=5120", at=11)
+    best = folder / "checkpoints" / "best.ckpt"
+    assert torch.load(best, weights_only=True)["global_step"] == 10
+    monkeypatch.setattr(Validation, "__post_init__", lambda self: self.__dict__.update(loss=3.5, tokens=1))
+    found = run("checkpoint_every_tokens=5120", "resume=auto")
+    assert found.status == 0, found.err
+    assert torch.load(best, weights_only=True)["global_step"] == 10
+
+
+def test_an_interrupt_ends_in_one_line_that_says_how_to_go_on(command):
+    process = command.start("max_tokens=1024000", "validate_every_tokens=1024000")
+    for line in process.stdout:
+        if "tokens/s" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "palimpsest: interrupted; resume=auto goes on from the last checkpoint" in out
+    assert "Traceback" not in out
+
+
+def test_processes_started_from_outside_are_refused_in_one_line(run, command, monkeypatch):
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    environment |= {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    found = run("trainer.devices=2", "strategy=ddp")
+    assert found.status == 2
+    assert "started from outside" in found.err
+    assert command.runs() == []
+
+
+def test_a_disk_that_fills_up_costs_checkpoints_and_pictures_but_not_the_run(run, command, monkeypatch):
+    from lit_modules import figures
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    real = os.replace
+    monkeypatch.setattr(checkpoints.os, "replace", lambda a, b: full() if "step_00000008" in str(b) else real(a, b))
+    monkeypatch.setattr(figures, "write_whole", full)
+    found = run()
+    assert found.status == 0, found.err
+    assert "step_00000008.ckpt could not be written (No space left on device)" in found.out
+    assert found.out.count("training goes on") >= 2
+    names = sorted(p.name for p in (newest(command) / "checkpoints").iterdir())
+    assert names == ["best.ckpt", "step_00000016.ckpt", "step_00000020.ckpt"]

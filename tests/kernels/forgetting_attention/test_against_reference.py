@@ -24,7 +24,7 @@ def agree(assert_close, out_and_gradients):
         expected = out_and_gradients(
             forgetting_attention_reference, {name: x.double() for name, x in inputs.items()}, **options
         )
-        # A gradient that nearly cancels (all weight on one key) has few right digits in float32, however it is computed:
+        # A gradient that nearly cancels (all weight on one key) has few right digits in float32, whatever computes it:
         # the definition itself, evaluated in the inputs' dtype, says how few.
         same_dtype = out_and_gradients(forgetting_attention_reference, inputs, **options)
         assert_close(actual, expected, TOLERANCE[inputs["q"].dtype], or_as_close_as=same_dtype)
