@@ -70,6 +70,12 @@ class ByteLevelBPE:
             if int.from_bytes(hashlib.sha256(encoded).digest()[8:16], "big") < fraction * 2**64:
                 stage.advance(len(encoded))
                 yield text
+        if stage.done == 0:  # a few long documents, none of which was drawn
+            for text in documents.texts(documents_folder, "train"):
+                stage.advance(len(text.encode()))
+                yield text
+                if stage.done >= self.train_bytes:
+                    return
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 from omegaconf import DictConfig
+from safetensors import SafetensorError
 
 from lit_modules import checkpoints, runs
 from lit_modules.callbacks.progress import count
@@ -62,7 +63,7 @@ def run(cfg: DictConfig) -> None:
         if trainer.is_global_zero:
             finish(trainer, module, data, folder)
         exit_code = 0
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise runs.RunStopped(f"{folder}: {error}; resume=auto goes on from the last checkpoint") from error
     finally:
         for logger in trainer.loggers:

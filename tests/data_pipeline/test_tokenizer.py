@@ -53,6 +53,12 @@ def test_the_training_sample_is_about_as_large_as_asked(make_data, tmp_path, cap
     assert 12_000 < int(line.split()[3].replace(",", "")) < 28_000
 
 
+def test_a_sample_far_smaller_than_the_documents_is_not_an_empty_one(make_data, tmp_path):
+    data = make_data(data_dir=tmp_path, tokenizer=ByteLevelBPE(300, train_bytes=1))
+    data.prepare()
+    assert len(data.hf_tokenizer) > 257  # bytes, end of text, and something learned
+
+
 def test_a_vocabulary_smaller_than_the_bytes_is_refused():
     with pytest.raises(ValueError, match=r"tokenizer\.vocab_size=256: .* 257"):
         ByteLevelBPE(vocab_size=256)
