@@ -96,6 +96,13 @@ class TokenData(LightningDataModule):
             )
         return self.batch_tokens // at_once
 
+    def validation_batch_tokens(self, world_size: int) -> int:
+        """Return the tokens that one validation batch on each of `world_size` devices reads together."""
+        return self._validation_batch_size() * self.validation_length * world_size
+
+    def _validation_batch_size(self) -> int:
+        return max(1, self.micro_batch_size * self.sequence_length // self.validation_length)
+
     def prepare(self) -> None:
         """Do all the work on disk that is not done yet; cheap when it is. Needs no Trainer."""
         raise NotImplementedError
@@ -141,8 +148,7 @@ class TokenData(LightningDataModule):
         """Return all validation sequences in order, each on one rank, equally many batches on every rank."""
         self.setup()
         sequences = self._sequences["validation"]
-        at_once = max(1, self.micro_batch_size * self.sequence_length // self.validation_length)
-        order = ValidationOrder(len(sequences), at_once, *self._rank_and_world_size())
+        order = ValidationOrder(len(sequences), self._validation_batch_size(), *self._rank_and_world_size())
         return self._loader(sequences, order, self.validation_length)
 
     def _loader(self, sequences: Dataset, order: Sampler, length: int) -> DataLoader:

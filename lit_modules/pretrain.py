@@ -121,13 +121,16 @@ def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining
     )
     trainer = build_trainer(cfg, module, folder)
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+    if cfg.validation_tokens is not None:
+        trainer.limit_val_batches = math.ceil(cfg.validation_tokens / data.validation_batch_tokens(trainer.world_size))
     trainer.val_check_interval = module.steps_of(cfg.validate_every_tokens) * trainer.accumulate_grad_batches
     return trainer, module, data
 
 
 def check_settings(cfg: DictConfig) -> None:
     """Raise ValueError for a setting of no group that cannot work; the line names its key."""
-    for key in ("max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens"):
+    keys = ["max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens", "validation_tokens"]
+    for key in keys[: -1 if cfg.validation_tokens is None else None]:
         if isinstance(cfg[key], bool) or not isinstance(cfg[key], int) or cfg[key] <= 0:
             raise ValueError(f"{key}={cfg[key]} is not a number of tokens: give a whole number above 0")
     for key in ("compile", "activation_checkpointing"):

@@ -52,6 +52,7 @@ def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_expe
         (["schedule.warmup_tokens=20000"], "schedule.warmup_tokens=20000"),
         (["schedule=wsd"], "schedule/wsd"),
         (["max_tokens=0"], "max_tokens=0"),
+        (["validation_tokens=0"], "validation_tokens=0"),
         (["max_tokens=many"], "max_tokens=many"),
         (["trainer.precision=16-mixed"], "trainer.precision=16-mixed"),
         (["trainer.accelerator=cuda"], "trainer"),

@@ -333,3 +333,15 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_pictures_but_not_the_run(run
     assert found.out.count("training goes on") >= 2
     names = sorted(p.name for p in (newest(command) / "checkpoints").iterdir())
     assert names == ["best.ckpt", "step_00000016.ckpt", "step_00000020.ckpt"]
+
+
+def test_validation_tokens_name_the_same_text_whatever_the_micro_batch(run, command):
+    settings = ("max_tokens=1024", "validate_every_tokens=512", "validation_tokens=512", "schedule.warmup_tokens=0")
+    losses = []
+    for micro_batch in (2, 8):
+        found = run(*settings, f"data.micro_batch_size={micro_batch}")
+        assert found.status == 0, found.err
+        assert "over 512 tokens" in found.out
+        rows = [row["validation/loss"] for row in metrics(newest(command)) if row["validation/loss"]]
+        losses.append(float(rows[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
