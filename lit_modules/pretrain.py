@@ -97,7 +97,6 @@ def quieten_libraries() -> None:
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # rows are memory-mapped
-    warnings.filterwarnings("ignore", message=".*your dataloader is not resumable")  # it is: by its first index
 
 
 def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining, Any]:

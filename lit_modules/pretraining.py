@@ -80,7 +80,10 @@ class Pretraining(lightning.LightningModule):
         self.flops_per_token = flops_per_token(config, sequence_length)
         self.data_fingerprint: str | None = None
         if activation_checkpointing:
-            self.model.model.gradient_checkpointing = True
+            enable = getattr(
+                self.model, "activation_checkpointing_enable", None
+            )  # newer, where the other name is deprecated
+            (enable or self.model.gradient_checkpointing_enable)()
         if compile:
             for block in self.model.model.layers:
                 block.compile()  # in place: the names of the parameters stay

@@ -168,6 +168,15 @@ def test_activation_checkpointing_and_compiled_blocks_train_alike(tmp_path, monk
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_activation_checkpointing_computes_each_block_again_in_the_backward_pass(tmp_path, on):
+    model, calls = module(activation_checkpointing=on), []
+    for block in model.model.model.layers:
+        block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    train(model, 1, tmp_path)
+    assert len(calls) == 2 * (1 + on)
+
+
 def test_compiled_blocks_keep_the_names_of_their_parameters():
     assert list(module(compile=True).state_dict()) == list(module().state_dict())
 
