@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ class OrderedLoader(DataLoader):
         """Take nothing."""
 
 
-class TokenData(LightningDataModule):
+class TokenData(LightningDataModule, ABC):
     """What every kind of data shares: lengths, batches, order. Lengths and batch sizes are in tokens.
 
     A global batch is `batch_tokens` tokens, in sequences of `sequence_length`; a device takes `micro_batch_size`
@@ -103,13 +104,13 @@ class TokenData(LightningDataModule):
     def _validation_batch_size(self) -> int:
         return max(1, self.micro_batch_size * self.sequence_length // self.validation_length)
 
+    @abstractmethod
     def prepare(self) -> None:
         """Do all the work on disk that is not done yet; cheap when it is. Needs no Trainer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open(self, split: str, length: int) -> Dataset:
         """Return a split's sequences of `length` tokens, of which index -1 is an empty one."""
-        raise NotImplementedError
 
     def yardsticks(self) -> dict[str, float | None]:
         """Return `unigram_bits_per_byte` and `xz_bits_per_byte`; None where there is no text."""
