@@ -34,10 +34,7 @@ def run(cfg: DictConfig) -> None:
         if cfg[key] < 1:
             raise ValueError(f"{key}={cfg[key]} is too small: give 1 or more")
     if cfg.output is not None:
-        try:  # now, and not when all is written
-            write_whole(Path(cfg.output), "")
-        except OSError as error:
-            raise ValueError(f"output={cfg.output} cannot be written: {error.strerror}") from error
+        check_output(Path(str(cfg.output)))
     model, tokenizer = load(str(cfg.checkpoint))
     model.to(choose_device(cfg.device)).eval()
     torch.manual_seed(cfg.seed)
@@ -56,7 +53,7 @@ def run(cfg: DictConfig) -> None:
             for record in records[start:]:
                 print(json.dumps(record, ensure_ascii=False), flush=True)
     if cfg.output is not None:
-        write_whole(Path(cfg.output), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+        write_whole(Path(str(cfg.output)), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
 
 def read_prompts(cfg: DictConfig) -> list[str]:
@@ -77,6 +74,16 @@ def read_prompts(cfg: DictConfig) -> list[str]:
     if not prompts:
         raise ValueError(f"prompts_file={cfg.prompts_file} has no prompt: give one on each line")
     return prompts
+
+
+def check_output(path: Path) -> None:
+    """Raise ValueError, before anything is generated, if no file can be at `path`. One that is there stays."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output={path} cannot be written: {error.strerror}") from error
+    if path.is_dir():
+        raise ValueError(f"output={path} is a folder: give a .jsonl file")
 
 
 def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:

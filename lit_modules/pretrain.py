@@ -37,8 +37,7 @@ def run(cfg: DictConfig) -> None:
         RunStopped: the run could not go on, for a reason that no setting caused.
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
-    if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or not 0 <= cfg.seed < 2**32:
-        raise ValueError(f"seed={cfg.seed} is not a seed: give a whole number from 0 to {2**32 - 1}")
+    check_settings(cfg)
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     quieten_libraries()
     trainer, module, data = build(cfg, folder)
@@ -105,7 +104,6 @@ def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining
     Raises:
         ValueError: a setting cannot work; the line names its key.
     """
-    check_settings(cfg)
     model_config = hydra.utils.instantiate(cfg.model, _convert_="all")
     data = hydra.utils.instantiate(cfg.data)
     schedule = hydra.utils.instantiate(cfg.schedule)
@@ -128,10 +126,11 @@ def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining
 
 def check_settings(cfg: DictConfig) -> None:
     """Raise ValueError for a setting of no group that cannot work; the line names its key."""
-    keys = ["max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens", "validation_tokens"]
-    for key in keys[: -1 if cfg.validation_tokens is None else None]:
-        if isinstance(cfg[key], bool) or not isinstance(cfg[key], int) or cfg[key] <= 0:
-            raise ValueError(f"{key}={cfg[key]} is not a number of tokens: give a whole number above 0")
+    for key in ("max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens"):
+        check_whole(key, cfg[key], 1)
+    if cfg.validation_tokens is not None:
+        check_whole("validation_tokens", cfg.validation_tokens, 1)
+    check_whole("seed", cfg.seed, 0, 2**32 - 1)
     for key in ("compile", "activation_checkpointing"):
         if not isinstance(cfg[key], bool):
             raise ValueError(f"{key}={cfg[key]} is neither true nor false")
@@ -140,6 +139,13 @@ def check_settings(cfg: DictConfig) -> None:
     clip = cfg.trainer.gradient_clip_val
     if clip is not None and (not isinstance(clip, int | float) or clip < 0):
         raise ValueError(f"trainer.gradient_clip_val={clip} is not a norm: give a number above 0, or null for no limit")
+
+
+def check_whole(key: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raise ValueError, naming the key, unless the value is a whole number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        limits = f"{least} or more" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{key}={value} cannot be: give a whole number, {limits}")
 
 
 def build_trainer(cfg: DictConfig, module: Pretraining, folder: Path) -> lightning.Trainer:

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, count_parameters, flops_per_token
+from lit_modules.networks.positions import locate
 from lit_modules.runs import RunStopped
 
 log = logging.getLogger(__name__)
@@ -177,9 +178,7 @@ class Pretraining(lightning.LightningModule):
             shift_labels=batch["targets"],
             reduction="none",
         ).loss
-        starts = batch["cu_seqlens"].long()
-        index = torch.arange(losses.shape[1], device=losses.device)
-        position = index - torch.repeat_interleave(starts[:-1], starts.diff())
+        position = locate(*losses.shape, 0, losses.device, cu_seqlens=batch["cu_seqlens"]).index[0]
         self._sums[0].index_add_(0, position, losses[0].double())
         self._sums[1].index_add_(0, position, (batch["targets"][0] != -100).double())
 

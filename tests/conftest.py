@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,6 +53,13 @@ def write_text(folder: Path, documents: int = 120) -> Path:
         )
         (folder / f"{number:03d}.txt").write_text("\n".join(sentences) + "\n", encoding="utf-8")
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """At the tests' sizes threads only wait for one another: on busy cores they made them ten times slower. The command
+    in a process of its own has one, too: runs that are compared bit for bit must add in the same order."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -11,15 +11,6 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return (difference / size if size > 0 else difference).item()
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
-    """Small products gain nothing from more, and lose much where the cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def assert_close():
     """assert_close(actual, expected, tolerance): each named tensor of two dicts, by relative error; NaN fails.

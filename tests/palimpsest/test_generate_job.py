@@ -138,3 +138,14 @@ def test_without_a_bos_prompts_begin_with_the_eos_that_training_put_before_docum
     assert bare.pad_token_id is None
     assert write_on(model, bare, ["a", "the kernel"], 8, {"do_sample": False}) == expected
     assert len(write_on(model, bare, [""], 8, {"do_sample": False})) == 1
+
+
+def test_an_output_that_is_there_stays_until_there_is_something_to_put_in_its_place(run, trained, tmp_path):
+    (tmp_path / "prompts.txt").write_text("a\n")
+    output = tmp_path / "old.jsonl"
+    output.write_text("precious\n")
+    overrides = (f"prompts_file={tmp_path}/prompts.txt", f"output={output}")
+    assert generate(run, tmp_path / "nowhere", *overrides).status == 2
+    assert output.read_text() == "precious\n"
+    assert generate(run, trained, *overrides, "temperature=0").status == 0
+    assert json.loads(output.read_text())["prompt"] == "a"

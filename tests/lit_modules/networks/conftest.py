@@ -43,15 +43,6 @@ def build(**switches) -> PalimpsestForCausalLM:
     return model
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """At these sizes threads only wait for one another: on busy cores they made the tests ten times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(name="build")
 def build_fixture():
     return build
