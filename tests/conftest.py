@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Triton's kernels are defined when they are imported, for a GPU or for its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # A model and lengths that train in seconds on a CPU; the tokenizer and the blocks are prepared once a session.

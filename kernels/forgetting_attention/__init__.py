@@ -5,6 +5,8 @@ from torch import Tensor
 
 from kernels.forgetting_attention.chunked import chunked_forward
 from kernels.forgetting_attention.reference import forgetting_attention_reference
+from kernels.forgetting_attention.triton_decode import MAX_QUERIES, decode
+from kernels.forgetting_attention.triton_operator import triton_attention
 from kernels.forgetting_attention.validation import check_arguments
 
 __all__ = ["forgetting_attention", "forgetting_attention_reference"]
@@ -72,21 +74,32 @@ def forgetting_attention(
         prune=prune,
         logit_bound=logit_bound,
     )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    if q.is_cuda and q.dtype != torch.float64:
+        if _decodes(q, k, v, log_forget, cu_seqlens):
+            return decode(q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative)
+        attention = triton_attention
+    else:
+        attention = chunked_forward
     threshold = None if prune is None else prune - 2 * _largest_logit(q, k, scale, logit_bound)
-    # One implementation for every device until there are Triton kernels for CUDA: this is where they are chosen.
-    return chunked_forward(
-        q, k, v, log_forget, cu_seqlens, kv_start, kv_end, threshold, float(scale), window, cumulative
-    )[0]
+    return attention(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, threshold, scale, window, cumulative)[0]
+
+
+def _decodes(q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor | None, cu_seqlens: Tensor | None) -> bool:
+    """Few queries, of which no gradient is asked: one pass over the keys, which is too little work to prune."""
+    inputs = (q, k, v, log_forget)
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return 0 < q.shape[1] <= MAX_QUERIES and cu_seqlens is None and not differentiable
 
 
 @torch.no_grad()
 def _largest_logit(q: Tensor, k: Tensor, scale: float, logit_bound: float | Tensor | None) -> Tensor:
-    """[Hq] float64: the bound that was given, or scale times the largest norms of q and k."""
+    """[Hq] float64: the bound that was given, or scale times the largest norms of q and k (those rounded up)."""
     if isinstance(logit_bound, Tensor):
         return logit_bound.detach().double()
     num_heads = q.shape[2]
     if logit_bound is not None:
         return q.new_full((num_heads,), logit_bound, dtype=torch.float64)
-    norms = [torch.linalg.vector_norm(x.detach().double(), dim=-1).amax((0, 1)) for x in (q, k)]
-    return abs(scale) * norms[0] * norms[1].repeat_interleave(num_heads // k.shape[2])
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(x.detach(), dim=-1, dtype=dtype).amax((0, 1)).double() for x in (q, k)]
+    return abs(scale) * 1.00001 * norms[0] * norms[1].repeat_interleave(num_heads // k.shape[2])

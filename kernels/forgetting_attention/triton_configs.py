@@ -1,0 +1,53 @@
+"""Block sizes: a table by architecture, kernel and head dimensions. Nothing is tuned at run time.
+
+The entries for Hopper were found by benchmarks/tune_forgetting_attention.py on an H200; those for older chips are what
+fits into their shared memory (99 KiB a program on Ada).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_m queries and block_n keys a tile; num_warps a program; num_stages tiles in flight."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# (least compute capability, kernel, largest head dimension): the first row that fits is taken.
+TABLE = {
+    (9, "forward", 64): Config(64, 128, 4, 3),
+    (9, "forward", 128): Config(64, 64, 4, 3),
+    (9, "forward", 256): Config(64, 64, 4, 2),
+    (9, "fused_backward", 64): Config(64, 128, 4, 4),
+    (9, "fused_backward", 128): Config(64, 128, 4, 2),
+    (9, "backward", 128): Config(64, 64, 4, 2),
+    (8, "forward", 64): Config(128, 64, 4, 3),
+    (8, "forward", 128): Config(128, 64, 8, 2),
+    (8, "forward", 256): Config(64, 32, 4, 2),
+    (8, "backward", 64): Config(64, 64, 4, 2),
+    (8, "backward", 128): Config(32, 64, 4, 2),
+    (8, "backward", 256): Config(32, 32, 4, 1),
+}
+# float32 is there for tests, and works everywhere.
+FLOAT32 = Config(32, 32, 4, 1)
+
+
+def select(kernel: str, q: Tensor, v: Tensor) -> Config:
+    """The block sizes of a kernel for q [..., Dk] and v [..., Dv]. Raises ValueError where there are none."""
+    head_dim = max(q.shape[-1], v.shape[-1])
+    if head_dim > 256:
+        raise ValueError(f"head_dim {head_dim}: the Triton kernels take head dimensions up to 256")
+    if q.dtype == torch.float32:
+        return FLOAT32
+    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
+    for (least, name, largest), config in TABLE.items():
+        if name == kernel and capability >= least and head_dim <= largest:
+            return config
+    raise ValueError(f"compute capability {capability}: the Triton kernels need 8 (Ampere) or more")

@@ -1,0 +1,186 @@
+"""Forgetting attention by the Triton kernels, as operations that torch.compile and autograd know."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.forgetting_attention import hopper_backward, triton_backward, triton_forward
+from kernels.forgetting_attention.triton_configs import select
+from kernels.forgetting_attention.triton_decay import (
+    CHUNK,
+    GRAIN,
+    Decay,
+    Ranges,
+    find_ranges,
+    gradient_of_gates,
+    sum_gates,
+)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, or a copy that tensor descriptors can read: rows of whole 16 bytes, aligned, the last axis contiguous."""
+    per_16_bytes = 16 // x.element_size()
+    if x.shape[3] % per_16_bytes:
+        return F.pad(x, (0, -x.shape[3] % per_16_bytes))
+    aligned = x.stride(3) == 1 and not any(stride % per_16_bytes for stride in x.stride()[:3])
+    return x if aligned and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("palimpsest::forgetting_attention_triton", mutates_args=())
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_forget: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kv_start: Tensor | None,
+    kv_end: Tensor | None,
+    prune_threshold: Tensor | None,
+    scale: float,
+    window: int | None,
+    cumulative: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `forgetting_attention`, but prune_threshold: [Hq] float64, `prune - 2 logit_bound`.
+
+    Returns:
+        out [B, T, Hq, Dv] in q's dtype, and for the backward pass: lse [B, Hq, T rounded up] float32; `local` and
+        `base` of the decay; `first`, `seen_until`, `whole_until` and `kept_from` of the ranges. Empty where not needed.
+    """
+    results = _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, window)
+    if not q.numel():
+        return tuple(x.zero_() for x in results)
+    value_dim = v.shape[3]
+    q, k, v = _readable(q), _readable(k), _readable(v)
+    decay, first = sum_gates(
+        log_forget, kv_start, kv_end, cu_seqlens, window, cumulative, k.shape[0], k.shape[1], q.device
+    )
+    ranges = None
+    if first is not None:
+        ranges = find_ranges(first, decay, kv_end, prune_threshold, q.shape[1], k.shape[1])
+    config = select("forward", q, v)
+    out, lse = triton_forward.forward(q, k, v, decay, ranges, kv_start, kv_end, scale, config)
+    plan = (
+        *((None, None) if decay is None else (decay.local, decay.base)),
+        *((None,) * 4 if ranges is None else (first, ranges.seen_until, ranges.whole_until, ranges.kept_from)),
+    )
+    plan = (empty if x is None else x for x, empty in zip(plan, results[2:], strict=True))
+    return out[..., :value_dim].contiguous(), lse, *plan
+
+
+@triton_attention.register_fake
+def _(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, scale, window, cumulative):
+    return _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, window)
+
+
+def _empty_results(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_forget: Tensor | None,
+    cu_seqlens: Tensor | None,
+    kv_start: Tensor | None,
+    kv_end: Tensor | None,
+    prune_threshold: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, ...]:
+    """What `triton_attention` returns, in shape and dtype."""
+    batch, num_queries, heads, _ = q.shape
+    num_keys = k.shape[1]
+    gated = log_forget is not None
+    ranged = gated or cu_seqlens is not None or kv_start is not None or window is not None
+    planes = (batch, heads if gated else 1)
+    chunks, key_grains, query_grains = (
+        _blocks(num_keys, CHUNK),
+        _blocks(num_keys, GRAIN),
+        _blocks(num_queries, GRAIN),
+    )
+    int32 = partial(q.new_empty, dtype=torch.int32)
+    return (
+        q.new_empty(batch, num_queries, heads, v.shape[3]),
+        q.new_empty(batch, heads, _blocks(num_queries, CHUNK) * CHUNK, dtype=torch.float32),
+        q.new_empty((*planes, chunks * CHUNK) if gated else 0, dtype=torch.float32),
+        q.new_empty((*planes, chunks) if gated else 0, dtype=torch.float64),
+        int32((*planes, chunks * CHUNK) if ranged else 0),
+        int32((*planes, key_grains) if ranged else 0),
+        int32((*planes, key_grains) if ranged else 0),
+        int32((*planes, query_grains) if prune_threshold is not None else 0),
+    )
+
+
+def _blocks(length: int, block: int) -> int:
+    return (length + block - 1) // block
+
+
+@torch.library.custom_op("palimpsest::forgetting_attention_triton_backward", mutates_args=())
+def triton_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_forget: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    local: Tensor,
+    base: Tensor,
+    first: Tensor,
+    seen_until: Tensor,
+    whole_until: Tensor,
+    kept_from: Tensor,
+    cu_seqlens: Tensor | None,
+    kv_start: Tensor | None,
+    kv_end: Tensor | None,
+    scale: float,
+    cumulative: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and log_forget, each in its own dtype; the last is empty without log_forget."""
+    if not q.numel():
+        return tuple(x.zero_() for x in _empty_gradients(q, k, v, log_forget))
+    head_dims = q.shape[3], k.shape[3], v.shape[3]
+    q, k, v, out, grad_out = (_readable(x) for x in (q, k, v, out, grad_out))
+    decay = Decay(local, base) if local.numel() else None
+    ranges = Ranges(first, seen_until, whole_until, kept_from if kept_from.numel() else None) if first.numel() else None
+    if hopper_backward.supports(q, v, kv_start, kv_end, scale) and not torch.are_deterministic_algorithms_enabled():
+        config = select("fused_backward", q, v)
+        *grads, grad_keys, grad_queries = hopper_backward.backward(
+            grad_out, q, k, v, out, lse, decay, ranges, scale, config
+        )
+        together = config.block_m
+    else:
+        config, together = select("backward", q, v), 1
+        *grads, grad_keys, grad_queries = triton_backward.backward(
+            grad_out, q, k, v, out, lse, decay, ranges, kv_start, kv_end, scale, config
+        )
+    grads = [grad[..., :dim].contiguous() for grad, dim in zip(grads, head_dims, strict=True)]
+    if log_forget is None:
+        return *grads, q.new_empty(0)
+    grad_gates = gradient_of_gates(
+        log_forget, grad_keys, grad_queries, together, kv_start, kv_end, cu_seqlens, q.shape[1], cumulative
+    )
+    return *grads, grad_gates
+
+
+@triton_attention_backward.register_fake
+def _(grad_out, q, k, v, log_forget, *rest):
+    return _empty_gradients(q, k, v, log_forget)
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor | None) -> tuple[Tensor, ...]:
+    grad_log_forget = q.new_empty(0) if log_forget is None else log_forget.new_empty(log_forget.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), grad_log_forget
+
+
+def _save(ctx, inputs, output):
+    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, _, ctx.scale, _, ctx.cumulative = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(q, k, v, log_forget, *output, cu_seqlens, kv_start, kv_end)
+
+
+def _gradients(ctx, grad_out, *_):
+    grads = triton_attention_backward(grad_out, *ctx.saved_tensors, ctx.scale, ctx.cumulative)
+    grad_log_forget = grads[3] if ctx.needs_input_grad[3] else None
+    return *grads[:3], grad_log_forget, *(None,) * 7
+
+
+triton_attention.register_autograd(_gradients, setup_context=_save)
