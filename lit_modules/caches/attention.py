@@ -14,6 +14,8 @@ REBASE_EVERY = 256
 class AttentionCacheLayer(CacheLayerMixin):
     """Keys, values and summed log forget gates of one layer, and the last unshifted keys and values.
 
+    Keys and values may differ in heads and in width: nothing is repeated for the query heads that share them.
+
     Tensors are `[batch, time, heads, ...]`, not Hugging Face's `[batch, heads, time, ...]`. Storage has room for more
     than it holds, is written in place, and at least doubles when it is full, so T tokens cost O(T) copies. No gradient
     flows through what is cached.
@@ -30,12 +32,13 @@ class AttentionCacheLayer(CacheLayerMixin):
         super().__init__()
         self.length = 0
         self.cumulative: Tensor | None = None  # [B, capacity, H] float32, None without a gate
+        self.positions: Tensor | None = None  # [B, capacity] int32, None unless keys are rotated when read
         self.unshifted: tuple[Tensor, Tensor] | None = None  # k~ and v~, [B, n, H, D], None without KV-shift
         self.record_past = False
         self._since_rebase = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make empty storage of the batch size, heads, dtype and device of these `[B, T, H, D]`."""
+        """Make empty storage of the batch size, heads, widths, dtype and device of these `[B, T, heads, width]`."""
         self.keys = key_states.new_empty(key_states.shape[0], 0, *key_states.shape[2:])
         self.values = value_states.new_empty(value_states.shape[0], 0, *value_states.shape[2:])
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -44,11 +47,11 @@ class AttentionCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, log_forget: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append `[B, T, H, D]` keys and values and `[B, T, H]` log forget gates (None without a gate).
+        """Append keys `[B, T, Hk, Dk]`, values `[B, T, Hv, Dv]` and log forget gates `[B, T, Hq]` (None without).
 
         Returns:
-            Views of all that is held: keys and values `[B, S, H, D]`, and the sum of the log gates up to each token
-            `[B, S, H]`, in log_forget's dtype and up to a constant for each row and head, or None.
+            Views of all that is held: keys `[B, S, Hk, Dk]`, values `[B, S, Hv, Dv]`, and the sum of the log gates up
+            to each token `[B, S, Hq]`, in log_forget's dtype and up to a constant for each row and head, or None.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -62,6 +65,19 @@ class AttentionCacheLayer(CacheLayerMixin):
         self.length = stop
         cumulative = None if self.cumulative is None else self.cumulative[:, :stop]
         return self.keys[:, :stop], self.values[:, :stop], cumulative
+
+    def update_positions(self, positions: Tensor) -> Tensor:
+        """Append the positions `[B, T]` of keys that are cached before their rotation; to be called before `update`.
+
+        Returns:
+            A view `[B, S]` int32 of the positions of all that will then be held.
+        """
+        start, stop = self.length, self.length + positions.shape[1]
+        if self.positions is None:
+            self.positions = positions.new_empty(positions.shape[0], 0, dtype=torch.int32)
+        self.positions = _fitting(self.positions, start, stop)
+        self.positions[:, start:stop] = positions
+        return self.positions[:, :stop]
 
     def update_unshifted(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Append unshifted keys and values `[B, T, H, D]`; returns their predecessors `[B, H, D]`, None at the start.
@@ -171,6 +187,8 @@ class AttentionCacheLayer(CacheLayerMixin):
         self.keys, self.values = move(self.keys), move(self.values)
         if self.cumulative is not None:
             self.cumulative = move(self.cumulative)
+        if self.positions is not None:
+            self.positions = move(self.positions)
         if self.unshifted is not None:
             self.unshifted = tuple(move(states) for states in self.unshifted)
 

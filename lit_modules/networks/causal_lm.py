@@ -11,6 +11,7 @@ from transformers.utils import can_return_tuple
 from lit_modules.networks.block import Block
 from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.forget_gate import ForgetGate
+from lit_modules.networks.headwise_linear import HeadwiseLinear
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions, check_position_ids, locate
@@ -29,7 +30,7 @@ class PalimpsestPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Matrices normal with `initializer_range`, biases 0, norms 1; gates of fixed times as the config says."""
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, (nn.Linear, nn.Embedding, HeadwiseLinear)):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
@@ -120,7 +121,8 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         if not self.config.rope:
             return positions
         index = positions.index if position_ids is None else position_ids.expand(batch, length)
-        return positions._replace(rotary=rotary_tables(index, self.config.head_dim, self.config.rope_base))
+        tables = rotary_tables(index, self.config.head_dim, self.config.rope_base)
+        return positions._replace(rotary_index=index, rotary=tables)
 
 
 class PalimpsestForCausalLM(PalimpsestPreTrainedModel, GenerationMixin):

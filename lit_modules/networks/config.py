@@ -12,7 +12,10 @@ FORGET_GATES = ("data_dependent", "data_independent", "fixed", "none")
 
 
 class PalimpsestConfig(PreTrainedConfig):
-    """Every size and switch of one causal language model (FoX, arXiv 2503.02130, section 3 and table 3).
+    """Every size and switch of one causal language model.
+
+    The switches are those of FoX (arXiv 2503.02130, section 3 and table 3) and of DiffQKV (Sigma, arXiv 2501.13629):
+    heads and sizes of their own for queries, keys and values.
 
     A model is a stack of `num_layers` pre-norm blocks, a token mixer and a SwiGLU each, between an embedding and a
     linear head. The switches are independent of one another: all off is a Transformer (LLaMA) without RoPE, `rope`
@@ -23,8 +26,14 @@ class PalimpsestConfig(PreTrainedConfig):
         vocab_size: rows of the embedding and of the head.
         hidden_size: width of the residual stream; `num_heads` divides it.
         num_layers: number of blocks.
-        num_heads: attention heads of each block.
-        intermediate_size: inner width of the SwiGLU.
+        num_heads: attention heads of each block, that is, of its queries.
+        num_key_heads, num_value_heads: heads of the keys and of the values; each divides num_heads, and query head h
+            reads key head `h // (num_heads / num_key_heads)`. None means num_heads.
+        key_head_dim: width of a key head as it is cached, at most hidden_size / num_heads, which None means. A smaller
+            one is brought to that width by a trained linear map of its own when it is read, before QK-norm and
+            rotation.
+        augmented_query_dim: inner width of a SwiGLU through which the projected queries go; None means no SwiGLU.
+        intermediate_size: inner width of each block's SwiGLU.
         mixers: one registered mixer name for each layer; None means "attention" everywhere.
         forget_gate: "data_dependent" (sigmoid(w x + b)), "data_independent" (a learned bias per head), "fixed", or
             "none" (also None): the first line of figure 7.
@@ -54,7 +63,6 @@ class PalimpsestConfig(PreTrainedConfig):
     attribute_map: ClassVar[dict[str, str]] = {
         "num_hidden_layers": "num_layers",
         "num_attention_heads": "num_heads",
-        "num_key_value_heads": "num_heads",
         "rms_norm_eps": "norm_eps",
     }
 
@@ -64,6 +72,10 @@ class PalimpsestConfig(PreTrainedConfig):
         hidden_size: int = 768,
         num_layers: int = 12,
         num_heads: int = 12,
+        num_key_heads: int | None = None,
+        num_value_heads: int | None = None,
+        key_head_dim: int | None = None,
+        augmented_query_dim: int | None = None,
         intermediate_size: int = 2048,
         mixers: Sequence[str] | None = None,
         forget_gate: str | None = "data_dependent",
@@ -90,6 +102,10 @@ class PalimpsestConfig(PreTrainedConfig):
         self.hidden_size = hidden_size
         self.num_layers = num_layers
         self.num_heads = num_heads
+        self.num_key_heads = num_key_heads
+        self.num_value_heads = num_value_heads
+        self.key_head_dim = key_head_dim
+        self.augmented_query_dim = augmented_query_dim
         self.intermediate_size = intermediate_size
         self.forget_gate = "none" if forget_gate is None else forget_gate
         self.gate_time_min = gate_time_min
@@ -120,8 +136,18 @@ class PalimpsestConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Width of one query head, and of one value head."""
         return self.hidden_size // self.num_heads
+
+    @property
+    def head_counts(self) -> tuple[int, int, int]:
+        """Query, key and value heads."""
+        return self.num_heads, self.num_key_heads or self.num_heads, self.num_value_heads or self.num_heads
+
+    @property
+    def cached_key_dim(self) -> int:
+        """Width of one key head as it is cached."""
+        return self.key_head_dim or self.head_dim
 
     def check(self) -> None:
         """Raise ValueError when values do not fit one another; a model asks again, for attributes may be set later."""
@@ -132,9 +158,7 @@ class PalimpsestConfig(PreTrainedConfig):
 
     def _check_sizes(self) -> None:
         for key in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{key}={value!r} is not a size: give a whole number of at least 1")
+            _check_size(key, getattr(self, key))
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: "
@@ -142,6 +166,7 @@ class PalimpsestConfig(PreTrainedConfig):
             )
         if self.rope and self.head_dim % 2:
             raise ValueError(f"rope=True rotates pairs, but hidden_size/num_heads={self.head_dim} is odd: make it even")
+        self._check_keys_and_values()
         for key in ("norm_eps", "initializer_range", "rope_base"):
             _check_positive(key, getattr(self, key))
 
@@ -151,6 +176,22 @@ class PalimpsestConfig(PreTrainedConfig):
                 raise ValueError(
                     f"{key}={value!r} is not a token: vocab_size={self.vocab_size}, give a smaller or null"
                 )
+
+    def _check_keys_and_values(self) -> None:
+        for key in ("num_key_heads", "num_value_heads", "key_head_dim", "augmented_query_dim"):
+            if getattr(self, key) is not None:
+                _check_size(key, getattr(self, key))
+        for key, count in zip(("num_key_heads", "num_value_heads"), self.head_counts[1:], strict=True):
+            if self.num_heads % count:
+                raise ValueError(
+                    f"{key}={count} does not divide num_heads={self.num_heads}: "
+                    f"give a divisor, such as {_nearest_divisor(self.num_heads, count)}, or null for as many"
+                )
+        if self.cached_key_dim > self.head_dim:
+            raise ValueError(
+                f"key_head_dim={self.key_head_dim} is above hidden_size/num_heads={self.head_dim}, the width it is "
+                f"mapped to: give at most {self.head_dim}, or null"
+            )
 
     def _check_switches(self) -> None:
         for key in ("rope", "qk_norm", "output_gate", "output_norm", "kv_shift", "tie_word_embeddings"):
@@ -181,6 +222,11 @@ class PalimpsestConfig(PreTrainedConfig):
         for name in self.mixers:
             if name not in MIXERS:
                 raise ValueError(f"mixers names {name!r}, which is not registered: give one of {', '.join(MIXERS)}")
+
+
+def _check_size(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value!r} is not a size: give a whole number of at least 1")
 
 
 def _check_positive(key: str, value: Any, reason: str = "it must be above 0") -> None:

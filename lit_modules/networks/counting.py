@@ -42,7 +42,8 @@ def flops_per_token(config: PalimpsestConfig, length: int) -> int:
     """Floating point operations of one training token in a sequence of `length` tokens, forward and backward.
 
     `3 (2 N + 2 n_layer d_model L)` (arXiv 2503.02130, appendix): the backward pass costs twice the forward one, a
-    causal token sees L/2 others on average; recomputation in checkpointing and pruning are not counted.
+    causal token sees L/2 others on average; recomputation in checkpointing and pruning are not counted. Fewer key or
+    value heads and augmented queries (arXiv 2501.13629) change N alone: every query head still meets every key.
     """
     with torch.device("meta"):
         active = count_parameters(PalimpsestForCausalLM(config)).active

@@ -13,9 +13,9 @@ from lit_modules.networks.config import PalimpsestConfig
 def export_pretrained(model: PalimpsestForCausalLM, folder: str | Path) -> Path:
     """Write `config.json`, `generation_config.json` and safetensors into `folder`, replacing what was there.
 
-    With RoPE and no other switch the model is a LLaMA, and is written as one: the folder loads without this project.
-    Otherwise `import lit_modules.networks` makes `AutoModelForCausalLM.from_pretrained` know it. The folder appears
-    whole or not at all.
+    With RoPE and no other switch, and as many key heads as value heads, the model is a LLaMA, and is written as one:
+    the folder loads without this project. Otherwise `import lit_modules.networks` makes
+    `AutoModelForCausalLM.from_pretrained` know it. The folder appears whole or not at all.
     """
     folder = Path(folder)
     partial, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))
@@ -32,7 +32,16 @@ def export_pretrained(model: PalimpsestForCausalLM, folder: str | Path) -> Path:
 
 def is_llama(config: PalimpsestConfig) -> bool:
     """Whether the architecture is exactly Hugging Face's Llama."""
-    beyond = (config.qk_norm, config.output_gate, config.output_norm, config.kv_shift)
+    _, key_heads, value_heads = config.head_counts
+    beyond = (
+        config.qk_norm,
+        config.output_gate,
+        config.output_norm,
+        config.kv_shift,
+        key_heads != value_heads,
+        config.cached_key_dim != config.head_dim,
+        config.augmented_query_dim is not None,
+    )
     attention_only = set(config.mixers) == {"attention"}
     return config.rope and config.forget_gate == "none" and attention_only and not any(beyond)
 
@@ -46,6 +55,7 @@ def as_llama(model: PalimpsestForCausalLM) -> PreTrainedModel:
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
+        num_key_value_heads=config.head_counts[1],
         rms_norm_eps=config.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
         initializer_range=config.initializer_range,

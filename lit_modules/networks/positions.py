@@ -14,12 +14,14 @@ class Positions(NamedTuple):
             the first real token of a left-padded row (and at the padding before it).
         cu_seqlens: `[N + 1]` int32, the starts of packed documents and the end of the last, or None; B is 1 then.
         kv_start: `[B]` int32, the number of padding tokens on the left of each row, or None.
-        rotary: cosines and sines `[B, T, head_dim]` float32 of the rotary embedding, or None without RoPE.
+        rotary_index: `[B, T]` int64, the positions that the rotary embedding turns by, or None without RoPE.
+        rotary: cosines and sines `[B, T, head_dim]` float32 for `rotary_index`, or None without RoPE.
     """
 
     index: Tensor
     cu_seqlens: Tensor | None = None
     kv_start: Tensor | None = None
+    rotary_index: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
 
 

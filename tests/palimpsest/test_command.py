@@ -113,9 +113,7 @@ def test_every_experiment_composes_and_builds_its_parts(path):
 
     runs.register_resolvers()
     experiment = path.relative_to(ROOT / "conf" / "experiment").with_suffix("")
-    overrides = [f"experiment={experiment}"] + (
-        ["data.source.path=/data"] if str(experiment).startswith("fox/") else []
-    )
+    overrides = [f"experiment={experiment}"] + (["data.source.path=/data"] if experiment.parent.name else [])
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = hydra.compose("config", overrides)
     data = hydra.utils.instantiate(cfg.data)

@@ -1,4 +1,4 @@
-"""Softmax attention with every switch of FoX's ablation (arXiv 2503.02130, sections 3.1 and 3.2)."""
+"""Softmax attention with every switch of FoX (arXiv 2503.02130, section 3) and of DiffQKV (arXiv 2501.13629)."""
 
 from typing import TYPE_CHECKING
 
@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from kernels import forgetting_attention
 from lit_modules.caches import AttentionCacheLayer
 from lit_modules.networks.forget_gate import ForgetGate
+from lit_modules.networks.headwise_linear import HeadwiseLinear
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
-from lit_modules.networks.rotary import rotate
+from lit_modules.networks.rotary import rotary_tables, rotate
+from lit_modules.networks.swiglu import SwiGLU
 
 if TYPE_CHECKING:
     from lit_modules.networks.config import PalimpsestConfig
@@ -19,23 +21,36 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Causal attention: `o = softmax(q k^T / sqrt(d) + c_i - c_j) v`, with `c` the sum of the log forget gates.
 
-    In order: projections, KV-shift, QK-norm, rotation, attention, output norm, output gate, output projection.
+    In order: projections, augmented queries, KV-shift, key map, QK-norm, rotation, attention, output norm, output gate,
+    output projection. There are Hq query, Hk key and Hv value heads; query head h reads key head `h // (Hq / Hk)` and
+    value head `h // (Hq / Hv)`. Forget gates and the output's norm and gate have the query heads.
+
+    Augmented queries are `W_down (silu(W_gate h) * W_up h)` with `h = W_q x`. The key map brings a head from
+    `key_head_dim` to the queries' width. Each key head has a map of its own: a shared one would confine all heads'
+    keys to one subspace before the rotation, and even `Hk Dk D` parameters are few beside the projections'. The cache
+    holds keys as they are before the map, hence before their norm and rotation, which are made again whenever they are
+    read; without a map it holds them finished.
     """
 
     def __init__(self, config: "PalimpsestConfig"):
         super().__init__()
-        width, heads = config.hidden_size, config.num_heads
-        self.num_heads, self.head_dim, self.prune = heads, config.head_dim, config.prune
+        width, head_dim, key_dim = config.hidden_size, config.head_dim, config.cached_key_dim
+        heads, key_heads, value_heads = config.head_counts
+        self.head_dim, self.key_dim, self.heads_per_key = head_dim, key_dim, heads // key_heads
+        self.rope_base, self.prune = config.rope_base, config.prune
+        augmented = config.augmented_query_dim
         self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
+        self.augmented_q = SwiGLU(width, augmented) if augmented is not None else None
+        self.k_proj = nn.Linear(width, key_heads * key_dim, bias=False)
+        self.k_map_proj = HeadwiseLinear(key_heads, key_dim, head_dim) if key_dim != head_dim else None
+        self.v_proj = nn.Linear(width, value_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
         self.forget_gate = ForgetGate(config) if config.forget_gate != "none" else None
-        self.k_shift_proj = nn.Linear(width, heads, bias=False) if config.kv_shift else None
-        self.v_shift_proj = nn.Linear(width, heads, bias=False) if config.kv_shift else None
-        self.q_norm = RMSNorm(heads, config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(heads, config.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.o_norm = RMSNorm(heads, config.head_dim, eps=config.norm_eps) if config.output_norm else None
+        self.k_shift_proj = nn.Linear(width, key_heads, bias=False) if config.kv_shift else None
+        self.v_shift_proj = nn.Linear(width, value_heads, bias=False) if config.kv_shift else None
+        self.q_norm = RMSNorm(heads, head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(key_heads, head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.o_norm = RMSNorm(heads, head_dim, eps=config.norm_eps) if config.output_norm else None
         self.g_proj = nn.Linear(width, width, bias=False) if config.output_gate else None
 
     def new_cache(self) -> AttentionCacheLayer:
@@ -44,15 +59,22 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None = None) -> Tensor:
         """Mix `hidden` `[B, T, hidden_size]` over time; with a cache, after what it holds, and into it."""
-        q, k, v, log_forget = self.project(hidden, positions, cache)
-        cumulative = False
+        q, k, v, log_forget = self._project(hidden, positions, cache)
+        rotary, cumulative = positions.rotary, False
+        if self.k_map_proj is None:
+            k = self._finish_keys(k, rotary)
         if cache is not None:
             # Into an empty cache the new tokens attend to themselves alone, by the gates and not by their sum:
             # the kernel sums them with more care than a float32 of thousands of tokens can keep.
             cumulative = cache.get_seq_length() > 0
+            if self.k_map_proj is not None and rotary is not None:
+                held = cache.update_positions(positions.rotary_index)
+                rotary = rotary_tables(held, self.head_dim, self.rope_base) if cumulative else rotary
             cached = cache.update(k, v, log_forget)
             if cumulative:
                 k, v, log_forget = cached
+        if self.k_map_proj is not None:
+            k = self._finish_keys(k, rotary)
         out = forgetting_attention(
             q,
             k,
@@ -77,30 +99,49 @@ class Attention(nn.Module):
         """What attention is computed from, of the new tokens only.
 
         Returns:
-            `q, k, v` `[B, T, H, D]` (shifted, normalized, rotated), and `log_forget` `[B, T, H]`, float32 at least,
-            or None without a gate. A cache gives the shift its predecessor, and is told the next one's.
+            `q` `[B, T, Hq, D]`, `k` `[B, T, Hk, D]`, `v` `[B, T, Hv, D]` (shifted, mapped, normalized, rotated), and
+            `log_forget` `[B, T, Hq]`, float32 at least, or None without a gate. A cache gives the shift its
+            predecessor, and is told the next one's.
         """
-        q, k, v = (proj(hidden).unflatten(-1, (self.num_heads, self.head_dim)) for proj in self._projections())
+        q, k, v, log_forget = self._project(hidden, positions, cache)
+        return q, self._finish_keys(k, positions.rotary), v, log_forget
+
+    def _project(
+        self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """As `project`, but keys `[B, T, Hk, key_dim]` that are shifted and no more."""
+        q = self.q_proj(hidden)
+        if self.augmented_q is not None:
+            q = self.augmented_q(q)
+        q = q.unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(hidden).unflatten(-1, (-1, self.key_dim))
+        v = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
         if self.k_shift_proj is not None:
             last_k, last_v = (None, None) if cache is None else cache.update_unshifted(k, v)
             k = shift(k, last_k, self.k_shift_proj(hidden).sigmoid(), positions.index)
             v = shift(v, last_v, self.v_shift_proj(hidden).sigmoid(), positions.index)
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
         if positions.rotary is not None:
-            q, k = rotate(q, positions.rotary), rotate(k, positions.rotary)
+            q = rotate(q, positions.rotary)
         return q, k, v, None if self.forget_gate is None else self.forget_gate(hidden)
 
-    def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.q_proj, self.k_proj, self.v_proj
+    def _finish_keys(self, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Map, normalize and rotate keys `[B, S, Hk, key_dim]` to `[B, S, Hk, D]`; tables `[B, S, D]` or None."""
+        if self.k_map_proj is not None:
+            k = self.k_map_proj(k)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return k if rotary is None else rotate(k, rotary)
 
     def _logit_bound(self) -> Tensor | None:
-        """The largest |q.k| / sqrt(D) of each head `[H]` float32 that the QK-norm weights allow; None without."""
+        """The largest |q.k| / sqrt(D) of each head `[Hq]` float32 that the QK-norm weights allow; None without."""
         if self.q_norm is None:
             return None
         # A normalized vector has length sqrt(D) at most. The factor covers bf16, to which q and k are each rounded up
         # to five times (norm, weight, and three times in the rotation): (1 + 2^-8)^10 = 1.0398.
-        largest = self.q_norm.weight.abs().amax(-1) * self.k_norm.weight.abs().amax(-1)
+        largest_q, largest_k = (norm.weight.abs().amax(-1) for norm in (self.q_norm, self.k_norm))
+        largest = largest_q * largest_k.repeat_interleave(self.heads_per_key)
         return (1.04 * self.head_dim**0.5) * largest.detach().float()
 
 

@@ -137,6 +137,28 @@ def test_rows_move_with_their_shift_and_gates(change, rows):
     assert_holds(held, torch.cat((k, new_k), 1), torch.cat((v, new_v), 1), torch.cat((log_forget, new_gate), 1))
 
 
+def test_positions_move_with_their_rows_and_go_with_their_tokens():
+    cache, positions = AttentionCacheLayer(), torch.stack([torch.arange(300) + 1000 * row for row in range(3)])
+    for new, (k, v) in zip(positions.split([200, 1, 99], 1), (states(3, n)[:2] for n in (200, 1, 99)), strict=True):
+        held = cache.update_positions(new)
+        cache.update(k, v)
+    assert held.tolist() == positions.tolist()
+    cache.crop(-50)
+    cache.reorder_cache(torch.tensor([2, 0, 2]))
+    held = cache.update_positions(torch.tensor([[7], [8], [9]]))
+    assert held.tolist() == [[*positions[row, :250].tolist(), new] for row, new in ((2, 7), (0, 8), (2, 9))]
+    cache.reset()
+    assert cache.update_positions(positions[:, :2]).tolist() == positions[:, :2].tolist()
+
+
+def test_keys_and_values_may_differ_in_heads_and_width():
+    k, v = torch.randn(2, 5, 1, 3), torch.randn(2, 5, 4, 7)
+    cache = AttentionCacheLayer()
+    for pieces in zip(k.split([4, 1], 1), v.split([4, 1], 1), strict=True):
+        held = cache.update(*pieces)
+    assert_close(held[:2], (k, v), rtol=0, atol=0)
+
+
 def test_an_empty_cache_can_be_reordered_reset_and_cropped():
     cache = AttentionCacheLayer()
     cache.reorder_cache(torch.tensor([0]))

@@ -1,4 +1,5 @@
-"""Small float64 networks with every combination of switches in FoX's ablation (arXiv 2503.02130, table 3)."""
+"""Small float64 networks with every combination of switches in FoX's ablation (arXiv 2503.02130, table 3) and with
+the heads of DiffQKV (arXiv 2501.13629) beside them."""
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ GATE = {"forget_gate": "data_dependent"}
 NONE = {"forget_gate": "none"}
 TIMES = {"gate_time_min": 2.0, "gate_time_max": 64.0}
 PRO = {"qk_norm": True, "output_gate": True, "output_norm": True, "kv_shift": True}
+DIFFQKV = {"num_key_heads": 1, "num_value_heads": 2}
+SIGMA = DIFFQKV | {"augmented_query_dim": 24}
 
 ABLATION = {
     "transformer_llama_without_rope": NONE,
@@ -28,6 +31,14 @@ ABLATION = {
     "pro_without_gate_or_rope": NONE | PRO,
     "data_independent": {"forget_gate": "data_independent"} | TIMES,
     "fixed": {"forget_gate": "fixed"} | TIMES,
+    "gqa": NONE | {"rope": True, "num_key_heads": 2, "num_value_heads": 2},
+    "fewer_key_heads": NONE | {"rope": True} | DIFFQKV,
+    "fewer_value_heads": GATE | {"num_value_heads": 1},
+    "small_keys": NONE | {"rope": True, "key_head_dim": 4},
+    "small_keys_without_rope": GATE | {"key_head_dim": 3},
+    "augmented_queries": NONE | {"rope": True, "augmented_query_dim": 24},
+    "sigma": NONE | {"rope": True} | SIGMA,
+    "pro_with_sigmas_heads": GATE | PRO | SIGMA | {"rope": True, "key_head_dim": 4},
 }
 
 
@@ -58,6 +69,6 @@ def fox_pro() -> PalimpsestForCausalLM:
     return build(**ABLATION["fox_pro"])
 
 
-@pytest.fixture(params=["fox_pro", "transformer_llama", "pro_plus_rope"])
+@pytest.fixture(params=["fox_pro", "transformer_llama", "pro_plus_rope", "sigma", "pro_with_sigmas_heads"])
 def generating_model(request) -> PalimpsestForCausalLM:
     return build(**ABLATION[request.param])

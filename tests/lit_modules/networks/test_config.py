@@ -14,6 +14,14 @@ from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
         ({"num_layers": None}, "num_layers=None is not a size"),
         ({"hidden_size": 64.0}, "hidden_size=64.0 is not a size"),
         ({"hidden_size": 36, "num_heads": 12, "rope": True}, "hidden_size/num_heads=3 is odd"),
+        ({"num_key_heads": 5}, "num_key_heads=5 does not divide num_heads=12: give a divisor, such as 4, or null"),
+        ({"num_value_heads": 24}, "num_value_heads=24 does not divide num_heads=12: give a divisor, such as 12"),
+        ({"num_key_heads": 0}, "num_key_heads=0 is not a size"),
+        ({"key_head_dim": 65}, "key_head_dim=65 is above hidden_size/num_heads=64, .* give at most 64, or null"),
+        ({"key_head_dim": 0.5}, "key_head_dim=0.5 is not a size"),
+        ({"augmented_query_dim": -1}, "augmented_query_dim=-1 is not a size"),
+        ({"augmented_query_dim": True}, "augmented_query_dim=True is not a size"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads=4 is not a key of a model"),
         ({"forget_gate": "learned"}, "forget_gate='learned' is not a gate: give one of data_dependent"),
         ({"forget_gate": "fixed"}, "gate_time_min=None is not a positive number: forget_gate=fixed needs it"),
         ({"forget_gate": "fixed", "gate_time_min": 9, "gate_time_max": 3}, "gate_time_max=3 is below gate_time_min=9"),
@@ -43,7 +51,17 @@ def test_values_set_after_the_fact_are_checked_by_the_model(build):
 
 def test_a_configuration_survives_its_file(tmp_path):
     config = PalimpsestConfig(
-        hidden_size=64, num_heads=4, num_layers=3, forget_gate="fixed", gate_time_min=2, gate_time_max=50.0, prune=-10.0
+        hidden_size=64,
+        num_heads=4,
+        num_layers=3,
+        forget_gate="fixed",
+        gate_time_min=2,
+        gate_time_max=50.0,
+        prune=-10.0,
+        num_key_heads=1,
+        num_value_heads=2,
+        key_head_dim=8,
+        augmented_query_dim=96,
     )
     config.save_pretrained(tmp_path)
     loaded = AutoConfig.from_pretrained(tmp_path)
@@ -55,6 +73,13 @@ def test_a_configuration_survives_its_file(tmp_path):
 def test_hugging_face_finds_sizes_under_its_own_names():
     config = PalimpsestConfig(hidden_size=64, num_heads=4, num_layers=3)
     assert (config.num_hidden_layers, config.num_attention_heads, config.head_dim) == (3, 4, 16)
+
+
+def test_key_and_value_heads_follow_the_query_heads_unless_they_are_given():
+    config = PalimpsestConfig(hidden_size=64, num_heads=4, num_value_heads=2)
+    assert (config.head_counts, config.cached_key_dim) == ((4, 4, 2), 16)
+    config.num_heads = 8
+    assert (config.head_counts, config.cached_key_dim) == ((8, 8, 2), 8)
 
 
 def test_no_gate_may_be_written_as_null():

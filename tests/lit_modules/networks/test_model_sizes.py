@@ -1,4 +1,4 @@
-"""The model files: sizes of the paper (arXiv 2503.02130), parameter counts, arithmetic per token."""
+"""The model files: sizes of the papers (arXiv 2503.02130, 2501.13629), parameter counts, arithmetic per token."""
 
 from pathlib import Path
 
@@ -46,6 +46,27 @@ def test_every_size_of_every_model_is_what_its_name_says():
             assert pro == {kind.endswith("pro")}
             ratio = 3.5 if kind.endswith("pro") else 4
             assert config.intermediate_size == -(-width * ratio * 2 / 3 // 256) * 256
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "head_dim", "rope_base", "blocks", "active", "total"),
+    [
+        ("sigma_1_5b", 26, 64, 50_000, 1_758_570_496, 2_021_238_784, 2_283_907_072),
+        ("sigma_10b", 32, 128, 500_000, 9_462_616_064, 9_987_952_640, 10_513_289_216),
+        ("sigma_ablation_1b", 22, 64, 50_000, 1_038_182_400, 1_300_850_688, 1_563_518_976),
+    ],
+)
+def test_sigmas_models_have_the_papers_shapes_and_these_parameters(
+    name, layers, head_dim, rope_base, blocks, active, total
+):
+    config = load(name)
+    parameters = count(config)
+    assert (config.num_layers, config.head_dim, config.rope_base) == (layers, head_dim, rope_base)
+    assert config.head_counts == (32, 16 if "ablation" in name else 4, 16)
+    assert (parameters.blocks, parameters.active, parameters.total) == (blocks, active, total)
+    stated = f"{blocks / 1e9:.2f}B", f"{active / 1e9:.2f}B", f"{total / 1e9:.2f}B"
+    comment = (MODELS / f"{name}.yaml").read_text().partition("_target_")[0]
+    assert all(number in comment for number in stated), stated
 
 
 def test_the_tiny_model_has_about_a_million_parameters_in_its_blocks():

@@ -13,6 +13,7 @@ from lit_modules.networks.rotary import rotary_tables
 IDS = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(1))
 TARGETS = IDS.roll(-1, 1)
 PRO = {"qk_norm": True, "output_gate": True, "output_norm": True, "kv_shift": True}
+SIGMA = {"num_key_heads": 1, "num_value_heads": 2, "key_head_dim": 4, "augmented_query_dim": 24}
 
 
 def fresh(**switches) -> PalimpsestForCausalLM:
@@ -57,6 +58,15 @@ def test_gates_without_data_decay_over_times_even_in_log_from_first_to_last_head
     assert len(learned) == (2 if kind == "data_independent" else 0)
 
 
+def test_the_parts_of_diffqkv_start_and_decay_as_every_matrix():
+    model = fresh(num_key_heads=2, num_value_heads=1, key_head_dim=8, augmented_query_dim=96)
+    parts = {name: parameter for name, parameter in model.named_parameters() if "k_map" in name or "augmented" in name}
+    assert len(parts) == 8
+    assert not parts.keys() & model.no_decay_parameters()
+    for name, parameter in parts.items():
+        assert 0.017 < parameter.std() < 0.023, name
+
+
 def test_weight_decay_spares_norms_and_biases_and_nothing_else():
     model = fresh(**PRO)
     spared = model.no_decay_parameters()
@@ -78,8 +88,9 @@ def test_every_parameter_of_every_switch_gets_a_gradient(ablation_model):
         assert gradient.abs().max() > 0, name
 
 
-def test_the_gate_leaves_bf16_under_autocast():
-    model = fresh(**PRO)
+@pytest.mark.parametrize("heads", [{}, SIGMA], ids=["all_heads", "sigmas_heads"])
+def test_the_gate_leaves_bf16_under_autocast(heads):
+    model = fresh(**PRO, **heads)
     gate = model.model.layers[0].self_attn.forget_gate
     hidden = torch.randn(2, 16, 64)
     exact = gate(hidden)
@@ -91,8 +102,9 @@ def test_the_gate_leaves_bf16_under_autocast():
     assert_close(loss, model(IDS, shift_labels=TARGETS).loss, rtol=1e-2, atol=0)
 
 
-def test_a_bf16_model_runs_and_generates():
-    model = fresh(**PRO, rope=True).bfloat16().eval()
+@pytest.mark.parametrize("heads", [{}, SIGMA], ids=["all_heads", "sigmas_heads"])
+def test_a_bf16_model_runs_and_generates(heads):
+    model = fresh(**PRO, **heads, rope=True).bfloat16().eval()
     assert model(IDS).logits.dtype == torch.bfloat16
     assert model.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=60).shape == (2, 19)
 
@@ -118,8 +130,9 @@ def test_blocks_compile_in_place_without_a_graph_break(fox_pro, backend, checkpo
     assert list(fox_pro.state_dict()) == list(expected)  # no _orig_mod in the names
 
 
-def test_compiled_blocks_take_packed_documents(build):
-    model = build(rope=True, **PRO).train()
+@pytest.mark.parametrize("heads", [{}, SIGMA], ids=["all_heads", "sigmas_heads"])
+def test_compiled_blocks_take_packed_documents(build, heads):
+    model = build(rope=True, **PRO, **heads).train()
     ids, cu_seqlens = IDS.view(1, -1), torch.tensor([0, 5, 21, 32], dtype=torch.int32)
     expected = model(ids, shift_labels=ids, cu_seqlens=cu_seqlens).loss
     for block in model.model.layers:
@@ -128,10 +141,11 @@ def test_compiled_blocks_take_packed_documents(build):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("heads", [{}, {"num_key_heads": 2, "num_value_heads": 1, "key_head_dim": 4, "rope": True}])
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_pruning_moves_logits_by_no_more_than_the_mass_it_leaves_out(build, qk_norm):
+def test_pruning_moves_logits_by_no_more_than_the_mass_it_leaves_out(build, qk_norm, heads):
     ids = torch.randint(0, 61, (1, 600), generator=torch.Generator().manual_seed(2))
-    pruned, exact = build(qk_norm=qk_norm, prune=-10.0), build(qk_norm=qk_norm)
+    pruned, exact = build(qk_norm=qk_norm, prune=-10.0, **heads), build(qk_norm=qk_norm, **heads)
     assert_close(pruned(ids).logits, exact(ids).logits, rtol=0, atol=1e-2)
     cache = pruned.new_cache()
     steps = [pruned(piece, past_key_values=cache).logits for piece in ids.split([500, 99, 1], dim=1)]
