@@ -78,11 +78,13 @@ def forgetting_attention(
     if q.is_cuda and q.dtype != torch.float64:
         if _decodes(q, k, v, log_forget, cu_seqlens):
             return decode(q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative)
-        attention = triton_attention
-    else:
-        attention = chunked_forward
+        bounds = logit_bound if isinstance(logit_bound, Tensor) else None
+        bound = None if logit_bound is None or bounds is not None else float(logit_bound)
+        return triton_attention(
+            q, k, v, log_forget, cu_seqlens, kv_start, kv_end, bounds, scale, window, cumulative, prune, bound
+        )[0]
     threshold = None if prune is None else prune - 2 * _largest_logit(q, k, scale, logit_bound)
-    return attention(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, threshold, scale, window, cumulative)[0]
+    return chunked_forward(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, threshold, scale, window, cumulative)[0]
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor | None, cu_seqlens: Tensor | None) -> bool:
@@ -94,7 +96,7 @@ def _decodes(q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor | None, cu_seql
 
 @torch.no_grad()
 def _largest_logit(q: Tensor, k: Tensor, scale: float, logit_bound: float | Tensor | None) -> Tensor:
-    """[Hq] float64: the bound that was given, or scale times the largest norms of q and k (those rounded up)."""
+    """[Hq] float64: the bound that was given, or scale times the largest norms of q and k."""
     if isinstance(logit_bound, Tensor):
         return logit_bound.detach().double()
     num_heads = q.shape[2]

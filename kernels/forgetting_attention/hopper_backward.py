@@ -19,12 +19,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.forgetting_attention.hopper_tiles import load_tile, rows_alike, thread_barrier, tiles, width
 from kernels.forgetting_attention.triton_backward import for_each_head, sum_over_heads
 from kernels.forgetting_attention.triton_configs import Config
 from kernels.forgetting_attention.triton_decay import CHUNK, GRAIN, LOG2_E, Decay, Ranges
@@ -48,8 +47,8 @@ def _load_tiles(
     """The loading warp: tiles, and lse and delta of their queries, one after the other."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([2 * BLOCK_M // 32], [32], [1], [0])
     mbarrier.expect(kv_full, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_tiles, [row, key_head, first_key, 0], kv_full, k_smem)
-    tma.async_copy_global_to_shared(v_tiles, [row, value_head, first_key, 0], kv_full, v_smem)
+    load_tile(k_tiles, [row, key_head, first_key, 0], kv_full, k_smem)
+    load_tile(v_tiles, [row, value_head, first_key, 0], kv_full, v_smem)
     base_at_keys = gl.to_tensor(0.0)
     if HAS_GATES:
         base_at_keys = gl.load(base + first_key // CHUNK)
@@ -67,12 +66,10 @@ def _load_tiles(
         row_stats = gl.where(lane < BLOCK_M, row_stats * inverse_scale, -row_stats)
         mbarrier.wait(empty.index(stage), (index // STAGES & 1) ^ 1)
         mbarrier.expect(full.index(stage), q_tiles.block_type.nbytes + grad_out_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_tiles, [row, head, m * BLOCK_M, 0], full.index(stage), q_smem.index(stage))
-        tma.async_copy_global_to_shared(
-            grad_out_tiles, [row, head, m * BLOCK_M, 0], full.index(stage), grad_out_smem.index(stage)
-        )
+        load_tile(q_tiles, [row, head, m * BLOCK_M, 0], full.index(stage), q_smem.index(stage))
+        load_tile(grad_out_tiles, [row, head, m * BLOCK_M, 0], full.index(stage), grad_out_smem.index(stage))
         stats_smem.index(stage).store(row_stats)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(full.index(stage))
 
 
@@ -95,16 +92,6 @@ def _add_grad_q(
         grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
         mbarrier.arrive(grad_empty.index(buffer))
         gl.atomic_add(grad_q_sums + (begin + index) * (BLOCK_M * KEY_DIM) + offsets, grad_q, sem="relaxed")
-
-
-@gluon.jit
-def _rows_alike(vector, shape_of):
-    """The vector in shared memory as every row of an accumulator, each number in a register of its own.
-
-    Where two rows share a register the compiler copies it after the fence of the next product, and so makes that wait.
-    """
-    _, rows = gl.broadcast(shape_of, vector.load(gl.SliceLayout(0, shape_of.type.layout))[None, :])
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [rows], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -145,8 +132,8 @@ def _compute(
         mbarrier.wait(full.index(stage), index // STAGES & 1)
         q = q_smem.index(stage)
         grad_out = grad_out_smem.index(stage)
-        lse = _rows_alike(stats_smem.index(stage).slice(0, BLOCK_M), nothing)
-        delta = _rows_alike(stats_smem.index(stage).slice(BLOCK_M, BLOCK_M), nothing)
+        lse = rows_alike(stats_smem.index(stage).slice(0, BLOCK_M), nothing)
+        delta = rows_alike(stats_smem.index(stage).slice(BLOCK_M, BLOCK_M), nothing)
         scores = warpgroup_mma(k_smem, q.permute((1, 0)), lse, is_async=True)
         grad_weights = warpgroup_mma(v_smem, grad_out.permute((1, 0)), delta, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -172,7 +159,7 @@ def _compute(
             mbarrier.wait(grad_empty.index(buffer), (index // 2 & 1) ^ 1)
         grad_smem.index(buffer).slice(half * HALF, HALF).store(grad_halves)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(grad_full.index(buffer))
         if HAS_GATES:
             if not THIRD:
@@ -332,31 +319,6 @@ def _backward(
             )  # fmt: skip
 
 
-def supports(q: Tensor, v: Tensor, kv_start: Tensor | None, kv_end: Tensor | None, scale: float) -> bool:
-    """Half precision, head dimensions up to 128, no padding, on Hopper."""
-    return q.is_cuda and (
-        torch.cuda.get_device_capability(q.device)[0] == 9
-        and q.element_size() == 2
-        and max(q.shape[3], v.shape[3]) <= 128
-        and kv_start is None
-        and kv_end is None
-        and scale != 0
-    )
-
-
-def _width(x: Tensor) -> int:
-    """The channels of a tile, whose rows are whole swizzles of 128 bytes."""
-    return max(64, triton.next_power_of_2(x.shape[3]))
-
-
-def _tiles(x: Tensor, block: int) -> TensorDescriptor:
-    """Tiles [1, 1, block, head_dim rounded up] of x [B, N, H, D]; what lies outside reads as 0."""
-    heads_first = x.transpose(1, 2)
-    shape = [1, 1, block, _width(x)]
-    layout = gl.NVMMASharedLayout(128, 16, 4)
-    return TensorDescriptor(heads_first, list(heads_first.shape), list(heads_first.stride()), shape, layout)
-
-
 @triton.jit(do_not_specialize=["num_queries"])
 def _row_statistics_of(
     out_tiles, grad_out_tiles, lse, stats, num_queries,
@@ -402,30 +364,28 @@ def backward(
 ):
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
-    key_dim, value_dim = _width(q), _width(v)
+    key_dim, value_dim = width(q), width(v)
     rows = lse.shape[2]
     stats = lse.new_empty(batch, heads, 2 * rows)
     _row_statistics_of[(rows // CHUNK, heads, batch)](
-        descriptor(out, CHUNK),
-        descriptor(grad_out, CHUNK),
-        lse,
-        stats,
-        num_queries,
-        BLOCK=CHUNK,
-        VALUE_DIM=tile_width(v),
-        BLOCK_M=config.block_m,
-    )
-    grad_keys = grad_queries = None
+        descriptor(out, CHUNK), descriptor(grad_out, CHUNK), lse, stats, num_queries,
+        BLOCK=CHUNK, VALUE_DIM=tile_width(v), BLOCK_M=config.block_m,
+    )  # fmt: skip
+    # What is added to begins at 0. So does what nobody may write: gradients of keys that no query sees.
+    groups = triton.cdiv(num_queries, config.block_m)
+    zeros = lse.new_zeros(batch * heads * (rows * key_dim + (0 if decay is None else groups * PARTS.value)))
+    sums, grad_queries = zeros.split([batch * heads * rows * key_dim, zeros.numel() - batch * heads * rows * key_dim])
+    new = torch.empty if num_queries == num_keys else torch.zeros
+    grad_k, grad_v = for_each_head(k, heads, new), for_each_head(v, heads, new)
+    grad_keys = None
     if decay is not None:
-        grad_keys = torch.zeros_like(decay.local)
-        grad_queries = lse.new_zeros(batch, heads, triton.cdiv(num_queries, config.block_m), PARTS.value)
-    sums = lse.new_zeros(batch, heads, rows, key_dim)
-    grad_k, grad_v = for_each_head(k, heads), for_each_head(v, heads)
+        grad_keys = new(decay.local.shape, dtype=torch.float32, device=q.device)
+        grad_queries = grad_queries.view(batch, heads, groups, PARTS.value)
     _backward[(triton.cdiv(num_keys, config.block_n), heads, batch)](
-        _tiles(q, config.block_m),
-        _tiles(k, config.block_n),
-        _tiles(v, config.block_n),
-        _tiles(grad_out, config.block_m),
+        tiles(q, config.block_m),
+        tiles(k, config.block_n),
+        tiles(v, config.block_n),
+        tiles(grad_out, config.block_m),
         stats,
         *((stats,) * 4 if decay is None else (decay.local, decay.base, grad_keys, grad_queries)),
         *((stats,) * 3 if ranges is None else (ranges.first, ranges.seen_until, ranges.whole_until)),
@@ -457,5 +417,4 @@ def backward(
     _finish_grad_q[(rows // CHUNK, heads, batch)](
         sums, descriptor(grad_q, CHUNK), scale, num_queries, BLOCK=CHUNK, KEY_DIM=key_dim, WIDTH=tile_width(q)
     )
-    grad_queries = None if decay is None else grad_queries.sum(-1)
     return grad_q, sum_over_heads(grad_k, k), sum_over_heads(grad_v, v), grad_keys, grad_queries

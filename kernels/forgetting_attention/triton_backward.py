@@ -14,6 +14,7 @@ each their own dK and dV, which are then summed. hopper_backward.py does all in 
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -254,7 +255,7 @@ def backward(
     grad_keys = grad_queries = None
     if decay is not None:
         grad_keys = torch.empty_like(decay.local)
-        grad_queries = lse.new_empty(batch, heads, num_queries)
+        grad_queries = lse.new_empty(batch, heads, num_queries, 1)
     # Heads that share a key head write a gradient each, float32 until they are summed.
     key_group, value_group = heads // k.shape[2], heads // v.shape[2]
     grad_k = for_each_head(k, heads)
@@ -316,11 +317,10 @@ def backward(
     return grad_q, sum_over_heads(grad_k, k), sum_over_heads(grad_v, v), grad_keys, grad_queries
 
 
-def for_each_head(x: Tensor, heads: int) -> Tensor:
-    """Where each head of q writes its gradient of x: x's own shape and dtype where none is shared."""
-    if x.shape[2] == heads:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    return x.new_empty(*x.shape[:2], heads, x.shape[3], dtype=torch.float32)
+def for_each_head(x: Tensor, heads: int, new: Callable[..., Tensor] = torch.empty) -> Tensor:
+    """Where each head of q writes its gradient of x: x's own shape and dtype where none is shared, else float32."""
+    dtype = x.dtype if x.shape[2] == heads else torch.float32
+    return new(*x.shape[:2], heads, x.shape[3], dtype=dtype, device=x.device)
 
 
 def sum_over_heads(grad: Tensor, x: Tensor) -> Tensor:

@@ -176,29 +176,87 @@ def _sum_gates(
         tl.store(first_out + plane * num_chunks * CHUNK + position, first, mask=inside)
 
 
+def largest_norms(q: Tensor, k: Tensor) -> Tensor:
+    """[Hq + Hk] float32: the largest squared norm of each head of q and of k, over all rows and times.
+
+    Rows of q and k are whole 16 bytes, and their last axis is contiguous.
+    """
+    unit = 16 // q.element_size()
+    norms = torch.zeros(q.shape[2] + k.shape[2], dtype=torch.float32, device=q.device)
+    rows = 128
+    blocks = triton.cdiv(k.shape[1], rows)
+    _largest_norms[(blocks, norms.shape[0], q.shape[0])](
+        q,
+        k,
+        norms,
+        *q.shape[1:],
+        k.shape[1],
+        *(stride // unit for x in (q, k) for stride in x.stride()[:3]),
+        ROWS=rows,
+        WIDTH=triton.next_power_of_2(q.shape[3]),
+        UNIT=unit,
+        num_warps=8,
+    )
+    return norms
+
+
+@triton.jit(
+    do_not_specialize=["num_queries", "heads", "dim", "num_keys", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h"]
+)  # fmt: skip
+def _largest_norms(
+    q, k, norms, num_queries, heads, dim, num_keys, q_b, q_t, q_h, k_b, k_t, k_h,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    of_q = head < heads
+    length = tl.where(of_q, num_queries, num_keys)
+    time = block * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, WIDTH)
+    mask = (time < length)[:, None] & (channel < dim)[None, :]
+    if of_q:
+        x = q + (row.to(tl.int64) * q_b + time[:, None].to(tl.int64) * q_t + head * q_h) * UNIT + channel[None, :]
+    else:
+        head_of_k = head - heads
+        x = k + (row.to(tl.int64) * k_b + time[:, None].to(tl.int64) * k_t + head_of_k * k_h) * UNIT + channel[None, :]
+    values = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    if block * ROWS < length:
+        tl.atomic_max(norms + head, tl.max(tl.sum(values * values, 1), 0), sem="relaxed")
+
+
 def find_ranges(
     first: Tensor,
     decay: Decay | None,
     kv_end: Tensor | None,
-    prune_threshold: Tensor | None,
     num_queries: int,
     num_keys: int,
+    prune: float | None = None,
+    logit_bound: float | Tensor | None = None,
+    norms: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Ranges:
-    """Ranges from `first`. prune_threshold: [Hq] float64, `log eps - 2 U`, to which -log(number of keys) is added."""
+    """Ranges from `first`; with `prune`, keys end where they cannot matter (see `forgetting_attention`).
+
+    The bound on the logits is logit_bound, a number or [Hq], or else it is what `largest_norms` and the scale allow.
+    """
     batch, heads = first.shape[:2]
     key_blocks, query_blocks = triton.cdiv(num_keys, GRAIN), triton.cdiv(num_queries, GRAIN)
     seen_until, whole_until = (first.new_empty(batch, heads, key_blocks) for _ in range(2))
-    kept_from = None if prune_threshold is None else first.new_empty(batch, heads, query_blocks)
+    kept_from = None if prune is None else first.new_empty(batch, heads, query_blocks)
     lanes = 128
     _find_ranges[(triton.cdiv(max(key_blocks, query_blocks), lanes), heads, batch)](
         first,
         *((None, None) if decay is None else (decay.local, decay.base)),
         kv_end,
-        prune_threshold,
+        logit_bound if isinstance(logit_bound, Tensor) else None,
+        norms,
         seen_until,
         whole_until,
         kept_from,
-        math.log(max(num_keys, 1)),
+        0.0 if prune is None else prune - math.log(num_keys),
+        0.0 if isinstance(logit_bound, Tensor) or logit_bound is None else float(logit_bound),
+        # Norms are rounded: a little more than they say.
+        abs(scale) * 1.00001,
+        1 if norms is None else heads // (norms.shape[0] - heads),
         num_queries,
         num_keys,
         num_keys.bit_length() + 1,
@@ -218,10 +276,10 @@ def _sum_at(local, base, plane, num_chunks, position, mask, CHUNK: tl.constexpr)
     return whole + tl.load(local + plane * num_chunks * CHUNK + position, mask=mask, other=0.0).to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["log_num_keys", "num_queries", "num_keys", "num_steps"])
+@triton.jit(do_not_specialize=["prune", "logit_bound", "scale", "key_group", "num_queries", "num_keys", "num_steps"])
 def _find_ranges(
-    first, local, base, kv_end, prune_threshold, seen_until, whole_until, kept_from,
-    log_num_keys, num_queries, num_keys, num_steps,
+    first, local, base, kv_end, logit_bounds, norms, seen_until, whole_until, kept_from,
+    prune, logit_bound, scale, key_group, num_queries, num_keys, num_steps,
     LOG2_E: tl.constexpr, CHUNK: tl.constexpr, GRAIN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Binary searches, one a lane: `first` and c are monotone, so all that sees a key is a run of positions."""
@@ -233,13 +291,20 @@ def _find_ranges(
     if kv_end is not None:
         end = tl.load(kv_end + row)
     firsts = first + plane * num_chunks * CHUNK
-    if prune_threshold is not None:
-        threshold = (tl.load(prune_threshold + head) - log_num_keys) * LOG2_E
+    if kept_from is not None:
+        bound = logit_bound
+        if logit_bounds is not None:
+            bound = tl.load(logit_bounds + head).to(tl.float32)
+        if norms is not None:
+            of_key = tl.load(norms + tl.num_programs(1) + head // key_group)
+            bound = scale * tl.sqrt(tl.load(norms + head)) * tl.sqrt(of_key)
+        # A bound that is NaN, or no bound at all, prunes nothing.
+        threshold = tl.where(bound < 1e30, (prune - 2 * bound) * LOG2_E, float("-inf"))
 
     exists = block * GRAIN < tl.minimum(num_keys, end)
     first_key = block * GRAIN
     last_key = tl.minimum(first_key + GRAIN, end) - 1
-    if prune_threshold is not None:
+    if kept_from is not None:
         at_key = _sum_at(local, base, plane, num_chunks, last_key, exists, CHUNK)
     # Both searches: what is asked for holds at `low` (or low is before the first key), and not at `high`. The last
     # query is tried first: where it sees all, as without pruning and documents, the search is over.
@@ -249,7 +314,7 @@ def _find_ranges(
     whole_middle = middle
     for _ in range(num_steps):
         sees = tl.load(firsts + middle, mask=high - low > 1, other=0) <= last_key
-        if prune_threshold is not None:
+        if kept_from is not None:
             at_query = _sum_at(local, base, plane, num_chunks, middle, high - low > 1, CHUNK)
             sees = sees & (at_query - at_key >= threshold)
         low, high = _halve(low, high, middle, sees)
@@ -261,7 +326,7 @@ def _find_ranges(
     tl.store(seen_until + plane * key_blocks + block, low, mask=block < key_blocks)
     tl.store(whole_until + plane * key_blocks + block, whole_low, mask=block < key_blocks)
 
-    if prune_threshold is not None:
+    if kept_from is not None:
         query_blocks = tl.cdiv(num_queries, GRAIN)
         exists = block < query_blocks
         position = block * GRAIN + end - num_queries
@@ -289,7 +354,8 @@ def gradient_of_gates(
     """The gradient of log_forget [B, S, Hq], in its dtype, from the gradients of the scores.
 
     grad_keys: [B, Hq, S padded] float32, minus the sum over each key's scores.
-    grad_queries: [B, Hq, T / queries_together padded] float32, the sum over the scores of that many queries together.
+    grad_queries: [B, Hq, T / queries_together, parts] float32, the sum over the scores of that many queries together,
+        in any number of parts.
     """
     batch, num_keys, heads = log_forget.shape
     grad = torch.empty_like(log_forget)
@@ -305,12 +371,13 @@ def gradient_of_gates(
         num_queries,
         num_keys,
         grad_keys.shape[2],
-        grad_queries.shape[2],
+        grad_queries.shape[2] * grad_queries.shape[3],
         *log_forget.stride(),
         *grad.stride(),
         CUMULATIVE=cumulative,
         CLOSED=CLOSED_GATE,
         TOGETHER=queries_together,
+        PARTS=grad_queries.shape[3],
         BLOCK=2048,
         num_warps=8,
     )
@@ -332,7 +399,8 @@ def _gradient_of_gates(
     gates, grad_keys, grad_queries, grad_out, kv_start, kv_end, cu_seqlens,
     num_documents, num_steps, num_queries, num_keys, keys_stride, queries_stride,
     stride_b, stride_s, stride_h, grad_stride_b, grad_stride_s, grad_stride_h,
-    CUMULATIVE: tl.constexpr, CLOSED: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
+    CUMULATIVE: tl.constexpr, CLOSED: tl.constexpr, TOGETHER: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a head and row: sums from each key to its document's last, carried from the row's end backwards."""
     head, row = tl.program_id(0), tl.program_id(1)
@@ -354,8 +422,11 @@ def _gradient_of_gates(
         # Rows of dS sum to 0 in exact arithmetic alone. A group's sum, shared evenly, cancels what columns gathered.
         group = query // TOGETHER
         in_group = tl.maximum(tl.minimum(num_queries - group * TOGETHER, TOGETHER), 1)
-        rows = tl.load(grad_queries + plane * queries_stride + group, mask=asks, other=0.0) / in_group
-        grad += rows.to(tl.float64)
+        sums = grad_queries + plane * queries_stride + group * PARTS
+        rows = tl.load(sums, mask=asks, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            rows += tl.load(sums + part, mask=asks, other=0.0)
+        grad += (rows / in_group).to(tl.float64)
         if CUMULATIVE:
             result = grad
         else:

@@ -1,12 +1,14 @@
 """Forgetting attention by the Triton kernels, as operations that torch.compile and autograd know."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.forgetting_attention import hopper_backward, triton_backward, triton_forward
+from kernels.forgetting_attention import hopper_backward, hopper_forward, triton_backward, triton_forward
+from kernels.forgetting_attention.hopper_tiles import supports
 from kernels.forgetting_attention.triton_configs import select
 from kernels.forgetting_attention.triton_decay import (
     CHUNK,
@@ -15,8 +17,11 @@ from kernels.forgetting_attention.triton_decay import (
     Ranges,
     find_ranges,
     gradient_of_gates,
+    largest_norms,
     sum_gates,
 )
+
+PLAN_DTYPES = (torch.float32, torch.float64, *(torch.int32,) * 4)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -28,8 +33,7 @@ def _readable(x: Tensor) -> Tensor:
     return x if aligned and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("palimpsest::forgetting_attention_triton", mutates_args=())
-def triton_attention(
+def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -37,41 +41,51 @@ def triton_attention(
     cu_seqlens: Tensor | None,
     kv_start: Tensor | None,
     kv_end: Tensor | None,
-    prune_threshold: Tensor | None,
+    logit_bounds: Tensor | None,
     scale: float,
     window: int | None,
     cumulative: bool,
+    prune: float | None,
+    logit_bound: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of `forgetting_attention`, but prune_threshold: [Hq] float64, `prune - 2 logit_bound`.
+    """The arguments of `forgetting_attention`, but its logit_bound in two: logit_bounds [Hq], or one number.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype, and for the backward pass: lse [B, Hq, T rounded up] float32; `local` and
         `base` of the decay; `first`, `seen_until`, `whole_until` and `kept_from` of the ranges. Empty where not needed.
     """
-    results = _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, window)
     if not q.numel():
-        return tuple(x.zero_() for x in results)
+        shapes = _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune, window)
+        return tuple(x.zero_() for x in shapes)
     value_dim = v.shape[3]
     q, k, v = _readable(q), _readable(k), _readable(v)
-    decay, first = sum_gates(
-        log_forget, kv_start, kv_end, cu_seqlens, window, cumulative, k.shape[0], k.shape[1], q.device
-    )
-    ranges = None
-    if first is not None:
-        ranges = find_ranges(first, decay, kv_end, prune_threshold, q.shape[1], k.shape[1])
-    config = select("forward", q, v)
-    out, lse = triton_forward.forward(q, k, v, decay, ranges, kv_start, kv_end, scale, config)
+    with torch.cuda.device_of(q):
+        decay, first = sum_gates(
+            log_forget, kv_start, kv_end, cu_seqlens, window, cumulative, k.shape[0], k.shape[1], q.device
+        )
+        ranges = None
+        if first is not None:
+            unbounded = prune is not None and logit_bounds is None and logit_bound is None
+            norms = largest_norms(q, k) if unbounded else None
+            bound = logit_bound if logit_bounds is None else logit_bounds
+            ranges = find_ranges(first, decay, kv_end, q.shape[1], k.shape[1], prune, bound, norms, scale)
+        if supports(q, v, kv_start, kv_end, scale):
+            out, lse = hopper_forward.forward(q, k, v, decay, ranges, scale, select("hopper_forward", q, v))
+        else:
+            config = select("forward", q, v)
+            out, lse = triton_forward.forward(q, k, v, decay, ranges, kv_start, kv_end, scale, config)
     plan = (
         *((None, None) if decay is None else (decay.local, decay.base)),
         *((None,) * 4 if ranges is None else (first, ranges.seen_until, ranges.whole_until, ranges.kept_from)),
     )
-    plan = (empty if x is None else x for x, empty in zip(plan, results[2:], strict=True))
+    plan = (lse.new_empty(0, dtype=dtype) if x is None else x for x, dtype in zip(plan, PLAN_DTYPES, strict=True))
     return out[..., :value_dim].contiguous(), lse, *plan
 
 
-@triton_attention.register_fake
-def _(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, scale, window, cumulative):
-    return _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, window)
+def _fake_attention(
+    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, logit_bounds, scale, window, cumulative, prune, logit_bound
+):
+    return _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune, window)
 
 
 def _empty_results(
@@ -82,10 +96,10 @@ def _empty_results(
     cu_seqlens: Tensor | None,
     kv_start: Tensor | None,
     kv_end: Tensor | None,
-    prune_threshold: Tensor | None,
+    prune: float | None,
     window: int | None,
 ) -> tuple[Tensor, ...]:
-    """What `triton_attention` returns, in shape and dtype."""
+    """What `_attention` returns, in shape and dtype."""
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
     gated = log_forget is not None
@@ -105,7 +119,7 @@ def _empty_results(
         int32((*planes, chunks * CHUNK) if ranged else 0),
         int32((*planes, key_grains) if ranged else 0),
         int32((*planes, key_grains) if ranged else 0),
-        int32((*planes, query_grains) if prune_threshold is not None else 0),
+        int32((*planes, query_grains) if prune is not None else 0),
     )
 
 
@@ -113,8 +127,7 @@ def _blocks(length: int, block: int) -> int:
     return (length + block - 1) // block
 
 
-@torch.library.custom_op("palimpsest::forgetting_attention_triton_backward", mutates_args=())
-def triton_attention_backward(
+def _attention_backward(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -141,28 +154,27 @@ def triton_attention_backward(
     q, k, v, out, grad_out = (_readable(x) for x in (q, k, v, out, grad_out))
     decay = Decay(local, base) if local.numel() else None
     ranges = Ranges(first, seen_until, whole_until, kept_from if kept_from.numel() else None) if first.numel() else None
-    if hopper_backward.supports(q, v, kv_start, kv_end, scale) and not torch.are_deterministic_algorithms_enabled():
-        config = select("fused_backward", q, v)
-        *grads, grad_keys, grad_queries = hopper_backward.backward(
-            grad_out, q, k, v, out, lse, decay, ranges, scale, config
-        )
-        together = config.block_m
-    else:
-        config, together = select("backward", q, v), 1
-        *grads, grad_keys, grad_queries = triton_backward.backward(
-            grad_out, q, k, v, out, lse, decay, ranges, kv_start, kv_end, scale, config
-        )
-    grads = [grad[..., :dim].contiguous() for grad, dim in zip(grads, head_dims, strict=True)]
-    if log_forget is None:
-        return *grads, q.new_empty(0)
-    grad_gates = gradient_of_gates(
-        log_forget, grad_keys, grad_queries, together, kv_start, kv_end, cu_seqlens, q.shape[1], cumulative
-    )
-    return *grads, grad_gates
+    with torch.cuda.device_of(q):
+        if supports(q, v, kv_start, kv_end, scale) and not torch.are_deterministic_algorithms_enabled():
+            config = select("hopper_backward", q, v)
+            *grads, grad_keys, grad_queries = hopper_backward.backward(
+                grad_out, q, k, v, out, lse, decay, ranges, scale, config
+            )
+            together = config.block_m
+        else:
+            config, together = select("backward", q, v), 1
+            *grads, grad_keys, grad_queries = triton_backward.backward(
+                grad_out, q, k, v, out, lse, decay, ranges, kv_start, kv_end, scale, config
+            )
+        grad_gates = q.new_empty(0)
+        if log_forget is not None:
+            grad_gates = gradient_of_gates(
+                log_forget, grad_keys, grad_queries, together, kv_start, kv_end, cu_seqlens, q.shape[1], cumulative
+            )
+    return *(grad[..., :dim].contiguous() for grad, dim in zip(grads, head_dims, strict=True)), grad_gates
 
 
-@triton_attention_backward.register_fake
-def _(grad_out, q, k, v, log_forget, *rest):
+def _fake_attention_backward(grad_out, q, k, v, log_forget, *rest):
     return _empty_gradients(q, k, v, log_forget)
 
 
@@ -172,15 +184,32 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor | None)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, _, ctx.scale, _, ctx.cumulative = inputs
+    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, _, ctx.scale, _, ctx.cumulative, _, _ = inputs
     ctx.mark_non_differentiable(*output[1:])
+    # Else zeros would be filled in for the gradient of each of them.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, log_forget, *output, cu_seqlens, kv_start, kv_end)
 
 
 def _gradients(ctx, grad_out, *_):
     grads = triton_attention_backward(grad_out, *ctx.saved_tensors, ctx.scale, ctx.cumulative)
     grad_log_forget = grads[3] if ctx.needs_input_grad[3] else None
-    return *grads[:3], grad_log_forget, *(None,) * 7
+    return *grads[:3], grad_log_forget, *(None,) * 9
 
 
-triton_attention.register_autograd(_gradients, setup_context=_save)
+def _register(name: str, function: Callable, fake: Callable) -> Callable:
+    """The operation palimpsest::name: what torch.library.custom_op makes, without its checks at every call.
+
+    Those took longer than the pruned kernels.
+    """
+    torch.library.define(f"palimpsest::{name}", torch.library.infer_schema(function, mutates_args=()))
+    torch.library.impl(f"palimpsest::{name}", "default", function)
+    torch.library.register_fake(f"palimpsest::{name}", fake)
+    return getattr(torch.ops.palimpsest, name).default
+
+
+triton_attention = _register("forgetting_attention_triton", _attention, _fake_attention)
+triton_attention_backward = _register(
+    "forgetting_attention_triton_backward", _attention_backward, _fake_attention_backward
+)
+torch.library.register_autograd("palimpsest::forgetting_attention_triton", _gradients, setup_context=_save)
