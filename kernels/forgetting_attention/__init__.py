@@ -103,5 +103,7 @@ def _largest_logit(q: Tensor, k: Tensor, scale: float, logit_bound: float | Tens
     if logit_bound is not None:
         return q.new_full((num_heads,), logit_bound, dtype=torch.float64)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(x.detach(), dim=-1, dtype=dtype).amax((0, 1)).double() for x in (q, k)]
-    return abs(scale) * 1.00001 * norms[0] * norms[1].repeat_interleave(num_heads // k.shape[2])
+    norms = [torch.linalg.vector_norm(x.detach(), dim=-1, dtype=dtype) for x in (q, k)]
+    # Outside the keys in use there may be anything, NaN too; in use, what is not finite makes its own NaN.
+    of_q, of_k = (x.nan_to_num(nan=0.0, posinf=0.0).amax((0, 1)).double() for x in norms)
+    return abs(scale) * 1.00001 * of_q * of_k.repeat_interleave(num_heads // k.shape[2])

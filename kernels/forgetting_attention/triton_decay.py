@@ -80,7 +80,8 @@ def sum_gates(
         kv_end,
         cu_seqlens,
         *_documents(cu_seqlens),
-        num_keys if window is None else window,
+        # Beyond num_keys it says no more, and beyond 2^31 it would be another type, which is compiled anew.
+        num_keys if window is None else min(window, num_keys),
         num_keys,
         *(gates.stride() if log_forget is not None else (0, 0, 0)),
         HAS_GATES=log_forget is not None,
@@ -219,8 +220,11 @@ def _largest_norms(
         head_of_k = head - heads
         x = k + (row.to(tl.int64) * k_b + time[:, None].to(tl.int64) * k_t + head_of_k * k_h) * UNIT + channel[None, :]
     values = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    squares = tl.sum(values * values, 1)
+    # Outside the keys in use there may be anything, NaN too; in use, what is not finite makes its own NaN.
+    squares = tl.where(squares < float("inf"), squares, 0.0)
     if block * ROWS < length:
-        tl.atomic_max(norms + head, tl.max(tl.sum(values * values, 1), 0), sem="relaxed")
+        tl.atomic_max(norms + head, tl.max(squares, 0), sem="relaxed")
 
 
 def find_ranges(

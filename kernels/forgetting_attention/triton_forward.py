@@ -192,5 +192,10 @@ def _forward(
     lse = tl.where(seen, row_max + tl.log2(row_sum), float("inf"))
     rows = tl.cdiv(num_queries, CHUNK) * CHUNK
     tl.store(lse_out + plane * rows + query, lse, mask=query < rows)
+    if m == tl.num_programs(0) - 1:
+        for tail in range(m * BLOCK_M + BLOCK_M, rows, BLOCK_M):
+            tl.store(
+                lse_out + plane * rows + tail + tl.arange(0, BLOCK_M), tl.full([BLOCK_M], float("inf"), tl.float32)
+            )
     out = out.to(out_tiles.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM)
     out_tiles.store([row, head, m * BLOCK_M, 0], out)
