@@ -186,7 +186,8 @@ class Pretraining(lightning.LightningModule):
         total, tokens = self.trainer.strategy.reduce(self._sums, reduce_op="sum").cpu().numpy()
         self.validation = Validation(total / tokens.clip(min=1), tokens)
         step = self.trainer.global_step
-        self.measured_whole = step if self.trainer.limit_val_batches == 1.0 else None
+        limit = self.trainer.limit_val_batches  # as for Lightning, 1.0 is all the batches and 1 is one batch
+        self.measured_whole = step if isinstance(limit, float) and limit == 1.0 else None
         if self.trainer.state.fn == TrainerFn.FITTING:  # the one at the end is of all the text: another curve
             metrics = {"tokens": step * self.batch_tokens, "validation/loss": self.validation.loss}
             for logger in self.trainer.loggers:

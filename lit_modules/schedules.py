@@ -52,9 +52,9 @@ class WarmupStableDecay:
     """Linear warm-up, the peak rate for most of the run, then a decay `1 - sqrt(x)` (arXiv 2405.18392, eq. 2).
 
     Args:
-        warmup_tokens, decay_tokens: tokens of the first and the last part.
+        warmup_tokens, decay_tokens: tokens of the first and the last part; 0 for none.
         max_tokens: tokens of the whole run.
-        final: the factor at the end.
+        final: the factor at the end of the decay.
 
     Raises:
         ValueError: the two parts are longer than the run, or a length is negative.
@@ -77,10 +77,10 @@ class WarmupStableDecay:
     def __call__(self, tokens: int) -> float:
         if tokens < self.warmup_tokens:
             return tokens / self.warmup_tokens
-        left = self.max_tokens - tokens
+        left = max(0, self.max_tokens - tokens)
         if left >= self.decay_tokens:
             return 1.0
-        return self.final + (1 - self.final) * (1 - math.sqrt(1 - max(0, left) / self.decay_tokens))
+        return self.final + (1 - self.final) * (1 - math.sqrt(1 - left / self.decay_tokens))
 
 
 def check_final(final: float) -> None:

@@ -25,6 +25,12 @@ def test_stable_decay_stays_at_the_peak_and_then_falls_as_one_minus_a_root():
     assert [schedule(t) for t in (50, 100, 400, 600)] == [0.5, 1, 1, 1]
     assert schedule(700) == pytest.approx(1 - math.sqrt(0.25))
     assert schedule(1000) == 0
+    assert schedule(5000) == 0
+
+
+def test_without_a_decay_the_peak_rate_stays_past_the_end():
+    schedule = WarmupStableDecay(100, 0, 1000, final=0.1)
+    assert [schedule(t) for t in (50, 100, 999, 1000, 1001, 5000)] == [0.5, 1, 1, 1, 1, 1]
 
 
 def test_without_a_warm_up_the_first_token_has_the_peak_rate():

@@ -345,3 +345,11 @@ def test_validation_tokens_name_the_same_text_whatever_the_micro_batch(run, comm
         rows = [row["validation/loss"] for row in metrics(newest(command)) if row["validation/loss"]]
         losses.append(float(rows[0]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_summary_is_of_all_the_held_out_text_when_the_last_validation_read_one_batch(run, command, unbroken):
+    found = run("max_tokens=512", "validate_every_tokens=512", "validation_tokens=256", "schedule.warmup_tokens=0")
+    assert found.status == 0, found.err
+    assert "over 256 tokens" in found.out
+    summary, other = (json.loads((folder / "summary.json").read_text()) for folder in (newest(command), unbroken))
+    assert summary["validation_tokens"] == other["validation_tokens"] > 256
