@@ -25,7 +25,8 @@ from kernels.forgetting_attention import (
     triton_forward,
 )
 from kernels.forgetting_attention.triton_configs import Config, select
-from kernels.forgetting_attention.triton_decay import find_ranges, sum_gates
+from kernels.forgetting_attention.triton_decay import sum_gates
+from kernels.forgetting_attention.triton_ranges import find_ranges
 
 CANDIDATES = {
     "forward": [Config(m, n, w, s) for m, n, w, s in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))],

@@ -33,12 +33,16 @@ def forgetting_attention(
     j, not j itself: on the diagonal the bias is 0. Without gates it is plain causal attention. Differentiable once in
     q, k, v and log_forget; accumulates in float32 (float64 for float64 inputs).
 
+    On CUDA these are Triton kernels (head dimensions up to 256), elsewhere and in float64 it is PyTorch. On Hopper the
+    gradient of q is summed in no fixed order, so that its last bits differ from run to run, unless
+    torch.use_deterministic_algorithms asks for the slower kernels.
+
     Args:
         q: [B, T, Hq, Dk], float16, bfloat16, float32 or float64; k and v have its dtype and device.
         k: [B, S, Hk, Dk], S >= T: the queries are the last T positions. Head h of q reads head h // (Hq / Hk).
         v: [B, S, Hv, Dv]. Head h of q reads head h // (Hq / Hv); Hk and Hv divide Hq and may differ.
         log_forget: [B, S, Hq] float32 or float64, natural log of the forget gates, 0 or less. -inf (in effect, anything
-            under -1e5) forgets all before it; its gradient is 0, the limit of `f dL/df` as f -> 0.
+            under -1e3) forgets all before it; its gradient is 0, the limit of `f dL/df` as f -> 0.
         scale: of the logits; 1 / sqrt(Dk) when None.
         window: query i sees the keys i - window + 1 to i.
         cu_seqlens: [N + 1] int32, where packed documents begin and end, 0 to T (B = 1, S = T). They do not see each

@@ -26,8 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.forgetting_attention.hopper_tiles import load_tile, rows_alike, thread_barrier, tiles, width
 from kernels.forgetting_attention.triton_backward import for_each_head, sum_over_heads
 from kernels.forgetting_attention.triton_configs import Config
-from kernels.forgetting_attention.triton_decay import CHUNK, GRAIN, LOG2_E, Decay, Ranges
+from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
 from kernels.forgetting_attention.triton_forward import descriptor, tile_width
+from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
 
 PARTS = gl.constexpr(16)
 

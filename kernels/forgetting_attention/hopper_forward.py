@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.forgetting_attention.hopper_tiles import load_tile, rows_alike, thread_barrier, tiles, width
 from kernels.forgetting_attention.triton_configs import Config
-from kernels.forgetting_attention.triton_decay import CHUNK, GRAIN, LOG2_E, Decay, Ranges
+from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
+from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
 
 
 @gluon.jit

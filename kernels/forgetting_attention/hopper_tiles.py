@@ -1,12 +1,13 @@
 """What the two Hopper kernels share: which problems they take, tiles in memory, tiles in accumulators."""
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.forgetting_attention.triton_configs import capability
 
 SWIZZLED_TILE = gl.NVMMASharedLayout(128, 16, 4)
 # Triton 3.7 renamed the one, 3.9 the other.
@@ -16,8 +17,8 @@ load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 def supports(q: Tensor, v: Tensor, kv_start: Tensor | None, kv_end: Tensor | None, scale: float) -> bool:
     """Whether the Hopper kernels can: half precision, head dimensions up to 128, no padding, a positive scale."""
-    return q.is_cuda and (
-        torch.cuda.get_device_capability(q.device)[0] == 9
+    return (
+        capability(q.device) == 9
         and q.element_size() == 2
         and max(q.shape[3], v.shape[3]) <= 128
         and kv_start is None

@@ -11,8 +11,8 @@ A gate of 0 (log_forget_l = -inf) hides every j < l from every i >= l. It is kep
 import torch
 from torch import Tensor
 
-# A log gate under this is a closed gate: exp(-1e5) is 0 in any dtype.
-CLOSED_GATE = -1e5
+# A log gate under this is a closed gate: exp(-1e3) is 0 in any dtype.
+CLOSED_GATE = -1e3
 
 
 def forgetting_attention_reference(

@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forgetting_attention.triton_configs import Config
-from kernels.forgetting_attention.triton_decay import CHUNK, GRAIN, LOG2_E, Decay, Ranges
+from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
 from kernels.forgetting_attention.triton_forward import descriptor, tile_width
+from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
 
 LN_2 = math.log(2.0)
 

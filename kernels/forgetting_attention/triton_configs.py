@@ -4,6 +4,7 @@ Those for Hopper with head dimensions up to 128 were the fastest on an H200, mea
 benchmarks/tune_forgetting_attention.py does; the others are what fits into a chip's shared memory (99 KiB on Ada).
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,12 @@ TABLE = {
 FLOAT32 = Config(32, 32, 4, 1)
 
 
+@functools.cache
+def capability(device: torch.device) -> int:
+    """The first number of a GPU's compute capability; 8 elsewhere, for Triton's interpreter."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
+
+
 def select(kernel: str, q: Tensor, v: Tensor) -> Config:
     """The block sizes of a kernel for q [..., Dk] and v [..., Dv]. Raises ValueError where there are none."""
     head_dim = max(q.shape[-1], v.shape[-1])
@@ -48,8 +55,8 @@ def select(kernel: str, q: Tensor, v: Tensor) -> Config:
         raise ValueError(f"head_dim {head_dim}: the Triton kernels take head dimensions up to 256")
     if q.dtype == torch.float32:
         return FLOAT32
-    capability = torch.cuda.get_device_capability(q.device)[0] if q.is_cuda else 8
+    chip = capability(q.device)
     for (least, name, largest), config in TABLE.items():
-        if name == kernel and capability >= least and head_dim <= largest:
+        if name == kernel and chip >= least and head_dim <= largest:
             return config
-    raise ValueError(f"compute capability {capability}: the Triton kernels need 8 (Ampere) or more")
+    raise ValueError(f"compute capability {chip}: the Triton kernels need 8 (Ampere) or more")

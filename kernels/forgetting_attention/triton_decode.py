@@ -111,7 +111,7 @@ def _empty_out(q: Tensor, v: Tensor) -> Tensor:
 def _cumulative(log_forget: Tensor, kv_start: Tensor | None) -> Tensor:
     """[B, S, H] float64: the sum of the log gates from kv_start.
 
-    A closed gate counts as CLOSED_GATE: what lies before it weighs exp(-1e5) = 0, and float64 holds a sum of a hundred
+    A closed gate counts as CLOSED_GATE: what lies before it weighs exp(-1e3) = 0, and float64 holds a sum of a hundred
     thousand of them to 2e-6.
     """
     gates = log_forget.double().clamp(min=CLOSED_GATE)

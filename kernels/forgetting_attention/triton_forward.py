@@ -17,7 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.forgetting_attention.triton_configs import Config
-from kernels.forgetting_attention.triton_decay import CHUNK, GRAIN, LOG2_E, Decay, Ranges
+from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
+from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
 
 
 def tile_width(x: Tensor) -> int:

@@ -1,4 +1,6 @@
-"""Inputs for forgetting attention, and one way to take its output with all gradients."""
+"""Inputs for forgetting attention, one way to take its output with all gradients, and what tests of kernels share."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -55,3 +57,45 @@ def out_and_gradients():
         return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
 
     return run
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where kernels run: compiled on a GPU, elsewhere in Triton's interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def triton_forgetting_attention(device):
+    """`forgetting_attention` by the Triton kernels, whatever the device; takes and returns tensors on the CPU."""
+    from kernels.forgetting_attention.triton_operator import triton_attention
+
+    def run(q, k, v, log_forget=None, *, scale=None, window=None, cumulative=False, prune=None, **options):
+        bound = options.pop("logit_bound", None)
+        bounds = bound if isinstance(bound, torch.Tensor) else None
+        tensors = [options.pop(name, None) for name in ("cu_seqlens", "kv_start", "kv_end")]
+        assert not options, options
+        tensors = (None if x is None else x.to(device) for x in (q, k, v, log_forget, *tensors, bounds))
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        number = None if bound is None or bounds is not None else float(bound)
+        return triton_attention(*tensors, scale, window, cumulative, prune, number)[0].to(q.device)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels():
+    """with compiled_kernels() as names: ... -> the names of the kernels that Triton compiled meanwhile."""
+    from triton import knobs
+
+    @contextmanager
+    def count():
+        names = []
+        # Called for each new combination of types and constants, even if its binary lies in the cache on disk.
+        knobs.runtime.jit_post_compile_hook = lambda *args, **kwargs: names.append(kwargs["fn"].name)
+        try:
+            yield names
+        finally:
+            knobs.runtime.jit_post_compile_hook = None
+
+    return count

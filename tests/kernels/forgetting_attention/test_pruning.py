@@ -72,3 +72,13 @@ def test_a_bound_given_as_a_number_or_by_head_does_the_same(decaying):
     by_number = forgetting_attention(**decaying, prune=-5.0, logit_bound=7.5)
     by_head = forgetting_attention(**decaying, prune=-5.0, logit_bound=torch.full((4,), 7.5))
     assert torch.equal(by_number, by_head)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+def test_what_lies_outside_the_keys_in_use_does_not_unsettle_the_bound(make_inputs, garbage):
+    inputs = make_inputs(queries=70, keys=420)
+    bounds = {"kv_start": torch.tensor([3], dtype=torch.int32), "kv_end": torch.tensor([200], dtype=torch.int32)}
+    before = forgetting_attention(**inputs, **bounds, prune=-6.0)
+    inputs["k"][:, :3] = inputs["k"][:, 200:] = garbage
+    after = forgetting_attention(**inputs, **bounds, prune=-6.0)
+    assert (after - before).abs().max() <= 4 * math.exp(-6.0) * inputs["v"].abs().max()

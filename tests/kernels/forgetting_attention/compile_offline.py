@@ -1,0 +1,114 @@
+"""Compile the kernels for GPUs that are not there, and print as JSON what each took: a program, run by the tests.
+
+    python compile_offline.py 90:hopper_forward:128 89:backward:64 ...
+
+Each argument is an architecture and a row of `triton_configs.TABLE`. The kernels' own host code runs, on CPU tensors;
+where it would launch a kernel, the kernel is compiled for the architecture instead.
+"""
+
+import contextlib
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import KernelInterface
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from kernels.forgetting_attention import hopper_backward, hopper_forward, triton_backward, triton_forward
+from kernels.forgetting_attention.triton_configs import TABLE
+from kernels.forgetting_attention.triton_decay import gradient_of_gates, sum_gates
+from kernels.forgetting_attention.triton_ranges import find_ranges, largest_norms
+
+LENGTH, HEADS = 256, 2
+
+
+class AbsentDriver:
+    """What Triton asks of a driver before it compiles. The device's number is its architecture."""
+
+    def __init__(self):
+        self.architecture = 90
+
+    def get_current_device(self) -> int:
+        return self.architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+class Compiler:
+    """Stands in for launching kernels; `records` has one entry for each that was compiled."""
+
+    def __init__(self):
+        self.driver, self.records, self.seen = AbsentDriver(), [], set()
+        triton.runtime.driver.set_active(self.driver)
+        triton.knobs.nvidia.dump_ptxas_log = True
+        KernelInterface.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: self.compile(kernel, args, kwargs)
+
+    def compile(self, kernel, args: tuple, kwargs: dict) -> None:
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            compiled = kernel.run(*args, grid=(1,), warmup=True, **kwargs)
+        if compiled.hash in self.seen:
+            return
+        self.seen.add(compiled.hash)
+        assert "bytes spill stores" in log.getvalue(), "the assembler's log is missing"
+        self.records.append(
+            {
+                "kernel": kernel.__name__,
+                "architecture": self.driver.architecture,
+                "shared": compiled.metadata.shared,
+                "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue()))),
+                "serialized": "wgmma.mma_async instructions are serialized" in log.getvalue(),
+            }
+        )
+
+
+def compile_row(name: str, head_dim: int, config, gated: bool) -> None:
+    """One row of the table, in bfloat16: with gates, and with documents and pruning on the kernels that take them."""
+    q, k, v, out, grad_out = (torch.zeros(1, LENGTH, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(5))
+    lse = torch.zeros(1, HEADS, LENGTH)
+    gates = torch.zeros(1, LENGTH, HEADS) if gated else None
+    bounds = torch.tensor([0, LENGTH], dtype=torch.int32) if gated else None
+    pruning = (-10.0, None, largest_norms(q, k)) if gated else ()
+    decay, first = sum_gates(gates, None, None, bounds, None, False, 1, LENGTH, q.device)
+    ranges = None if first is None else find_ranges(first, decay, None, LENGTH, LENGTH, *pruning)
+    if name == "hopper_forward":
+        hopper_forward.forward(q, k, v, decay, ranges, 1.0, config)
+    elif name == "forward":
+        triton_forward.forward(q, k, v, decay, ranges, None, None, 1.0, config)
+    else:
+        if name == "hopper_backward":
+            together = config.block_m
+            results = hopper_backward.backward(grad_out, q, k, v, out, lse, decay, ranges, 1.0, config)
+        else:
+            together = 1
+            results = triton_backward.backward(grad_out, q, k, v, out, lse, decay, ranges, None, None, 1.0, config)
+        if gated:
+            gradient_of_gates(gates, *results[3:], together, None, None, bounds, LENGTH, False)
+
+
+def main(rows: list[str]) -> None:
+    compiler = Compiler()
+    for row in rows:
+        architecture, name, head_dim = row.split(":")
+        compiler.driver.architecture = int(architecture)
+        config = TABLE[int(architecture) // 10, name, int(head_dim)]
+        # Elsewhere the kernels without gates are the same with less in them.
+        for gated in (True, False) if name.startswith("hopper") else (True,):
+            compile_row(name, int(head_dim), config, gated)
+            for record in compiler.records:
+                record.setdefault("row", row)
+                record.setdefault("gated", gated)
+    print(json.dumps(compiler.records))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
