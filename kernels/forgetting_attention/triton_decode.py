@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forgetting_attention.decode_tiling import NUM_STAGES, NUM_WARPS, Tiling, block_dim, choose_splits
+from kernels.forgetting_attention.operation import register_operation
 from kernels.forgetting_attention.reference import CLOSED_GATE
 
 MAX_QUERIES = 16
@@ -61,8 +62,7 @@ def decode(
     return forgetting_attention_decode(q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative)
 
 
-@torch.library.custom_op("palimpsest::forgetting_attention_decode", mutates_args=())
-def forgetting_attention_decode(
+def _decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -99,9 +99,11 @@ def forgetting_attention_decode(
     return out
 
 
-@forgetting_attention_decode.register_fake
-def _(q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative, num_splits=None):
+def _fake_decode(q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative, num_splits=None):
     return _empty_out(q, v)
+
+
+forgetting_attention_decode = register_operation("forgetting_attention_decode", _decode, _fake_decode)
 
 
 def _empty_out(q: Tensor, v: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Forgetting attention by the Triton kernels, as operations that torch.compile and autograd know."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from kernels.forgetting_attention import hopper_backward, hopper_forward, triton_backward, triton_forward
 from kernels.forgetting_attention.hopper_tiles import supports
+from kernels.forgetting_attention.operation import register_operation
 from kernels.forgetting_attention.triton_configs import select
 from kernels.forgetting_attention.triton_decay import CHUNK, Decay, gradient_of_gates, sum_gates
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges, find_ranges, largest_norms
@@ -189,19 +189,8 @@ def _gradients(ctx, grad_out, *_):
     return *grads[:3], grad_log_forget, *(None,) * 9
 
 
-def _register(name: str, function: Callable, fake: Callable) -> Callable:
-    """The operation palimpsest::name: what torch.library.custom_op makes, without its checks at every call.
-
-    Those took longer than the pruned kernels.
-    """
-    torch.library.define(f"palimpsest::{name}", torch.library.infer_schema(function, mutates_args=()))
-    torch.library.impl(f"palimpsest::{name}", "default", function)
-    torch.library.register_fake(f"palimpsest::{name}", fake)
-    return getattr(torch.ops.palimpsest, name).default
-
-
-triton_attention = _register("forgetting_attention_triton", _attention, _fake_attention)
-triton_attention_backward = _register(
+triton_attention = register_operation("forgetting_attention_triton", _attention, _fake_attention)
+triton_attention_backward = register_operation(
     "forgetting_attention_triton_backward", _attention_backward, _fake_attention_backward
 )
 torch.library.register_autograd("palimpsest::forgetting_attention_triton", _gradients, setup_context=_save)
