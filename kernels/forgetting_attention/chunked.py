@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.forgetting_attention.blocks import Block, segments
+from kernels.forgetting_attention.operation import empty_gradients
 from kernels.forgetting_attention.scores import KEY_CHUNK, LN_2, QUERY_CHUNK, SegmentScores, stack
 from kernels.forgetting_attention.validation import check_values
 
@@ -102,7 +103,7 @@ def chunked_backward(
     cumulative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log_forget, each in its own dtype; the last is empty without log_forget."""
-    grads = [grad.zero_() for grad in _empty_gradients(q, k, v, log_forget)]
+    grads = [grad.zero_() for grad in empty_gradients(q, k, v, log_forget)]
     for segment in segments(q, k, cu_seqlens, kv_start, kv_end, QUERY_CHUNK * KEY_CHUNK):
         scores = SegmentScores(segment, q, k, v, log_forget, scale, window, cumulative)
         sums = SegmentGradients(scores)
@@ -158,12 +159,7 @@ class SegmentGradients:
 def _(
     grad_out, q, k, v, log_forget, out, lse, cu_seqlens, kv_start, kv_end, prune_threshold, scale, window, cumulative
 ):
-    return _empty_gradients(q, k, v, log_forget)
-
-
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor | None) -> tuple[Tensor, ...]:
-    grad_log_forget = q.new_empty(0) if log_forget is None else log_forget.new_empty(log_forget.shape)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), grad_log_forget
+    return empty_gradients(q, k, v, log_forget)
 
 
 def _save(ctx, inputs, output):

@@ -263,6 +263,7 @@ def _backward(
         mbarrier.init(grad_empty.index(buffer), count=1)
     if count > 0:
         HALF: gl.constexpr = BLOCK_N // 2
+        # Whole lists, twice: put together from parts, they lose what is constant in them.
         if THIRD:
             gl.warp_specialize(
                 [
@@ -362,7 +363,8 @@ def backward(
     ranges: Ranges | None,
     scale: float,
     config: Config,
-):
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """As `triton_backward.backward`, for what `hopper_tiles.supports`; grad_queries of block_m queries together."""
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
     key_dim, value_dim = width(q), width(v)
@@ -374,8 +376,8 @@ def backward(
     )  # fmt: skip
     # What is added to begins at 0. So does what nobody may write: gradients of keys that no query sees.
     groups = triton.cdiv(num_queries, config.block_m)
-    zeros = lse.new_zeros(batch * heads * (rows * key_dim + (0 if decay is None else groups * PARTS.value)))
-    sums, grad_queries = zeros.split([batch * heads * rows * key_dim, zeros.numel() - batch * heads * rows * key_dim])
+    sizes = [batch * heads * rows * key_dim, 0 if decay is None else batch * heads * groups * PARTS.value]
+    sums, grad_queries = lse.new_zeros(sum(sizes)).split(sizes)
     new = torch.empty if num_queries == num_keys else torch.zeros
     grad_k, grad_v = for_each_head(k, heads, new), for_each_head(v, heads, new)
     grad_keys = None

@@ -4,11 +4,12 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from kernels.forgetting_attention import hopper_backward, hopper_forward, triton_backward, triton_forward
 from kernels.forgetting_attention.hopper_tiles import supports
-from kernels.forgetting_attention.operation import register_operation
+from kernels.forgetting_attention.operation import empty_gradients, register_operation
 from kernels.forgetting_attention.triton_configs import select
 from kernels.forgetting_attention.triton_decay import CHUNK, Decay, gradient_of_gates, sum_gates
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges, find_ranges, largest_norms
@@ -47,7 +48,7 @@ def _attention(
         `base` of the decay; `first`, `seen_until`, `whole_until` and `kept_from` of the ranges. Empty where not needed.
     """
     if not q.numel():
-        shapes = _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune, window)
+        shapes = _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, prune, window)
         return tuple(x.zero_() for x in shapes)
     value_dim = v.shape[3]
     q, k, v = _readable(q), _readable(k), _readable(v)
@@ -77,7 +78,7 @@ def _attention(
 def _fake_attention(
     q, k, v, log_forget, cu_seqlens, kv_start, kv_end, logit_bounds, scale, window, cumulative, prune, logit_bound
 ):
-    return _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune, window)
+    return _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, prune, window)
 
 
 def _empty_results(
@@ -87,7 +88,6 @@ def _empty_results(
     log_forget: Tensor | None,
     cu_seqlens: Tensor | None,
     kv_start: Tensor | None,
-    kv_end: Tensor | None,
     prune: float | None,
     window: int | None,
 ) -> tuple[Tensor, ...]:
@@ -98,14 +98,14 @@ def _empty_results(
     ranged = gated or cu_seqlens is not None or kv_start is not None or window is not None
     planes = (batch, heads if gated else 1)
     chunks, key_grains, query_grains = (
-        _blocks(num_keys, CHUNK),
-        _blocks(num_keys, GRAIN),
-        _blocks(num_queries, GRAIN),
+        triton.cdiv(num_keys, CHUNK),
+        triton.cdiv(num_keys, GRAIN),
+        triton.cdiv(num_queries, GRAIN),
     )
     int32 = partial(q.new_empty, dtype=torch.int32)
     return (
         q.new_empty(batch, num_queries, heads, v.shape[3]),
-        q.new_empty(batch, heads, _blocks(num_queries, CHUNK) * CHUNK, dtype=torch.float32),
+        q.new_empty(batch, heads, triton.cdiv(num_queries, CHUNK) * CHUNK, dtype=torch.float32),
         q.new_empty((*planes, chunks * CHUNK) if gated else 0, dtype=torch.float32),
         q.new_empty((*planes, chunks) if gated else 0, dtype=torch.float64),
         int32((*planes, chunks * CHUNK) if ranged else 0),
@@ -113,10 +113,6 @@ def _empty_results(
         int32((*planes, key_grains) if ranged else 0),
         int32((*planes, query_grains) if prune is not None else 0),
     )
-
-
-def _blocks(length: int, block: int) -> int:
-    return (length + block - 1) // block
 
 
 def _attention_backward(
@@ -141,7 +137,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log_forget, each in its own dtype; the last is empty without log_forget."""
     if not q.numel():
-        return tuple(x.zero_() for x in _empty_gradients(q, k, v, log_forget))
+        return tuple(x.zero_() for x in empty_gradients(q, k, v, log_forget))
     head_dims = q.shape[3], k.shape[3], v.shape[3]
     q, k, v, out, grad_out = (_readable(x) for x in (q, k, v, out, grad_out))
     decay = Decay(local, base) if local.numel() else None
@@ -167,12 +163,7 @@ def _attention_backward(
 
 
 def _fake_attention_backward(grad_out, q, k, v, log_forget, *rest):
-    return _empty_gradients(q, k, v, log_forget)
-
-
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor | None) -> tuple[Tensor, ...]:
-    grad_log_forget = q.new_empty(0) if log_forget is None else log_forget.new_empty(log_forget.shape)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), grad_log_forget
+    return empty_gradients(q, k, v, log_forget)
 
 
 def _save(ctx, inputs, output):
