@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.forgetting_attention.blocks import Block, segments
-from kernels.forgetting_attention.operation import empty_gradients
+from kernels.operation import empty_gradients
 from kernels.forgetting_attention.scores import KEY_CHUNK, LN_2, QUERY_CHUNK, SegmentScores, stack
 from kernels.forgetting_attention.validation import check_values
 

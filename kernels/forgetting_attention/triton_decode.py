@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forgetting_attention.decode_tiling import NUM_STAGES, NUM_WARPS, Tiling, block_dim, choose_splits
-from kernels.forgetting_attention.operation import register_operation
+from kernels.operation import register_operation
 from kernels.forgetting_attention.reference import CLOSED_GATE
 
 MAX_QUERIES = 16

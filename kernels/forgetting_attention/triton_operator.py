@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.forgetting_attention import hopper_backward, hopper_forward, triton_backward, triton_forward
 from kernels.forgetting_attention.hopper_tiles import supports
-from kernels.forgetting_attention.operation import empty_gradients, register_operation
+from kernels.operation import empty_gradients, register_operation
 from kernels.forgetting_attention.triton_configs import select
 from kernels.forgetting_attention.triton_decay import CHUNK, Decay, gradient_of_gates, sum_gates
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges, find_ranges, largest_norms

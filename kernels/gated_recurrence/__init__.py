@@ -1,0 +1,136 @@
+"""The gated recurrence: linear attention whose state decays, the one operation of seven architectures."""
+
+import torch
+from torch import Tensor
+
+from kernels.gated_recurrence.reference import gated_recurrence_reference, gated_slot_attention_reference
+
+__all__ = [
+    "gated_recurrence",
+    "gated_recurrence_reference",
+    "gated_recurrence_step",
+    "gated_slot_attention",
+    "gated_slot_attention_reference",
+]
+
+
+def gated_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    decay_axis: str = "key",
+    bonus: Tensor | None = None,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    memory_budget: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`S_t = G_t (.) S_{t-1} + k_t^T v_t`, `o_t = scale q_t S_t`, with `G = exp(log_decay)`.
+
+    Gated linear attention (arXiv 2312.06635, eq. 3) and what can be written as it: see `kernels.gated_recurrence.forms`.
+    Computed by chunks; the state is float32 (float64 for float64 inputs). Differentiable once in q, k, v, log_decay,
+    bonus and initial_state, from out and final_state.
+
+    Args:
+        q: [B, T, Hq, Dk], float16, bfloat16, float32 or float64; k and v have its dtype and device.
+        k: [B, T, Hk, Dk]; Hk divides Hq: head h of q reads the state h // (Hq / Hk).
+        v: [B, T, Hk, Dv].
+        log_decay: natural log of the gates, 0 or less, float32 or float64: [B, T, Hk, Dk], one for each key channel;
+            with decay_axis="value" [B, T, Hk, Dv], one for each value channel; or [B, T, Hk], one for each head. -inf
+            forgets all before; its gradient is 0.
+        decay_axis: "key" or "value": the axis of the state that a gate per channel decays. Of no effect for [B, T, Hk].
+        bonus: [Hq, Dk], RWKV6's u: `o_t = scale q_t (S_{t-1} + diag(bonus) k_t^T v_t)`, so that a token reads the state
+            before it, and itself by the bonus alone (arXiv 2404.05892, eq. 19).
+        scale: of the output.
+        initial_state: [B, Hk, Dk, Dv] float32 (float64), zeros when None; [N, Hk, Dk, Dv] with cu_seqlens.
+        cu_seqlens: [N + 1] int32, where packed documents begin and end, 0 to T (B = 1). Each has a state of its own.
+            Documents of no tokens are allowed.
+        memory_budget: bytes that may be kept for the backward pass beside the arguments and the results; above it,
+            they are computed again. None: no more than twice what q, k, v and log_decay take.
+
+    Returns:
+        out [B, T, Hq, Dv] in q's dtype and final_state [B, Hk, Dk, Dv] ([N, ...] with cu_seqlens), float32 (float64).
+
+    Raises:
+        ValueError: for shapes, dtypes or devices that do not fit; on the CPU also for values out of range (positive
+            log_decay, cu_seqlens that decrease, ...), which elsewhere would need a wait for the device.
+    """
+    return gated_recurrence_reference(
+        q,
+        k,
+        v,
+        log_decay,
+        decay_axis=decay_axis,
+        bonus=bonus,
+        scale=scale,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+@torch.no_grad()
+def gated_recurrence_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    *,
+    decay_axis: str = "key",
+    bonus: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """`gated_recurrence` for a few more tokens after `state`, which is updated in place. Without gradients.
+
+    Args:
+        q, k, v, log_decay, decay_axis, bonus, scale: as in `gated_recurrence`, with T = 1 or a few.
+        state: [B, Hk, Dk, Dv] float32 (float64 for float64 inputs), contiguous; holds the final state afterwards.
+
+    Returns:
+        out [B, T, Hq, Dv] in q's dtype.
+    """
+    out, final = gated_recurrence_reference(
+        q, k, v, log_decay, decay_axis=decay_axis, bonus=bonus, scale=scale, initial_state=state
+    )
+    state.copy_(final)
+    return out
+
+
+def gated_slot_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    log_decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
+    memory_budget: int | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Attention over M slots that keys and values are written into, and that forget (GSA, arXiv 2409.07146, eq. 8).
+
+    Two passes of `gated_recurrence` with a softmax over the slots between: `K_t = K_{t-1} diag(G_t) + k_t^T slots_t`,
+    `V_t = diag(G_t) V_{t-1} + slots_t^T v_t`, `o_t = softmax(scale q_t K_t) V_t`. In the paper slots are 1 - G.
+
+    Args:
+        q, k, v: as in `gated_recurrence`.
+        slots: [B, T, Hk, M] in q's dtype, what a token writes into each slot.
+        log_decay: [B, T, Hk, M], or [B, T, Hk].
+        scale: of the scores.
+        initial_state: ([B, Hk, Dk, M], [B, Hk, M, Dv]) float32; [N, ...] with cu_seqlens.
+        cu_seqlens, memory_budget: as in `gated_recurrence`; the budget is each pass's.
+
+    Returns:
+        out [B, T, Hq, Dv], and the two final states.
+    """
+    first, second = (None, None) if initial_state is None else initial_state
+    options = {"cu_seqlens": cu_seqlens, "memory_budget": memory_budget}
+    scores, keys = gated_recurrence(
+        q, k, slots, log_decay, decay_axis="value", scale=scale, initial_state=first, **options
+    )
+    weights = scores.float().softmax(-1).to(q.dtype)
+    out, values = gated_recurrence(weights, slots, v, log_decay, initial_state=second, **options)
+    return out, (keys, values)
