@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kernels.forgetting_attention.blocks import Block, segments
-from kernels.operation import empty_gradients
 from kernels.forgetting_attention.scores import KEY_CHUNK, LN_2, QUERY_CHUNK, SegmentScores, stack
 from kernels.forgetting_attention.validation import check_values
+from kernels.operation import empty_gradients
 
 
 @torch.library.custom_op("palimpsest::forgetting_attention_chunked", mutates_args=())

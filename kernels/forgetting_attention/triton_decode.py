@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forgetting_attention.decode_tiling import NUM_STAGES, NUM_WARPS, Tiling, block_dim, choose_splits
-from kernels.operation import register_operation
 from kernels.forgetting_attention.reference import CLOSED_GATE
+from kernels.operation import register_operation
 
 MAX_QUERIES = 16
 """Queries up to which `decode` is meant."""

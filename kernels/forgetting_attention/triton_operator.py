@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kernels.forgetting_attention import hopper_backward, hopper_forward, triton_backward, triton_forward
 from kernels.forgetting_attention.hopper_tiles import supports
-from kernels.operation import empty_gradients, register_operation
 from kernels.forgetting_attention.triton_configs import select
 from kernels.forgetting_attention.triton_decay import CHUNK, Decay, gradient_of_gates, sum_gates
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges, find_ranges, largest_norms
+from kernels.operation import empty_gradients, register_operation
 
 PLAN_DTYPES = (torch.float32, torch.float64, *(torch.int32,) * 4)
 

@@ -29,7 +29,7 @@ def gated_recurrence(
 ) -> tuple[Tensor, Tensor]:
     """`S_t = G_t (.) S_{t-1} + k_t^T v_t`, `o_t = scale q_t S_t`, with `G = exp(log_decay)`.
 
-    Gated linear attention (arXiv 2312.06635, eq. 3) and what can be written as it: see `kernels.gated_recurrence.forms`.
+    Gated linear attention (arXiv 2312.06635, eq. 3), and what can be written as it: `kernels.gated_recurrence.forms`.
     Computed by chunks; the state is float32 (float64 for float64 inputs). Differentiable once in q, k, v, log_decay,
     bonus and initial_state, from out and final_state.
 

@@ -5,6 +5,8 @@
 G_t is exp(log_decay_t) along the rows of S (the key axis), along its columns (the value axis), or one number.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def gated_recurrence_reference(
     if initial_state is None:
         initial_state = k.new_zeros(rows, heads, key_dim, v.shape[-1], dtype=dtype)
     outs, states = [], []
-    for number, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for number, (begin, end) in enumerate(pairwise(bounds)):
         state = initial_state.to(dtype) if cu_seqlens is None else initial_state[number : number + 1].to(dtype)
         for t in range(begin, end):
             # A state for each head of k and v, read by all the query heads that share it.
