@@ -1,0 +1,235 @@
+"""Seven architectures as one recurrence: from what each computes of its tokens to q, k, v and log_decay.
+
+    out, state = gated_recurrence(*forms.gla(q, k, v, g))
+    out, state = gated_recurrence(*forms.hgrn2(q, f, v, lower_bound=0.5))
+    out, state = gated_recurrence(*forms.rwkv6(r, k, v, w), bonus=u)
+    out, state = gated_recurrence(*forms.mamba2(x, dt, A_log, B, C)), then forms.mamba2_output(out, x, D)
+    inputs, m = forms.mlstm(q, k, v, i, f); out, state = gated_recurrence(*inputs), then forms.mlstm_output(out, m)
+    out, state = gated_recurrence(*forms.gated_retention(q, k, v, p))
+    out, states = gated_slot_attention(*forms.slots(q, k, v, p))
+
+q is [B, T, Hq, Dk], k [B, T, Hk, Dk], v [B, T, Hk, Dv]; gates are logits, before their sigmoid or exp. Gates are computed
+in float32 (float64 for float64 logits), whatever the logits' dtype: in bfloat16 a gate of 0.999 would be 1. What a gate
+multiplies into k or v goes back to their dtype. No form scales q by Dk^-0.5: `gated_recurrence` has a scale for that.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# exp of more is infinite in float32, and the gradient of a gate that far closed would be 0 times infinity.
+_LARGEST_EXPONENT = 80.0
+
+
+class Recurrence(NamedTuple):
+    """The first arguments of `gated_recurrence`, in their order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+
+
+class SlotRecurrence(NamedTuple):
+    """The first arguments of `gated_slot_attention`, in their order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+    log_decay: Tensor
+
+
+def gla(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, temperature: float = 16.0) -> Recurrence:
+    """Gated linear attention (arXiv 2312.06635): `G_t = sigmoid(gate_t)^(1 / temperature)` for each key channel.
+
+    Args:
+        gate: [B, T, Hk, Dk].
+        temperature: 16 in the paper: gates start near 1.
+    """
+    return Recurrence(q, k, v, F.logsigmoid(_wide(gate)) / temperature)
+
+
+def hgrn2(q: Tensor, forget: Tensor, v: Tensor, *, lower_bound: Tensor | float = 0.0) -> Recurrence:
+    """HGRN2 (arXiv 2404.07904): `f = b + (1 - b) sigmoid(forget)`, `S_t = diag(f_t) S_{t-1} + (1 - f_t)^T v_t`.
+
+    Args:
+        q: the output gate of the paper.
+        forget: [B, T, Hk, Dk]. Infinite for a token that shall change nothing: f is 1 and k is 0.
+        v: the input of the paper.
+        lower_bound: b, 0 to 1, a number or [Hk, Dk]. In the paper it grows with the layer, from 0 in the first.
+    """
+    forget = _wide(forget)
+    k = (1 - lower_bound) * (-forget).sigmoid()
+    f = lower_bound + (1 - lower_bound) * forget.sigmoid()
+    # log f from whichever of f and 1 - f is small: near f = 1 it has the digits of 1 - f. The gate that is not chosen
+    # stays where its log has a gradient, and so does a gate that closed beyond what a float can say.
+    open_ = torch.log1p(-k.clamp(max=0.5))
+    closed = f.clamp(min=torch.finfo(f.dtype).tiny).log()
+    return Recurrence(q, k.to(q.dtype), v, torch.where(k < 0.5, open_, closed))
+
+
+def rwkv6(receptance: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Recurrence:
+    """RWKV6, Finch (arXiv 2404.05892, section 4.2): `w_t = exp(-exp(decay_t))` for each key channel.
+
+    `wkv_t = diag(u) k_t^T v_t + sum_{i<t} diag(w_{i+1} ... w_{t-1}) k_i^T v_i`: a token reads the state before it, and
+    itself by u alone, which is `gated_recurrence(..., bonus=u)`. Without a bonus it reads the state after it.
+
+    Args:
+        receptance: what reads the state, q.
+        decay: [B, T, Hk, Dk], the paper's d.
+    """
+    return Recurrence(receptance, k, v, -_wide(decay).clamp(max=_LARGEST_EXPONENT).exp())
+
+
+def mamba2(x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor) -> Recurrence:
+    """Mamba-2 (arXiv 2405.21060): `h_t = exp(-dt_t exp(A_log)) h_{t-1} + B_t^T dt_t x_t`, `y_t = C_t h_t`; one gate a head.
+
+    `mamba2_output` adds the paper's D.
+
+    Args:
+        x: [B, T, H, Dv].
+        dt: [B, T, H], more than 0: softplus has been taken.
+        A_log: [H].
+        B: [B, T, G, Dk]; G divides H: head h uses group h // (H / G). For one group k and q are views of B and C.
+        C: [B, T, G, Dk].
+
+    Raises:
+        ValueError: when the groups do not divide the heads.
+    """
+    heads, groups = x.shape[2], B.shape[2]
+    if heads % groups:
+        raise ValueError(f"B and C have {groups} groups, which must divide the {heads} heads of x")
+    k, q = (y.unsqueeze(3).expand(-1, -1, -1, heads // groups, -1).flatten(2, 3) for y in (B, C))
+    dt = _wide(dt)
+    v = (dt.unsqueeze(-1) * x).to(x.dtype)
+    return Recurrence(q, k, v, -dt * _wide(A_log).exp())
+
+
+def mamba2_output(out: Tensor, x: Tensor, D: Tensor) -> Tensor:
+    """`y_t = C_t h_t + D x_t` in out's dtype, from out [B, T, H, Dv] of the recurrence; D is [H]."""
+    return (_wide(out) + D[:, None] * x).to(out.dtype)
+
+
+def mamba2_decay(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Recurrence:
+    """Mamba-2's gate alone on any q, k, v: `exp(-softplus(gate_t))` for each head (arXiv 2503.01496, table 1).
+
+    Args:
+        gate: [B, T, Hk].
+    """
+    return Recurrence(q, k, v, -F.softplus(_wide(gate)))
+
+
+def mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    input_gate: Tensor,
+    forget_gate: Tensor,
+    *,
+    stabilizer: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Recurrence, Tensor]:
+    """The mLSTM of xLSTM (arXiv 2405.04517, eq. 19-26, with the stabilizer of eq. 15-17).
+
+    With `log i_t = input_gate_t` and `log f_t = log sigmoid(forget_gate_t)`:
+
+        m_t = max(log f_t + m_{t-1}, log i_t),   i'_t = exp(log i_t - m_t),   f'_t = exp(log f_t + m_{t-1} - m_t)
+        C_t = f'_t C_{t-1} + i'_t k_t^T v_t / sqrt(Dk),   n_t = f'_t n_{t-1} + i'_t k_t^T / sqrt(Dk)
+        h_t = q_t C_t / max(|q_t n_t|, exp(-m_t))
+
+    The input gate and 1 / sqrt(Dk) go into k, and n is one more column of the state, [C n]: v gets a column of ones.
+    h_t is `mlstm_output(out, m)`. It does not depend on m, so that no gradient goes through m; nor is there one from m.
+
+    Args:
+        input_gate, forget_gate: [B, T, Hk]. A token with -infinity and infinity changes nothing.
+        stabilizer: m before the first token, [B, Hk], or [N, Hk] with cu_seqlens; zeros when None. It belongs to the
+            state: whoever continues from a final state continues from m of its last token.
+        cu_seqlens: as in `gated_recurrence`; each document has an m of its own.
+
+    Returns:
+        The recurrence, with v [B, T, Hk, Dv + 1], and m, [B, T, Hk] float64.
+    """
+    # In float64, because m_{t-1} - m_t is summed over all tokens.
+    log_input, log_forget = _wide(input_gate).double(), F.logsigmoid(_wide(forget_gate)).double()
+    before, m = _stabilizers(log_input.detach(), log_forget.detach(), stabilizer, cu_seqlens)
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    weight = ((log_input - m).exp() * k.shape[-1] ** -0.5).to(dtype)
+    # At most 0 by the choice of m; the minimum is for its rounding, and leaves the gradient of log_forget whole.
+    log_decay = log_forget + torch.minimum(before - m, -log_forget.detach())
+    k = (k * weight.unsqueeze(-1)).to(k.dtype)
+    v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
+    return Recurrence(q, k, v, log_decay.to(dtype)), m
+
+
+def mlstm_output(out: Tensor, m: Tensor) -> Tensor:
+    """`h = out / max(|q n|, exp(-m))` (arXiv 2405.04517, eq. 21, times exp(-m) above and below the line).
+
+    Args:
+        out: [B, T, Hq, Dv + 1] of the recurrence: q C, and q n in the last column.
+        m: [B, T, Hk] of `mlstm`.
+
+    Returns:
+        [B, T, Hq, Dv] in out's dtype.
+    """
+    read = _wide(out)
+    smallest = (-m).exp().to(read.dtype).repeat_interleave(out.shape[2] // m.shape[2], dim=2).unsqueeze(-1)
+    return (read[..., :-1] / torch.maximum(read[..., -1:].abs(), smallest)).to(out.dtype)
+
+
+def gated_retention(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, temperature: float = 16.0) -> Recurrence:
+    """Gated retention (YOCO, arXiv 2405.05254): `gamma_t = sigmoid(gate_t)^(1 / temperature)`, one for each head.
+
+    With a temperature of 1 also the mLSTM without its input gate and normalizer (arXiv 2503.01496, table 1).
+
+    Args:
+        gate: [B, T, Hk].
+        temperature: 16 in YOCO.
+    """
+    return Recurrence(q, k, v, F.logsigmoid(_wide(gate)) / temperature)
+
+
+def slots(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, temperature: float = 8.0) -> SlotRecurrence:
+    """Gated slot attention (arXiv 2409.07146): `a_t = sigmoid(gate_t)^(1 / temperature)`, slots written with `1 - a_t`.
+
+    Args:
+        gate: [B, T, Hk, M], one for each slot.
+        temperature: 8 in the paper; 16 in arXiv 2503.01496.
+    """
+    log_decay = F.logsigmoid(_wide(gate)) / temperature
+    return SlotRecurrence(q, k, v, -log_decay.expm1().to(q.dtype), log_decay)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _stabilizers(
+    log_input: Tensor, log_forget: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """m_{t-1} and m_t, [B, T, H] each, of `m_t = max(log_forget_t + m_{t-1}, log_input_t)` in every document.
+
+    By doubling, not as a cumulative maximum of log_input less a cumulative sum of log_forget: one forget gate that is
+    closed would take all digits from the sums after it, and a document would inherit the m of the one before.
+    """
+    position = torch.arange(log_input.shape[1], device=log_input.device)
+    if cu_seqlens is None:
+        first = position == 0
+        start = log_input.new_zeros(1, 1, 1) if initial is None else initial.double()[:, None]
+    else:
+        # The last document that begins at or before the token: those before it that begin there too are empty.
+        document = torch.searchsorted(cu_seqlens, position.to(cu_seqlens.dtype), right=True) - 1
+        first = position == cu_seqlens[document]
+        start = log_input.new_zeros(1, 1, 1) if initial is None else initial.double()[None, document]
+    first = first[:, None]
+    m = torch.where(first, torch.maximum(log_forget + start, log_input), log_input)
+    carry = log_forget.masked_fill(first, -torch.inf)
+    step = 1
+    while step < log_input.shape[1]:
+        # Both now reach `step` tokens back, and then twice as many.
+        m = torch.cat([m[:, :step], torch.maximum(m[:, step:], carry[:, step:] + m[:, :-step])], 1)
+        carry = torch.cat([carry[:, :step], carry[:, step:] + carry[:, :-step]], 1)
+        step *= 2
+    return torch.where(first, start, m.roll(1, dims=1)), m

@@ -1,0 +1,99 @@
+"""Which tokens make which chunk: rows of a batch, or packed documents, cut into chunks that run side by side.
+
+The chunks are ordered by their number within a row, and rows by how many they have, most first. So those that one step
+of the recurrence over chunks takes at once lie together, and so do the states of their rows. The last chunk of a row is
+filled up with tokens that change nothing: all zeros.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGEST_CHUNK = 64
+# What is computed at once for each input: few enough to stay in a cache, enough to make Python's share small.
+SLAB_ELEMENTS = 2**18
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Chunks of consecutive steps, `widths` of them in each; N = chunks times heads.
+
+    index: [chunks, Hk, C] int64, where a token's head stands in [B * T * Hk]; padding: [chunks, Hk, C] bool, or None.
+    """
+
+    first: int
+    widths: list[int]
+    index: Tensor
+    padding: Tensor | None
+
+    @property
+    def chunks(self) -> slice:
+        return slice(self.first, self.first + sum(self.widths))
+
+    def steps(self) -> list[slice]:
+        """The slab's own chunks of each step."""
+        ends = torch.tensor(self.widths).cumsum(0).tolist()
+        return [slice(end - width, end) for end, width in zip(ends, self.widths, strict=True)]
+
+    def take(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B * T * Hk, n] -> [N, C, n] in dtype, with 0 for what is padding."""
+        taken = rows.index_select(0, self.index.flatten()).to(dtype).unflatten(0, (-1, self.index.shape[2]))
+        if self.padding is not None:
+            taken.masked_fill_(self.padding.flatten(0, 1)[..., None], 0.0)
+        return taken
+
+    def put(self, rows: Tensor, values: Tensor) -> None:
+        """The inverse of `take`: [N, C, n] into [B * T * Hk, n]."""
+        index, values = self.index.flatten(), values.reshape(-1, rows.shape[1]).to(rows.dtype)
+        if self.padding is not None:
+            real = ~self.padding.flatten()
+            index, values = index[real], values[real]
+        rows.index_copy_(0, index, values)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`order` [R]: the rows (of the batch, or documents) by their number of chunks, which is `size` tokens each."""
+
+    size: int
+    order: Tensor
+    widths: list[int]
+    begins: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device) -> "Layout":
+        bounds = torch.arange(batch + 1) * length if cu_seqlens is None else cu_seqlens.cpu().long()
+        starts, lengths = bounds[:-1], bounds.diff()
+        longest = int(lengths.max()) if len(lengths) else 0
+        size = min(LARGEST_CHUNK, 1 << max(0, longest - 1).bit_length())
+        chunks, order = ((lengths + size - 1) // size).sort(descending=True, stable=True)
+        steps = torch.arange(-(-longest // size))
+        widths = len(chunks) - torch.searchsorted(chunks.flip(0), steps, right=True)
+        step = steps.repeat_interleave(widths)
+        row = order[torch.arange(len(step)) - (widths.cumsum(0) - widths)[step]]
+        begins, counts = starts[row] + step * size, (lengths[row] - step * size).clamp(max=size)
+        return cls(size, order.to(device), widths.tolist(), begins.to(device), counts.to(device))
+
+    def slabs(self, heads: int, channels: int) -> list[Slab]:
+        """Whole steps, together at most SLAB_ELEMENTS for `channels` of each head, or one step."""
+        most = SLAB_ELEMENTS // (heads * channels * self.size)
+        slabs, first, widths = [], 0, []
+        for width in self.widths:
+            if widths and sum(widths) + width > most:
+                slabs.append(self._slab(first, widths, heads))
+                first, widths = first + sum(widths), []
+            widths.append(width)
+        if widths:
+            slabs.append(self._slab(first, widths, heads))
+        return slabs
+
+    def _slab(self, first: int, widths: list[int], heads: int) -> Slab:
+        chunks = slice(first, first + sum(widths))
+        position = torch.arange(self.size, device=self.begins.device)
+        padding = position >= self.counts[chunks, None]
+        token = (self.begins[chunks, None] + position).masked_fill_(padding, 0)
+        index = token[:, None] * heads + torch.arange(heads, device=token.device)[:, None]
+        padded = bool(padding.any())
+        return Slab(first, widths, index, padding[:, None].expand(index.shape) if padded else None)

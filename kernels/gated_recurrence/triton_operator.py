@@ -1,0 +1,234 @@
+"""The gated recurrence by the Triton kernels, as operations that torch.compile and autograd know.
+
+A gate per value channel is the same computation with other roles: the state is held transposed, so that its first axis
+decays. With x, y (which decay), z and w as in the kernels' files:
+
+    key axis     forward: scores of q, k; out by the scan            backward: dv by the scan; dq, dk by gradients
+    value axis   forward: states by the scan; out by gradients       backward: scores of dout, v; dq, dk by the two
+                                                                     scans; dv by gradients
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from kernels.gated_recurrence.triton_gradients import gradients
+from kernels.gated_recurrence.triton_plan import CHUNK, Plan, make_plan
+from kernels.gated_recurrence.triton_scan import scan
+from kernels.gated_recurrence.triton_scores import Chunks, decay_chunks, padded, stored_dtype
+from kernels.operation import empty_gradients, register_operation
+
+# Programs that a scan should have; a sequence is cut into segments of at least so many tokens to get them.
+SCAN_PROGRAMS, LEAST_SEGMENT = 96, 256
+
+
+def _segment(batch: int, length: int, heads: int, width_e: int, packed: bool) -> int:
+    """Tokens of a segment: all, where the scan has programs enough without cutting."""
+    programs = batch * heads * triton.cdiv(width_e, 64)
+    whole = triton.cdiv(length, CHUNK) * CHUNK
+    if programs >= SCAN_PROGRAMS and not packed:
+        return whole
+    wanted = triton.cdiv(length * programs, 2 * SCAN_PROGRAMS * CHUNK) * CHUNK
+    return min(max(wanted, LEAST_SEGMENT), whole)
+
+
+def _readable(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Plan:
+    batch, length, heads, _ = k.shape
+    width = min(k.shape[3], v.shape[3])
+    return make_plan(
+        batch, length, cu_seqlens, _segment(batch, length, heads, width, cu_seqlens is not None), q.device
+    )
+
+
+def _state_in(state: Tensor | None, by_value: bool) -> Tensor | None:
+    """[N, H, Dk, Dv] -> [N, H, D as stored, E], the decaying axis first."""
+    if state is None:
+        return None
+    state = state.mT if by_value else state
+    missing = padded(state.shape[2]) - state.shape[2]
+    return F.pad(state, (0, 0, 0, missing)) if missing else state
+
+
+def _state_out(state: Tensor, width: int, by_value: bool) -> Tensor:
+    state = state[:, :, :width]
+    return (state.mT if by_value else state).contiguous()
+
+
+def _kept_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, by_value: bool):
+    """(shape, dtype) of decayed q, k, scores, totals and states, as `_recurrence` keeps them."""
+    batch, length, heads, _ = k.shape
+    y, z = (v, k) if by_value else (k, v)
+    chunks = batch * triton.cdiv(length, CHUNK) if cu_seqlens is None else _packed_chunks(length, cu_seqlens)
+    width, dtype = padded(y.shape[3]), stored_dtype(q.dtype)
+    x = () if by_value else (q.shape[2],)
+    return (
+        ((chunks, *x, CHUNK, width) if x else (0,), dtype),
+        ((chunks, heads, CHUNK, width), dtype),
+        ((chunks, *x, CHUNK, CHUNK) if x else (0,), dtype),
+        ((chunks, heads, 1 if log_decay.ndim == 3 else width), torch.float32),
+        ((chunks, heads, width, z.shape[3]), dtype),
+    )
+
+
+def _packed_chunks(length: int, cu_seqlens: Tensor) -> int:
+    return triton.cdiv(length, CHUNK) + cu_seqlens.shape[0] - 1
+
+
+def _keeps(q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget: int | None) -> bool:
+    """Whether what the backward pass can use fits into the budget."""
+    if memory_budget is None:
+        memory_budget = 2 * sum(x.numel() * x.element_size() for x in (q, k, v, log_decay))
+    kept = 0
+    for shape, dtype in _kept_shapes(q, k, v, log_decay, cu_seqlens, by_value):
+        numel = 1
+        for size in shape:
+            numel = numel * size
+        kept = kept + numel * dtype.itemsize
+    return bool(kept <= memory_budget)
+
+
+def _recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    decay_axis: str,
+    scale: float,
+    memory_budget: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `gated_recurrence`.
+
+    Returns:
+        out, final_state, and what is kept for the backward pass: decayed q, decayed k, scores, totals and states of
+        the chunks; empty where they are computed again.
+    """
+    by_value = decay_axis == "value" and log_decay.ndim == 4
+    if not k.numel() or not v.numel() or not q.numel():
+        results = _empty_results(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
+        results[1].zero_() if initial_state is None else results[1].copy_(initial_state)
+        return results
+    q, k, v, log_decay = (_readable(x) for x in (q, k, v, log_decay.float()))
+    keeps = _keeps(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
+    heads = k.shape[2]
+    with torch.cuda.device_of(q):
+        plan = _plan(q, k, v, cu_seqlens)
+        start = _state_in(initial_state, by_value)
+        if by_value:
+            chunks = decay_chunks(None, v, log_decay, plan, scale)
+            _, states, end = scan(chunks, k, plan, start, heads=heads, out=False)
+            out, _, _ = gradients(None, v, k, q, log_decay, states, None, plan, scale)
+        else:
+            chunks = decay_chunks(q, k, log_decay, plan, scale)
+            out, states, end = scan(chunks, v, plan, start, heads=heads, states=keeps)
+    final = _state_out(end, v.shape[3] if by_value else k.shape[3], by_value)
+    kept = (chunks.x, chunks.y, chunks.scores, chunks.total, states) if keeps else (None,) * 5
+    shapes = _kept_shapes(q, k, v, log_decay, cu_seqlens, by_value)
+    kept = (q.new_empty(0, dtype=dtype) if x is None else x for x, (_, dtype) in zip(kept, shapes, strict=True))
+    return out, final, *kept
+
+
+def _empty_results(q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget: int | None) -> tuple[Tensor, ...]:
+    """What `_recurrence` returns, in shape and dtype."""
+    batch, length, heads, key_dim = k.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    keeps = _keeps(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
+    return (
+        q.new_empty(*q.shape[:3], v.shape[3]),
+        q.new_empty(sequences, heads, key_dim, v.shape[3], dtype=torch.float32),
+        *(
+            q.new_empty(shape if keeps else 0, dtype=dtype)
+            for shape, dtype in _kept_shapes(q, k, v, log_decay, cu_seqlens, by_value)
+        ),
+    )
+
+
+def _fake_recurrence(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale, memory_budget):
+    by_value = decay_axis == "value" and log_decay.ndim == 4
+    return _empty_results(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
+
+
+def _recurrence_backward(
+    grad_out: Tensor | None,
+    grad_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    decayed_q: Tensor,
+    decayed_k: Tensor,
+    scores: Tensor,
+    total: Tensor,
+    states: Tensor,
+    decay_axis: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, log_decay and initial_state, each in its own dtype; the last is empty without one."""
+    by_value = decay_axis == "value" and log_decay.ndim == 4
+    if not k.numel() or not v.numel() or not q.numel():
+        grads = tuple(x.zero_() for x in empty_gradients(q, k, v, log_decay, initial_state))
+        if initial_state is not None and grad_final is not None:
+            grads[4].copy_(grad_final)
+        return grads
+    if grad_out is None:
+        grad_out = q.new_zeros(*q.shape[:3], v.shape[3])
+    gate_dtype = log_decay.dtype
+    q, k, v, log_decay, grad_out = (_readable(x) for x in (q, k, v, log_decay.float(), grad_out))
+    heads = k.shape[2]
+    with torch.cuda.device_of(q):
+        plan = _plan(q, k, v, cu_seqlens)
+        start, grad_end = _state_in(initial_state, by_value), _state_in(grad_final, by_value)
+        wants_start = initial_state is not None
+        if by_value:
+            chunks = decay_chunks(grad_out, v, log_decay, plan, scale)
+            kept = states if states.numel() else None
+            dq, again, _ = scan(chunks, k, plan, start, heads=heads, states=kept is None, end=False)
+            states = again if kept is None else kept
+            dk, grad_states, grad_start = scan(chunks, q, plan, grad_end, backward=True, heads=heads, end=wants_start)
+            _, dv, grad_gates = gradients(grad_out, v, k, q, log_decay, states, grad_states, plan, scale)
+        else:
+            if states.numel():
+                chunks = Chunks(decayed_q, decayed_k, scores, total)
+            else:
+                chunks = decay_chunks(q, k, log_decay, plan, scale)
+                _, states, _ = scan(chunks, v, plan, start, heads=heads, out=False, end=False)
+            dv, grad_states, grad_start = scan(
+                chunks, grad_out, plan, grad_end, backward=True, heads=heads, end=wants_start
+            )
+            dq, dk, grad_gates = gradients(q, k, v, grad_out, log_decay, states, grad_states, plan, scale)
+    width = v.shape[3] if by_value else k.shape[3]
+    grad_initial = _state_out(grad_start, width, by_value).to(initial_state.dtype) if wants_start else q.new_empty(0)
+    return dq, dk, dv, grad_gates.to(gate_dtype), grad_initial
+
+
+def _fake_recurrence_backward(grad_out, grad_final, q, k, v, log_decay, initial_state, *rest):
+    return empty_gradients(q, k, v, log_decay, initial_state)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, log_decay, initial_state, cu_seqlens, ctx.decay_axis, ctx.scale, _ = inputs
+    ctx.mark_non_differentiable(*output[2:])
+    # Else zeros would be filled in for the gradient of each of them.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, log_decay, initial_state, cu_seqlens, *output[2:])
+
+
+def _differentiate(ctx, grad_out, grad_final, *_):
+    grads = triton_recurrence_backward(grad_out, grad_final, *ctx.saved_tensors, ctx.decay_axis, ctx.scale)
+    grad_initial = grads[4] if ctx.needs_input_grad[4] else None
+    return *grads[:4], grad_initial, *(None,) * 4
+
+
+triton_recurrence = register_operation("gated_recurrence_triton", _recurrence, _fake_recurrence)
+triton_recurrence_backward = register_operation(
+    "gated_recurrence_triton_backward", _recurrence_backward, _fake_recurrence_backward
+)
+torch.library.register_autograd("palimpsest::gated_recurrence_triton", _differentiate, setup_context=_save)

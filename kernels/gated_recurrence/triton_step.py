@@ -1,0 +1,266 @@
+"""The gated recurrence for a few tokens after a state, in Triton: decoding, and short continuations of a prefix.
+
+    S_t = G_t (.) S_{t-1} + k_t^T v_t        o_t = scale q_t S_t        for each query head that shares the state
+
+There is next to no arithmetic, so time is the reading and writing of the states. Columns of a state do not know each
+other: a program owns all rows of some columns of one head's state, reads that tile once, takes it through all tokens in
+registers, with out_t the sum over its rows, and writes it once. It may write where it has read, and the memory and time
+of a token do not depend on what came before it. With a bonus u (RWKV6) a token reads the state before it, and itself
+through o_t = scale (q_t S_{t-1} + (sum_d q_td u_d k_td) v_t). The batch, the number of tokens and all strides are plain
+arguments: none of them compiles anew.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.operation import register_operation
+
+MAX_STEPS = 16
+"""Tokens up to which these are meant."""
+
+TILE = 4096
+"""Numbers of a state in a program: 128 rows of 128 bytes at Dk = 128, so that four warps have eight loads each to wait
+for at once, and a multiprocessor holds enough of them."""
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    decay_axis: str,
+    scale: float,
+    bonus: Tensor | None = None,
+) -> Tensor:
+    """`gated_recurrence` after `state`, which holds the final state afterwards. Without gradients.
+
+    Args:
+        q: [B, T, Hq, Dk] float16, bfloat16 or float32, any strides; T from 1 to MAX_STEPS (more are right, but slow).
+        k, v: [B, T, Hk, Dk], [B, T, Hk, Dv] in q's dtype, any strides; Hk divides Hq, Dk and Dv are 256 or less.
+        log_decay: [B, T, Hk, Dk], [B, T, Hk, Dv] or [B, T, Hk], 0 or less.
+        state: [B, Hk, Dk, Dv] float32. Updated in place where each head's matrix is contiguous; otherwise by a copy.
+        decay_axis: "key" or "value", what a gate per channel decays.
+        scale: of the output.
+        bonus: [Hq, Dk] or None, as in `gated_recurrence`.
+
+    Returns:
+        out [B, T, Hq, Dv] in q's dtype.
+    """
+    if _holds_matrices(state):
+        return gated_recurrence_step_in_place(q, k, v, log_decay, state, decay_axis, scale, bonus)
+    out, final = short_recurrence(q, k, v, log_decay, state, decay_axis, scale, bonus)
+    state.copy_(final)
+    return out
+
+
+def short_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    decay_axis: str,
+    scale: float,
+    bonus: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`step` that leaves the state it starts from (None: zeros) and returns (out, final_state)."""
+    return gated_recurrence_short(q, k, v, log_decay, initial_state, decay_axis, scale, bonus)
+
+
+def _step_in_place(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    decay_axis: str,
+    scale: float,
+    bonus: Tensor | None = None,
+) -> Tensor:
+    out = _empty_out(q, v)
+    _launch(q, k, v, log_decay, bonus, state, state, out, decay_axis, scale)
+    if not state.is_inference():
+        # Torch cannot see that the kernel writes, and a graph that has saved the state must refuse to use it.
+        torch.autograd.graph.increment_version(state)
+    return out
+
+
+def _fake_step_in_place(q, k, v, log_decay, state, decay_axis, scale, bonus=None):
+    return _empty_out(q, v)
+
+
+gated_recurrence_step_in_place = register_operation(
+    "gated_recurrence_step_in_place", _step_in_place, _fake_step_in_place, mutates=("state",)
+)
+
+
+def _short(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    decay_axis: str,
+    scale: float,
+    bonus: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    out, final = _empty_out(q, v), _empty_state(k, v)
+    source = final if initial_state is None else initial_state.contiguous()
+    _launch(q, k, v, log_decay, bonus, source, final, out, decay_axis, scale, from_zeros=initial_state is None)
+    return out, final
+
+
+def _fake_short(q, k, v, log_decay, initial_state, decay_axis, scale, bonus=None):
+    return _empty_out(q, v), _empty_state(k, v)
+
+
+gated_recurrence_short = register_operation("gated_recurrence_short", _short, _fake_short)
+
+
+def _empty_out(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def _empty_state(k: Tensor, v: Tensor) -> Tensor:
+    return k.new_empty(k.shape[0], k.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
+
+
+def _holds_matrices(state: Tensor) -> bool:
+    """Whether each head's matrix is contiguous, and no two of them are one (as where a state was expanded)."""
+    batch, heads, key_dim, value_dim = state.shape
+    columns = value_dim == 1 or state.stride(3) == 1
+    rows = key_dim == 1 or state.stride(2) == value_dim
+    return columns and rows and (batch == 1 or state.stride(0) > 0) and (heads == 1 or state.stride(1) > 0)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    bonus: Tensor | None,
+    source: Tensor,
+    destination: Tensor,
+    out: Tensor,
+    decay_axis: str,
+    scale: float,
+    from_zeros: bool = False,
+) -> None:
+    """source and destination have the same strides, or are the same; with from_zeros the source is not read."""
+    batch, heads, key_dim, value_dim = destination.shape
+    if batch == 0:
+        return
+    block_keys, block_values, num_warps = _tile(key_dim, value_dim)
+    decay_strides = log_decay.stride() if log_decay.ndim == 4 else (*log_decay.stride(), 0)
+    # The stride of an axis of one is arbitrary. What divides the others is a constant of the kernel, and tells it how
+    # wide it may load; the strides themselves are not.
+    state_strides = [0 if size == 1 else destination.stride(axis) for axis, size in enumerate((batch, heads))]
+    unit = math.gcd(4, *state_strides)
+    with torch.cuda.device_of(q):
+        _take_steps[(batch * heads * triton.cdiv(value_dim, block_values),)](
+            q,
+            k,
+            v,
+            log_decay,
+            bonus,
+            source,
+            destination,
+            out,
+            *q.stride(),
+            *k.stride(),
+            *v.stride(),
+            *decay_strides,
+            *((0, 0) if bonus is None else bonus.stride()),
+            *(stride // unit for stride in state_strides),
+            q.shape[1],
+            int(from_zeros),
+            scale,
+            HEADS=heads,
+            GROUPS=q.shape[2] // heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            BLOCK_KEYS=block_keys,
+            BLOCK_VALUES=block_values,
+            GATE="head" if log_decay.ndim == 3 else decay_axis,
+            STATE_UNIT=unit,
+            num_warps=num_warps,
+        )
+
+
+def _tile(key_dim: int, value_dim: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a program; the sizes of the model alone decide, so that no batch compiles anew."""
+    rows = triton.next_power_of_2(key_dim)
+    columns = min(triton.next_power_of_2(value_dim), TILE // rows)
+    return rows, columns, max(1, min(4, rows * columns // 1024))
+
+
+_STRIDES = [f"{x}_stride_{axis}" for x in ("q", "k", "v", "decay") for axis in "bthd"]
+
+
+@triton.jit(
+    do_not_specialize=[
+        *_STRIDES,
+        *("bonus_stride_h", "bonus_stride_d", "state_stride_b", "state_stride_h", "length", "from_zeros"),
+    ],
+    do_not_specialize_on_alignment=["q", "k", "v", "log_decay", "bonus", "out"],
+)
+def _take_steps(
+    q, k, v, log_decay, bonus, source, destination, out,
+    q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
+    v_stride_b, v_stride_t, v_stride_h, v_stride_d, decay_stride_b, decay_stride_t, decay_stride_h, decay_stride_d,
+    bonus_stride_h, bonus_stride_d, state_stride_b, state_stride_h,
+    length, from_zeros, scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BLOCK_VALUES: tl.constexpr, GATE: tl.constexpr, STATE_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one head's state in one batch row; bonus may be None."""
+    num_slices: tl.constexpr = tl.cdiv(VALUE_DIM, BLOCK_VALUES)
+    program = tl.program_id(0)
+    head = program // num_slices % HEADS
+    # States and inputs may hold more than 2^31 numbers.
+    batch = (program // (num_slices * HEADS)).to(tl.int64)
+    key, value = tl.arange(0, BLOCK_KEYS), program % num_slices * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    key_used, value_used = key < KEY_DIM, value < VALUE_DIM
+    tile = (batch * state_stride_b + head.to(tl.int64) * state_stride_h) * STATE_UNIT
+    tile_offset = key[:, None] * VALUE_DIM + value
+    tile_used = key_used[:, None] & value_used
+    # Zeros, too, come from a load, of nothing: it gives the tile the layout of its store.
+    state = tl.load(source + tile + tile_offset, mask=tile_used & (from_zeros == 0), other=0.0)
+
+    key_wide, value_wide = key.to(tl.int64), value.to(tl.int64)
+    q += batch * q_stride_b + head.to(tl.int64) * GROUPS * q_stride_h
+    k += batch * k_stride_b + head.to(tl.int64) * k_stride_h
+    v += batch * v_stride_b + head.to(tl.int64) * v_stride_h
+    log_decay += batch * decay_stride_b + head.to(tl.int64) * decay_stride_h
+    out += (batch * length * HEADS + head) * GROUPS * VALUE_DIM
+    q_step, q_head_step = q_stride_t.to(tl.int64), q_stride_h.to(tl.int64)
+    k_step, v_step, decay_step = k_stride_t.to(tl.int64), v_stride_t.to(tl.int64), decay_stride_t.to(tl.int64)
+    for t in range(length):
+        k_t = tl.load(k + t * k_step + key_wide * k_stride_d, mask=key_used, other=0.0).to(tl.float32)
+        v_t = tl.load(v + t * v_step + value_wide * v_stride_d, mask=value_used, other=0.0).to(tl.float32)
+        decay_t = log_decay + t * decay_step
+        if GATE == "key":
+            decay = tl.load(decay_t + key_wide * decay_stride_d, mask=key_used, other=0.0).to(tl.float32)[:, None]
+        elif GATE == "value":
+            decay = tl.load(decay_t + value_wide * decay_stride_d, mask=value_used, other=0.0).to(tl.float32)[None, :]
+        else:
+            decay = tl.load(decay_t).to(tl.float32)
+        before = state
+        state = tl.exp(decay) * state + k_t[:, None] * v_t
+        for query in range(GROUPS):
+            q_t = q + t * q_step + query * q_head_step + key_wide * q_stride_d
+            q_t = tl.load(q_t, mask=key_used, other=0.0).to(tl.float32)
+            if bonus is None:
+                read = tl.sum(q_t[:, None] * state, 0)
+            else:
+                u = bonus + (head * GROUPS + query) * bonus_stride_h + key * bonus_stride_d
+                u = tl.load(u, mask=key_used, other=0.0).to(tl.float32)
+                read = tl.sum(q_t[:, None] * before, 0) + tl.sum(q_t * u * k_t, 0) * v_t
+            out_t = out + (t * HEADS * GROUPS + query) * VALUE_DIM + value
+            tl.store(out_t, (scale * read).to(out.dtype.element_ty), mask=value_used)
+    tl.store(destination + tile + tile_offset, state, mask=tile_used)
