@@ -3,7 +3,11 @@
 import torch
 from torch import Tensor
 
+from kernels.gated_recurrence.chunked import chunked_recurrence
+from kernels.gated_recurrence.delayed import add_last, add_own, delay
 from kernels.gated_recurrence.reference import gated_recurrence_reference, gated_slot_attention_reference
+from kernels.gated_recurrence.step import plain_step
+from kernels.gated_recurrence.validation import check_arguments, check_slot_arguments, check_step_arguments
 
 __all__ = [
     "gated_recurrence",
@@ -31,7 +35,7 @@ def gated_recurrence(
 
     Gated linear attention (arXiv 2312.06635, eq. 3), and what can be written as it: `kernels.gated_recurrence.forms`.
     Computed by chunks; the state is float32 (float64 for float64 inputs). Differentiable once in q, k, v, log_decay,
-    bonus and initial_state, from out and final_state.
+    bonus and initial_state, from out and final_state. Under autocast it computes in what q, k and v are.
 
     Args:
         q: [B, T, Hq, Dk], float16, bfloat16, float32 or float64; k and v have its dtype and device.
@@ -48,7 +52,8 @@ def gated_recurrence(
         cu_seqlens: [N + 1] int32, where packed documents begin and end, 0 to T (B = 1). Each has a state of its own.
             Documents of no tokens are allowed.
         memory_budget: bytes that may be kept for the backward pass beside the arguments and the results; above it,
-            they are computed again. None: no more than twice what q, k, v and log_decay take.
+            they are computed again. None: no more than twice what q, k, v and log_decay take. The form for CPUs
+            keeps nothing.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and final_state [B, Hk, Dk, Dv] ([N, ...] with cu_seqlens), float32 (float64).
@@ -57,17 +62,39 @@ def gated_recurrence(
         ValueError: for shapes, dtypes or devices that do not fit; on the CPU also for values out of range (positive
             log_decay, cu_seqlens that decrease, ...), which elsewhere would need a wait for the device.
     """
-    return gated_recurrence_reference(
+    check_arguments(
         q,
         k,
         v,
         log_decay,
         decay_axis=decay_axis,
         bonus=bonus,
-        scale=scale,
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        memory_budget=memory_budget,
     )
+    options = (initial_state, cu_seqlens, decay_axis, float(scale), memory_budget)
+    if bonus is None or q.shape[1] == 0:
+        return _implementation(q, k, v, log_decay, *options)
+    later = (delay(x, cu_seqlens) for x in (k, v, log_decay))
+    out, before_last = _implementation(q, *later, *options)
+    out = add_own(out, q, k, v, bonus, scale)
+    return out, add_last(before_last, k, v, log_decay, decay_axis, cu_seqlens)
+
+
+def _implementation(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    decay_axis: str,
+    scale: float,
+    memory_budget: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence without a bonus, by what suits the device; arguments are checked."""
+    return chunked_recurrence(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale)
 
 
 @torch.no_grad()
@@ -90,12 +117,12 @@ def gated_recurrence_step(
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype.
+
+    Raises:
+        ValueError: as `gated_recurrence`.
     """
-    out, final = gated_recurrence_reference(
-        q, k, v, log_decay, decay_axis=decay_axis, bonus=bonus, scale=scale, initial_state=state
-    )
-    state.copy_(final)
-    return out
+    check_step_arguments(q, k, v, log_decay, state, decay_axis=decay_axis, bonus=bonus)
+    return plain_step(q, k, v, log_decay, state, decay_axis, float(scale), bonus)
 
 
 def gated_slot_attention(
@@ -125,12 +152,22 @@ def gated_slot_attention(
 
     Returns:
         out [B, T, Hq, Dv], and the two final states.
+
+    Raises:
+        ValueError: as `gated_recurrence`.
     """
-    first, second = (None, None) if initial_state is None else initial_state
-    options = {"cu_seqlens": cu_seqlens, "memory_budget": memory_budget}
-    scores, keys = gated_recurrence(
-        q, k, slots, log_decay, decay_axis="value", scale=scale, initial_state=first, **options
+    check_slot_arguments(
+        q,
+        k,
+        v,
+        slots,
+        log_decay,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        memory_budget=memory_budget,
     )
-    weights = scores.float().softmax(-1).to(q.dtype)
-    out, values = gated_recurrence(weights, slots, v, log_decay, initial_state=second, **options)
+    first, second = (None, None) if initial_state is None else initial_state
+    scores, keys = _implementation(q, k, slots, log_decay, first, cu_seqlens, "value", float(scale), memory_budget)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    out, values = _implementation(weights, slots, v, log_decay, second, cu_seqlens, "key", 1.0, memory_budget)
     return out, (keys, values)

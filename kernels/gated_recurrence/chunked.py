@@ -77,13 +77,15 @@ class _Problem:
         added = torch.bmm((columns * gates.to_end).mT, others).unflatten(0, (-1, self.heads))
         total = gates.total.unflatten(0, (-1, self.heads))[..., None]
         states = torch.empty_like(added)
-        for step in slab.steps():
-            current = carry[: step.stop - step.start]
+        for rows, step in slab.steps:
+            current = carry[rows]
             states[step] = current
             current.mul_(total[step]).add_(added[step])
         return states.flatten(0, 1)
 
 
+# Autocast would round what is float32 here to bfloat16 in every matrix product.
+@torch.autocast("cpu", enabled=False)
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -95,7 +97,7 @@ def _forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The arguments of `gated_recurrence`, without bonus and budget."""
-    check_values(k, log_decay, cu_seqlens)
+    check_values(log_decay, cu_seqlens)
     problem = _Problem(q, k, v, log_decay, cu_seqlens, decay_axis)
     out, _ = _empty_results(q, k, v, cu_seqlens)
     out_rows = problem.rows(out)
@@ -134,6 +136,7 @@ def _empty_results(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -
     return out, q.new_empty(rows, k.shape[2], k.shape[3], v.shape[3], dtype=state_dtype)
 
 
+@torch.autocast("cpu", enabled=False)
 def _backward(
     grad_out: Tensor,
     grad_final: Tensor,
@@ -209,8 +212,8 @@ class _SlabGradients:
         read = read.unflatten(0, (-1, self.problem.heads))
         total = self.gates.total.unflatten(0, (-1, self.problem.heads))[..., None]
         grads = torch.empty_like(read)
-        for step in reversed(slab.steps()):
-            current = carry[: step.stop - step.start]
+        for rows, step in reversed(slab.steps):
+            current = carry[rows]
             grads[step] = current
             current.mul_(total[step]).add_(read[step])
         return grads.flatten(0, 1)

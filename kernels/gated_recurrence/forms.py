@@ -8,9 +8,10 @@
     out, state = gated_recurrence(*forms.gated_retention(q, k, v, p))
     out, states = gated_slot_attention(*forms.slots(q, k, v, p))
 
-q is [B, T, Hq, Dk], k [B, T, Hk, Dk], v [B, T, Hk, Dv]; gates are logits, before their sigmoid or exp. Gates are computed
-in float32 (float64 for float64 logits), whatever the logits' dtype: in bfloat16 a gate of 0.999 would be 1. What a gate
-multiplies into k or v goes back to their dtype. No form scales q by Dk^-0.5: `gated_recurrence` has a scale for that.
+q is [B, T, Hq, Dk], k [B, T, Hk, Dk], v [B, T, Hk, Dv]; gates are logits, before their sigmoid or exp. They are
+computed in float32 (float64 for float64 logits), whatever the logits' dtype: in bfloat16 a gate of 0.999 would be 1.
+What a gate multiplies into k or v goes back to their dtype. Only mlstm divides by sqrt(Dk), as its equations do; the
+others leave that to the scale of `gated_recurrence`.
 """
 
 from typing import NamedTuple
@@ -62,13 +63,16 @@ def hgrn2(q: Tensor, forget: Tensor, v: Tensor, *, lower_bound: Tensor | float =
         lower_bound: b, 0 to 1, a number or [Hk, Dk]. In the paper it grows with the layer, from 0 in the first.
     """
     forget = _wide(forget)
-    k = (1 - lower_bound) * (-forget).sigmoid()
-    f = lower_bound + (1 - lower_bound) * forget.sigmoid()
-    # log f from whichever of f and 1 - f is small: near f = 1 it has the digits of 1 - f. The gate that is not chosen
-    # stays where its log has a gradient, and so does a gate that closed beyond what a float can say.
-    open_ = torch.log1p(-k.clamp(max=0.5))
-    closed = f.clamp(min=torch.finfo(f.dtype).tiny).log()
-    return Recurrence(q, k.to(q.dtype), v, torch.where(k < 0.5, open_, closed))
+    if isinstance(lower_bound, Tensor):
+        lower_bound = lower_bound.to(forget.dtype)
+    kept = forget.sigmoid()
+    # Of sigmoid(x) and sigmoid(-x), and of f and 1 - f, the smaller has all its digits, and so has its gradient. The
+    # clamps spare the log that is not chosen, and that of an f which is 0 in this dtype, an infinite gradient.
+    k = (1 - lower_bound) * torch.where(forget < 0, 1 - kept, (-forget).sigmoid())
+    f = lower_bound + (1 - lower_bound) * kept
+    nearly_open = torch.log1p(-k.clamp(max=0.5))
+    log_decay = torch.where(k < 0.5, nearly_open, f.clamp(min=torch.finfo(f.dtype).tiny).log())
+    return Recurrence(q, k.to(q.dtype), v, log_decay)
 
 
 def rwkv6(receptance: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Recurrence:
@@ -85,9 +89,9 @@ def rwkv6(receptance: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Recurrence
 
 
 def mamba2(x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor) -> Recurrence:
-    """Mamba-2 (arXiv 2405.21060): `h_t = exp(-dt_t exp(A_log)) h_{t-1} + B_t^T dt_t x_t`, `y_t = C_t h_t`; one gate a head.
+    """Mamba-2 (arXiv 2405.21060): `h_t = exp(-dt_t exp(A_log)) h_{t-1} + B_t^T dt_t x_t`, `y_t = C_t h_t`.
 
-    `mamba2_output` adds the paper's D.
+    One gate for each head. `mamba2_output` adds `D x_t`.
 
     Args:
         x: [B, T, H, Dv].
@@ -110,7 +114,7 @@ def mamba2(x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor) -> Recurr
 
 def mamba2_output(out: Tensor, x: Tensor, D: Tensor) -> Tensor:
     """`y_t = C_t h_t + D x_t` in out's dtype, from out [B, T, H, Dv] of the recurrence; D is [H]."""
-    return (_wide(out) + D[:, None] * x).to(out.dtype)
+    return (_wide(out) + D[:, None] * _wide(x)).to(out.dtype)
 
 
 def mamba2_decay(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Recurrence:
@@ -141,7 +145,7 @@ def mlstm(
         h_t = q_t C_t / max(|q_t n_t|, exp(-m_t))
 
     The input gate and 1 / sqrt(Dk) go into k, and n is one more column of the state, [C n]: v gets a column of ones.
-    h_t is `mlstm_output(out, m)`. It does not depend on m, so that no gradient goes through m; nor is there one from m.
+    h_t is `mlstm_output(out, m)`. As it does not depend on m, m has no gradient.
 
     Args:
         input_gate, forget_gate: [B, T, Hk]. A token with -infinity and infinity changes nothing.
@@ -154,7 +158,7 @@ def mlstm(
     """
     # In float64, because m_{t-1} - m_t is summed over all tokens.
     log_input, log_forget = _wide(input_gate).double(), F.logsigmoid(_wide(forget_gate)).double()
-    before, m = _stabilizers(log_input.detach(), log_forget.detach(), stabilizer, cu_seqlens)
+    before, m = _stabilizers(log_input, log_forget, stabilizer, cu_seqlens)
     dtype = torch.promote_types(k.dtype, torch.float32)
     weight = ((log_input - m).exp() * k.shape[-1] ** -0.5).to(dtype)
     # At most 0 by the choice of m; the minimum is for its rounding, and leaves the gradient of log_forget whole.
@@ -206,6 +210,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+@torch.no_grad()
 def _stabilizers(
     log_input: Tensor, log_forget: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -10,31 +10,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST_CHUNK = 64
+CHUNKS = (1, 2, 4, 8, 16, 32, 64)
+# What a chunk takes beside its tokens, for its state, in tokens.
+STATE_COST = 16
 # What is computed at once for each input: few enough to stay in a cache, enough to make Python's share small.
 SLAB_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Chunks of consecutive steps, `widths` of them in each; N = chunks times heads.
+    """Chunks of consecutive steps, N of them times heads.
 
+    steps: of each step, or part of one, the rows in the layout's order, and their chunks in the slab.
     index: [chunks, Hk, C] int64, where a token's head stands in [B * T * Hk]; padding: [chunks, Hk, C] bool, or None.
     """
 
-    first: int
-    widths: list[int]
+    steps: list[tuple[slice, slice]]
     index: Tensor
     padding: Tensor | None
-
-    @property
-    def chunks(self) -> slice:
-        return slice(self.first, self.first + sum(self.widths))
-
-    def steps(self) -> list[slice]:
-        """The slab's own chunks of each step."""
-        ends = torch.tensor(self.widths).cumsum(0).tolist()
-        return [slice(end - width, end) for end, width in zip(ends, self.widths, strict=True)]
 
     def take(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """[B * T * Hk, n] -> [N, C, n] in dtype, with 0 for what is padding."""
@@ -54,7 +47,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Layout:
-    """`order` [R]: the rows (of the batch, or documents) by their number of chunks, which is `size` tokens each."""
+    """`order` [R]: the rows (of the batch, or documents) by their number of chunks, of `size` tokens each."""
 
     size: int
     order: Tensor
@@ -66,10 +59,10 @@ class Layout:
     def of(cls, batch: int, length: int, cu_seqlens: Tensor | None, device: torch.device) -> "Layout":
         bounds = torch.arange(batch + 1) * length if cu_seqlens is None else cu_seqlens.cpu().long()
         starts, lengths = bounds[:-1], bounds.diff()
-        longest = int(lengths.max()) if len(lengths) else 0
-        size = min(LARGEST_CHUNK, 1 << max(0, longest - 1).bit_length())
-        chunks, order = ((lengths + size - 1) // size).sort(descending=True, stable=True)
-        steps = torch.arange(-(-longest // size))
+        chunks = {size: (lengths + size - 1) // size for size in CHUNKS}
+        size = min(CHUNKS, key=lambda size: int(chunks[size].sum()) * (size + STATE_COST))
+        chunks, order = chunks[size].sort(descending=True, stable=True)
+        steps = torch.arange(int(chunks[0]) if len(chunks) else 0)
         widths = len(chunks) - torch.searchsorted(chunks.flip(0), steps, right=True)
         step = steps.repeat_interleave(widths)
         row = order[torch.arange(len(step)) - (widths.cumsum(0) - widths)[step]]
@@ -77,23 +70,26 @@ class Layout:
         return cls(size, order.to(device), widths.tolist(), begins.to(device), counts.to(device))
 
     def slabs(self, heads: int, channels: int) -> list[Slab]:
-        """Whole steps, together at most SLAB_ELEMENTS for `channels` of each head, or one step."""
-        most = SLAB_ELEMENTS // (heads * channels * self.size)
-        slabs, first, widths = [], 0, []
+        """Together, each has at most SLAB_ELEMENTS for `channels` of each head, or is one chunk."""
+        most = max(1, SLAB_ELEMENTS // (heads * channels * self.size))
+        slabs, first, count, steps = [], 0, 0, []
         for width in self.widths:
-            if widths and sum(widths) + width > most:
-                slabs.append(self._slab(first, widths, heads))
-                first, widths = first + sum(widths), []
-            widths.append(width)
-        if widths:
-            slabs.append(self._slab(first, widths, heads))
+            begin = 0
+            while begin < width:
+                end = min(width, begin + most - count)
+                steps.append((slice(begin, end), slice(count, count + end - begin)))
+                begin, count = end, count + end - begin
+                if count == most:
+                    slabs.append(self._slab(slice(first, first + count), steps, heads))
+                    first, count, steps = first + count, 0, []
+        if steps:
+            slabs.append(self._slab(slice(first, first + count), steps, heads))
         return slabs
 
-    def _slab(self, first: int, widths: list[int], heads: int) -> Slab:
-        chunks = slice(first, first + sum(widths))
+    def _slab(self, chunks: slice, steps: list[tuple[slice, slice]], heads: int) -> Slab:
         position = torch.arange(self.size, device=self.begins.device)
         padding = position >= self.counts[chunks, None]
         token = (self.begins[chunks, None] + position).masked_fill_(padding, 0)
         index = token[:, None] * heads + torch.arange(heads, device=token.device)[:, None]
         padded = bool(padding.any())
-        return Slab(first, widths, index, padding[:, None].expand(index.shape) if padded else None)
+        return Slab(steps, index, padding[:, None].expand(index.shape) if padded else None)

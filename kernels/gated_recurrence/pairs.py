@@ -136,7 +136,7 @@ def _even(x: Tensor, size: int) -> Tensor:
 
 
 def _blocks(joining: Tensor, size: int) -> Tensor:
-    """[N, C * G, C] -> [N, C / 2 size, size * G, size]: what joins odd blocks with the even ones before them, a view."""
+    """[N, C * G, C] -> [N, C / 2 size, size * G, size]: what joins odd blocks with the even before them, a view."""
     num_chunks, num_rows, num_columns = joining.shape
     pairs = num_columns // (2 * size)
     blocks = joining.view(num_chunks, pairs, 2, num_rows // (2 * pairs), pairs, 2, size)[:, :, 1, :, :, 0]

@@ -16,12 +16,30 @@ Each sum is a product with a matrix of ones, and adds only what lies between: ne
 decay under CLOSED counts as CLOSED, of which exp2 is 0.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-160.0)
-LARGEST = tl.constexpr(100.0)
+LARGEST = tl.constexpr(50.0)
+
+
+def sum_matrices(chunk: int, device: torch.device) -> Tensor:
+    """[2, C, C] bfloat16, for weak chunks: times g it is c; the second adds the tokens from each one on."""
+    cached = (chunk, device)
+    if cached not in _MATRICES:
+        token = torch.arange(chunk, device=device)
+        ones = token[:, None] >= token
+        matrices = torch.stack([ones.int() - (token < chunk // 2).int(), ones.mT.int()]).bfloat16()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return matrices  # which holds nothing before the graph is replayed
+        _MATRICES[cached] = matrices
+    return _MATRICES[cached]
+
+
+_MATRICES: dict[tuple[int, torch.device], Tensor] = {}
 
 
 @triton.jit
@@ -46,17 +64,17 @@ def weighted_sums(weights, x, IN_HALVES: tl.constexpr):
 
 @triton.jit
 def count_levels(centred, log_decay, CHUNK: tl.constexpr, HALVINGS: tl.constexpr):
-    """How many levels of pairs between neighbouring blocks a chunk needs, 0 for a weak one.
+    """How many levels of pairs between neighbouring blocks a chunk needs, 0 for a weak one. Closed gates are strong.
 
     centred: c of the whole chunk. Blocks of w tokens have |c| of at most w / 2 times the largest gate. HALVINGS: log2 of
     the chunk's tokens.
     """
-    largest = tl.max(tl.max(tl.abs(centred), 1), 0)
     steepest = tl.max(tl.max(-log_decay, 1), 0)
-    levels = (largest > LARGEST).to(tl.int32)
+    strong = (tl.max(tl.max(tl.abs(centred), 1), 0) > LARGEST) | (steepest >= -CLOSED)
+    levels = strong.to(tl.int32)
     for halvings in tl.static_range(HALVINGS - 1):
         half = CHUNK >> (halvings + 2)
-        levels += ((largest > LARGEST) & (steepest * half > LARGEST)).to(tl.int32)
+        levels += (strong & (steepest * half > LARGEST)).to(tl.int32)
     return levels
 
 
@@ -83,6 +101,12 @@ def between_neighbours(row, column, size):
     """[C, C] bool: row in an odd block of `size`, column in the even block before it."""
     block = row // size
     return (block % 2 == 1) & (column // size == block - 1)
+
+
+@triton.jit
+def matrix(matrices, index, row, column, CHUNK: tl.constexpr):
+    """One of `sum_matrices`."""
+    return tl.load(matrices + (index * CHUNK + row) * CHUNK + column)
 
 
 @triton.jit

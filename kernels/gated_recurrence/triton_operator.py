@@ -40,9 +40,7 @@ def _readable(x: Tensor) -> Tensor:
 def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Plan:
     batch, length, heads, _ = k.shape
     width = min(k.shape[3], v.shape[3])
-    return make_plan(
-        batch, length, cu_seqlens, _segment(batch, length, heads, width, cu_seqlens is not None), q.device
-    )
+    return make_plan(batch, length, cu_seqlens, _segment(batch, length, heads, width, cu_seqlens is not None), q.device)
 
 
 def _state_in(state: Tensor | None, by_value: bool) -> Tensor | None:
@@ -60,7 +58,7 @@ def _state_out(state: Tensor, width: int, by_value: bool) -> Tensor:
 
 
 def _kept_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, by_value: bool):
-    """(shape, dtype) of decayed q, k, scores, totals and states, as `_recurrence` keeps them."""
+    """(shape, dtype) of decayed q, k, scores, totals, middles, levels and states, as `_recurrence` keeps them."""
     batch, length, heads, _ = k.shape
     y, z = (v, k) if by_value else (k, v)
     chunks = batch * triton.cdiv(length, CHUNK) if cu_seqlens is None else _packed_chunks(length, cu_seqlens)
@@ -71,6 +69,8 @@ def _kept_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens:
         ((chunks, heads, CHUNK, width), dtype),
         ((chunks, *x, CHUNK, CHUNK) if x else (0,), dtype),
         ((chunks, heads, 1 if log_decay.ndim == 3 else width), torch.float32),
+        ((chunks, heads, width) if log_decay.ndim == 4 else (0,), torch.float32),
+        ((chunks, heads) if log_decay.ndim == 4 else (0,), torch.int32),
         ((chunks, heads, width, z.shape[3]), dtype),
     )
 
@@ -102,12 +102,12 @@ def _recurrence(
     decay_axis: str,
     scale: float,
     memory_budget: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The arguments of `gated_recurrence`.
 
     Returns:
-        out, final_state, and what is kept for the backward pass: decayed q, decayed k, scores, totals and states of
-        the chunks; empty where they are computed again.
+        out, final_state, and what is kept for the backward pass: decayed q, decayed k, scores, totals, middles,
+        levels and states of the chunks; empty where they are computed again.
     """
     by_value = decay_axis == "value" and log_decay.ndim == 4
     if not k.numel() or not v.numel() or not q.numel():
@@ -123,12 +123,12 @@ def _recurrence(
         if by_value:
             chunks = decay_chunks(None, v, log_decay, plan, scale)
             _, states, end = scan(chunks, k, plan, start, heads=heads, out=False)
-            out, _, _ = gradients(None, v, k, q, log_decay, states, None, plan, scale)
+            out, _, _ = gradients(chunks, None, v, k, q, log_decay, states, None, plan, scale)
         else:
             chunks = decay_chunks(q, k, log_decay, plan, scale)
             out, states, end = scan(chunks, v, plan, start, heads=heads, states=keeps)
     final = _state_out(end, v.shape[3] if by_value else k.shape[3], by_value)
-    kept = (chunks.x, chunks.y, chunks.scores, chunks.total, states) if keeps else (None,) * 5
+    kept = (chunks.x, chunks.y, chunks.scores, chunks.total, chunks.middle, chunks.levels, states) if keeps else (None,) * 7
     shapes = _kept_shapes(q, k, v, log_decay, cu_seqlens, by_value)
     kept = (q.new_empty(0, dtype=dtype) if x is None else x for x, (_, dtype) in zip(kept, shapes, strict=True))
     return out, final, *kept
@@ -167,6 +167,8 @@ def _recurrence_backward(
     decayed_k: Tensor,
     scores: Tensor,
     total: Tensor,
+    middle: Tensor,
+    levels: Tensor,
     states: Tensor,
     decay_axis: str,
     scale: float,
@@ -193,17 +195,21 @@ def _recurrence_backward(
             dq, again, _ = scan(chunks, k, plan, start, heads=heads, states=kept is None, end=False)
             states = again if kept is None else kept
             dk, grad_states, grad_start = scan(chunks, q, plan, grad_end, backward=True, heads=heads, end=wants_start)
-            _, dv, grad_gates = gradients(grad_out, v, k, q, log_decay, states, grad_states, plan, scale)
+            _, dv, grad_gates = gradients(
+                chunks, grad_out, v, k, q, log_decay, states, grad_states, plan, scale
+            )
         else:
             if states.numel():
-                chunks = Chunks(decayed_q, decayed_k, scores, total)
+                chunks = Chunks(decayed_q, decayed_k, scores, total, middle, levels)
             else:
                 chunks = decay_chunks(q, k, log_decay, plan, scale)
                 _, states, _ = scan(chunks, v, plan, start, heads=heads, out=False, end=False)
             dv, grad_states, grad_start = scan(
                 chunks, grad_out, plan, grad_end, backward=True, heads=heads, end=wants_start
             )
-            dq, dk, grad_gates = gradients(q, k, v, grad_out, log_decay, states, grad_states, plan, scale)
+            dq, dk, grad_gates = gradients(
+                chunks, q, k, v, grad_out, log_decay, states, grad_states, plan, scale
+            )
     width = v.shape[3] if by_value else k.shape[3]
     grad_initial = _state_out(grad_start, width, by_value).to(initial_state.dtype) if wants_start else q.new_empty(0)
     return dq, dk, dv, grad_gates.to(gate_dtype), grad_initial

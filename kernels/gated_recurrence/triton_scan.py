@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gated_recurrence.triton_plan import CHUNK, FIRST, LAST, SEGMENT_FIELDS, Plan
+from kernels.gated_recurrence.triton_plan import CHUNK, FIELDS, FIRST, LAST, Plan
 from kernels.gated_recurrence.triton_scores import Chunks, strides_in_units
 
 STRIDES = ["z_stride_b", "z_stride_t", "z_stride_h"]
@@ -61,7 +61,7 @@ def scan(
     slices = triton.cdiv(width_e, block_e)
 
     def launch(out, states, start, end, start_strides, end_strides, totals, LOCAL):
-        kernel[(slices, heads, plan.num_segments)](
+        kernel[(slices, heads, plan.segments.shape[0])](
             chunks.x,
             chunks.y,
             chunks.scores,
@@ -88,7 +88,7 @@ def scan(
             LOCAL=LOCAL,
             PRECISION="tf32" if z.dtype == torch.float16 else "ieee",
             CHUNK=CHUNK,
-            SEGMENT_FIELDS=SEGMENT_FIELDS,
+            FIELDS=FIELDS,
             FIRST=FIRST,
             LAST=LAST,
             NUM_STAGES=num_stages,
@@ -99,8 +99,8 @@ def scan(
     start_strides = none if start is None else start.stride()
     end_strides = none if results[2] is None else results[2].stride()
     if plan.in_segments:
-        joined = z.new_empty(plan.num_segments, heads, width, width_e, dtype=torch.float32)
-        totals = torch.empty(plan.num_segments, heads, chunks.total.shape[2], dtype=torch.float32, device=z.device)
+        joined = z.new_empty(plan.segments.shape[0], heads, width, width_e, dtype=torch.float32)
+        totals = torch.empty(plan.segments.shape[0], heads, chunks.total.shape[2], dtype=torch.float32, device=z.device)
         launch(None, None, None, joined, none, joined.stride(), totals, LOCAL=True)
         block = 1024
         _join[(triton.cdiv(width * width_e, block), heads, plan.num_sequences)](
@@ -108,7 +108,7 @@ def scan(
             totals,
             start,
             plan.offsets if plan.offsets.numel() else None,
-            plan.num_segments // plan.num_sequences,
+            plan.segments.shape[0] // plan.num_sequences,
             *start_strides,
             WIDTH=width,
             WIDTH_E=width_e,
@@ -169,12 +169,12 @@ def _scan_forward(
     start_n, start_h, start_d, start_e, end_n, end_h, end_d, end_e,
     Z_UNIT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PER_HEAD: tl.constexpr, JOINED: tl.constexpr,
-    LOCAL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, SEGMENT_FIELDS: tl.constexpr,
+    LOCAL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     part, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
-    line = segment_table + segment * SEGMENT_FIELDS
+    line = segment_table + segment * FIELDS
     sequence, row, begin = tl.load(line), tl.load(line + 1).to(tl.int64), tl.load(line + 2)
     count, first_chunk, flags = tl.load(line + 3), tl.load(line + 4).to(tl.int64), tl.load(line + 5)
     if count < 0:
@@ -248,12 +248,12 @@ def _scan_backward(
     start_n, start_h, start_d, start_e, end_n, end_h, end_d, end_e,
     Z_UNIT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PER_HEAD: tl.constexpr, JOINED: tl.constexpr,
-    LOCAL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, SEGMENT_FIELDS: tl.constexpr,
+    LOCAL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     part, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
-    line = segment_table + segment * SEGMENT_FIELDS
+    line = segment_table + segment * FIELDS
     sequence, row, begin = tl.load(line), tl.load(line + 1).to(tl.int64), tl.load(line + 2)
     count, first_chunk, flags = tl.load(line + 3), tl.load(line + 4).to(tl.int64), tl.load(line + 5)
     if count < 0:
@@ -324,15 +324,14 @@ def _join(
 ):  # fmt: skip
     """In place: what each segment adds becomes the state that it begins with."""
     head, sequence = tl.program_id(1), tl.program_id(2)
-    heads, num_sequences = tl.num_programs(1), tl.num_programs(2)
+    heads = tl.num_programs(1)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < WIDTH * WIDTH_E
     channel, e = index // WIDTH_E, index % WIDTH_E
     if offsets is None:
         first, last = sequence * per_sequence, (sequence + 1) * per_sequence
     else:
-        first = tl.load(offsets + num_sequences + 1 + sequence)
-        last = tl.load(offsets + num_sequences + 2 + sequence)
+        first, last = tl.load(offsets + sequence), tl.load(offsets + sequence + 1)
     state = tl.zeros((BLOCK,), tl.float32)
     if start is not None:
         address = start + sequence.to(tl.int64) * start_n + head * start_h + channel * start_d + e * start_e

@@ -22,16 +22,20 @@ from kernels.gated_recurrence.triton_decays import (
     count_levels,
     in_log2,
     level_sums,
+    matrix,
     ones,
+    sum_matrices,
     weighted_sums,
 )
-from kernels.gated_recurrence.triton_plan import CHUNK, CHUNK_FIELDS, Plan
+from kernels.gated_recurrence.triton_plan import CHUNK, FIELDS, Plan
 
 
 @dataclass(frozen=True)
 class Chunks:
     """x and y: decayed, [num_chunks, heads, 64, D rounded up to 16], 0 where there is no token; scores
-    [num_chunks, Hx, 64, 64]; total [num_chunks, Hy, D rounded up, or 1] float32, the sum of all gates in log 2.
+    [num_chunks, Hx, 64, 64]; total [num_chunks, Hy, D rounded up, or 1] float32, the sum of all gates in log 2, and
+    middle, that of the first half; levels
+    [num_chunks, Hy] int32, 0 for weak chunks (triton_decays.py), None with a gate per head, which has no levels.
 
     x, y and scores are bfloat16 for bfloat16 inputs, otherwise float32. x and scores are None where not asked for.
     """
@@ -40,6 +44,8 @@ class Chunks:
     y: Tensor
     scores: Tensor | None
     total: Tensor
+    middle: Tensor | None
+    levels: Tensor | None
 
 
 def padded(size: int) -> int:
@@ -73,45 +79,55 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
     per_head = log_decay.ndim == 3
     dtype = stored_dtype(y.dtype)
     chunks = Chunks(
-        None if x is None else y.new_empty(plan.num_chunks, heads_x, CHUNK, width, dtype=dtype),
-        y.new_empty(plan.num_chunks, heads_y, CHUNK, width, dtype=dtype),
-        None if x is None else y.new_empty(plan.num_chunks, heads_x, CHUNK, CHUNK, dtype=dtype),
-        y.new_empty(plan.num_chunks, heads_y, 1 if per_head else width, dtype=torch.float32),
+        None if x is None else y.new_empty(plan.chunks.shape[0], heads_x, CHUNK, width, dtype=dtype),
+        y.new_empty(plan.chunks.shape[0], heads_y, CHUNK, width, dtype=dtype),
+        None if x is None else y.new_empty(plan.chunks.shape[0], heads_x, CHUNK, CHUNK, dtype=dtype),
+        y.new_empty(plan.chunks.shape[0], heads_y, 1 if per_head else width, dtype=torch.float32),
+        None if per_head else y.new_empty(plan.chunks.shape[0], heads_y, width, dtype=torch.float32),
+        None if per_head else y.new_empty(plan.chunks.shape[0], heads_y, dtype=torch.int32),
     )
     gates = log_decay[..., None] if per_head else log_decay
     x_strides = (0, 0, 0, 1) if x is None else strides_in_units(x)
     y_strides, gate_strides = strides_in_units(y), strides_in_units(gates)
-    slices = triton.cdiv(width, 128)
+    # Four warps, as many as 64 rows of a product occupy; slices of 64, for which their registers suffice.
+    slices = triton.cdiv(width, 64)
     block = triton.next_power_of_2(triton.cdiv(width, slices))
-    _decay_chunks[(heads_x, plan.num_chunks)](
-        x,
-        y,
-        gates,
-        chunks.x,
-        chunks.y,
-        chunks.scores,
-        chunks.total,
-        plan.chunks,
-        scale,
-        heads_x // heads_y,
-        *x_strides[:3],
-        *y_strides[:3],
-        *gate_strides[:3],
-        X_UNIT=x_strides[3],
-        Y_UNIT=y_strides[3],
-        GATE_UNIT=gate_strides[3],
-        WIDTH=y.shape[3],
-        STORED=width,
-        BLOCK=block,
-        SLICES=slices,
-        PER_HEAD=per_head,
-        IN_HALVES=dtype == torch.bfloat16,
-        PRECISION="tf32" if y.dtype == torch.float16 else "ieee",
-        CHUNK=CHUNK,
-        HALVINGS=CHUNK.bit_length() - 1,
-        CHUNK_FIELDS=CHUNK_FIELDS,
-        num_warps=8 if block >= 128 else 4,
-    )
+    # Two kernels, each for its own chunks: one for all would take the registers of both.
+    for strong in (False,) if per_head else (False, True):
+        _decay_chunks[(heads_x, plan.chunks.shape[0])](
+            x,
+            y,
+            gates,
+            chunks.x,
+            chunks.y,
+            chunks.scores,
+            chunks.total,
+            chunks.middle,
+            chunks.levels,
+            sum_matrices(CHUNK, y.device),
+            plan.chunks,
+            scale,
+            heads_x // heads_y,
+            *x_strides[:3],
+            *y_strides[:3],
+            *gate_strides[:3],
+            X_UNIT=x_strides[3],
+            Y_UNIT=y_strides[3],
+            GATE_UNIT=gate_strides[3],
+            WIDTH=y.shape[3],
+            STORED=width,
+            BLOCK=block,
+            SLICES=slices,
+            PER_HEAD=per_head,
+            STRONG=strong,
+            IN_HALVES=dtype == torch.bfloat16,
+            PRECISION="tf32" if y.dtype == torch.float16 else "ieee",
+            CHUNK=CHUNK,
+            HALVINGS=CHUNK.bit_length() - 1,
+            FIELDS=FIELDS,
+            NUM_STAGES=int(__import__('os').environ.get('NS','1')),
+            num_warps=4,
+        )
     return chunks
 
 
@@ -122,96 +138,118 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
     ]
 )  # fmt: skip
 def _decay_chunks(
-    x_in, y_in, gates, x_out, y_out, scores_out, total_out, chunk_table, scale, group,
+    x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, chunks, scale, group,
     x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h, g_stride_b, g_stride_t, g_stride_h,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
-    PER_HEAD: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, HALVINGS: tl.constexpr, CHUNK_FIELDS: tl.constexpr,
+    PER_HEAD: tl.constexpr, STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, HALVINGS: tl.constexpr, FIELDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, chunk = tl.program_id(0), tl.program_id(1)
     heads_x = tl.num_programs(0)
     head_y, heads_y = head // group, heads_x // group
     leads = head % group == 0
-    row = tl.load(chunk_table + chunk * CHUNK_FIELDS).to(tl.int64)
-    begin = tl.load(chunk_table + chunk * CHUNK_FIELDS + 1).to(tl.int64)
-    count = tl.load(chunk_table + chunk * CHUNK_FIELDS + 2)
+    line = chunks + chunk * FIELDS
+    row, begin = tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64)
+    count, first_chunk = tl.load(line + 3), tl.load(line + 4).to(tl.int64)
+    if x_in is not None:
+        x_in += (row * x_stride_b + begin * x_stride_t + head * x_stride_h) * X_UNIT
+    y_in += (row * y_stride_b + begin * y_stride_t + head_y * y_stride_h) * Y_UNIT
+    gates += (row * g_stride_b + begin * g_stride_t + head_y * g_stride_h) * GATE_UNIT
     if count <= 0:
         return
+    index_x, index_y = first_chunk * heads_x + head, first_chunk * heads_y + head_y
+    levels = 0
+    if STRONG:
+        levels = tl.load(levels_out + index_y)
+    if not STRONG or levels > 0:
+        _decay_chunk(
+            x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
+            tl.arange(0, CHUNK), count, index_x, index_y, levels,
+            x_stride_t * X_UNIT, y_stride_t * Y_UNIT, g_stride_t * GATE_UNIT,
+            WIDTH, STORED, BLOCK, SLICES, PER_HEAD, STRONG, IN_HALVES, PRECISION, CHUNK, HALVINGS, NUM_STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _decay_chunk(
+    x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
+    position, count, index_x, index_y, levels, x_stride, y_stride, g_stride,
+    WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
+    PER_HEAD: tl.constexpr, STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, HALVINGS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One chunk: of weak ones also how many levels it needs; if any, what else it stores is replaced."""
     token = tl.arange(0, CHUNK)
-    held = token < count
-    row_index, column_index = token[:, None], token[None, :]
+    held = position < count
+    row, column = token[:, None], token[None, :]
     stored_dtype = y_out.dtype.element_ty
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
-    y_base = y_in + ((row * y_stride_b + begin * y_stride_t) + head_y * y_stride_h) * Y_UNIT
-    gate_base = gates + ((row * g_stride_b + begin * g_stride_t) + head_y * g_stride_h) * GATE_UNIT
-    if x_out is not None:
-        x_base = x_in + ((row * x_stride_b + begin * x_stride_t) + head * x_stride_h) * X_UNIT
     if PER_HEAD:
-        g = in_log2(tl.load(gate_base + token * g_stride_t * GATE_UNIT, mask=held, other=0.0))
+        g = in_log2(tl.load(gates + position * g_stride, mask=held, other=0.0))
         before = tl.cumsum(g, 0)
-        after = tl.cumsum(g, 0, reverse=True) - g
+        exp_before = tl.exp2(before)[:, None]
+        exp_after = tl.exp2(tl.cumsum(g, 0, reverse=True) - g)[:, None]
         if leads:
-            tl.store(total_out + chunk * heads_y + head_y, tl.sum(g, 0))
-    for number in tl.static_range(SLICES):
+            tl.store(total_out + index_y, tl.sum(g, 0))
+    for number in tl.range(0, SLICES, num_stages=NUM_STAGES):
         channel = number * BLOCK + tl.arange(0, BLOCK)
         mask = held[:, None] & (channel < WIDTH)[None, :]
-        y = tl.load(y_base + token[:, None] * (y_stride_t * Y_UNIT) + channel[None, :], mask=mask, other=0.0)
-        y = y.to(tl.float32)
-        if x_out is not None:
-            x = tl.load(x_base + token[:, None] * (x_stride_t * X_UNIT) + channel[None, :], mask=mask, other=0.0)
-            x = x.to(tl.float32) * scale
+        y = tl.load(y_in + position[:, None] * y_stride + channel[None, :], mask=mask, other=0.0)
+        if x_in is not None:
+            x = tl.load(x_in + position[:, None] * x_stride + channel[None, :], mask=mask, other=0.0)
         if PER_HEAD:
-            exp_before = tl.exp2(before)[:, None]
-            exp_after = tl.exp2(after)[:, None]
-            if x_out is not None:
-                scores += tl.dot(
-                    x.to(stored_dtype), tl.trans(y.to(stored_dtype)), input_precision=PRECISION
-                )
+            if x_in is not None:
+                scores = tl.dot(x.to(stored_dtype), tl.trans(y.to(stored_dtype)), scores, input_precision=PRECISION)
         else:
-            g = tl.load(gate_base + token[:, None] * (g_stride_t * GATE_UNIT) + channel[None, :], mask=mask, other=0.0)
-            g = in_log2(g)
-            centred = weighted_sums(centred_sums(row_index, column_index, CHUNK), g, IN_HALVES)
-            levels = count_levels(centred, g, CHUNK, HALVINGS)
+            g = in_log2(
+                tl.load(gates + position[:, None] * g_stride + channel[None, :], mask=mask, other=0.0)
+            )
             total = tl.sum(g, 0)
-            middle = tl.sum(tl.where(row_index < CHUNK // 2, g, 0.0), 0)
-            before_sums = centred + middle[None, :]
-            after_sums = (total - middle)[None, :] - centred
+            if STRONG:
+                exp_before = tl.exp2(weighted_sums(ones(column <= row), g, IN_HALVES))
+                exp_after = tl.exp2(weighted_sums(ones(column > row), g, IN_HALVES))
+                centred = weighted_sums(centred_sums(row, column, CHUNK >> levels), g, IN_HALVES)
+                grow, shrink = tl.exp2(centred), tl.exp2(-centred)
+            else:
+                centred = weighted_sums(matrix(matrices, 0, row, column, CHUNK), g, IN_HALVES)
+                levels = tl.maximum(levels, count_levels(centred, g, CHUNK, HALVINGS))
+                middle = tl.sum(tl.where(row < CHUNK // 2, g, 0.0), 0)
+                grow, shrink = tl.exp2(centred), tl.exp2(-centred)
+                exp_before, exp_after = grow * tl.exp2(middle)[None, :], shrink * tl.exp2(total - middle)[None, :]
+                if leads:
+                    tl.store(middle_out + index_y * STORED + channel, middle, mask=channel < STORED)
             if leads:
-                address = total_out + (chunk * heads_y + head_y) * STORED + channel
-                tl.store(address, total, mask=channel < STORED)
-            if levels > 0:
-                before_sums = weighted_sums(ones(column_index <= row_index), g, IN_HALVES)
-                after_sums = weighted_sums(ones(column_index > row_index), g, IN_HALVES)
-                centred = weighted_sums(centred_sums(row_index, column_index, CHUNK >> levels), g, IN_HALVES)
-            if x_out is not None:
-                for level in range(levels):
-                    size = (CHUNK // 2) >> level
-                    decay = tl.exp2(weighted_sums(level_sums(row_index, column_index, size), g, IN_HALVES))
-                    level_scores = tl.dot(
-                        (x * decay).to(stored_dtype), tl.trans((y * decay).to(stored_dtype)), input_precision=PRECISION
-                    )
-                    scores += tl.where(between_neighbours(row_index, column_index, size), level_scores, 0.0)
-                inside = row_index // (CHUNK >> levels) == column_index // (CHUNK >> levels)
+                tl.store(total_out + index_y * STORED + channel, total, mask=channel < STORED)
+            if x_in is not None:
+                inside = row >= column
+                if STRONG:
+                    inside = inside & (row // (CHUNK >> levels) == column // (CHUNK >> levels))
+                    for level in range(levels):
+                        size = (CHUNK // 2) >> level
+                        decay = tl.exp2(weighted_sums(level_sums(row, column, size), g, IN_HALVES))
+                        level_scores = tl.dot(
+                            (x * decay).to(stored_dtype),
+                            tl.trans((y * decay).to(stored_dtype)),
+                            input_precision=PRECISION,
+                        )
+                        scores += tl.where(between_neighbours(row, column, size), level_scores, 0.0)
                 block_scores = tl.dot(
-                    (x * tl.exp2(centred)).to(stored_dtype),
-                    tl.trans((y * tl.exp2(-centred)).to(stored_dtype)),
-                    input_precision=PRECISION,
+                    (x * grow).to(stored_dtype), tl.trans((y * shrink).to(stored_dtype)), input_precision=PRECISION
                 )
-                scores += tl.where(inside & (row_index >= column_index), block_scores, 0.0)
-            exp_before = tl.exp2(before_sums)
-            exp_after = tl.exp2(after_sums)
+                scores += tl.where(inside, block_scores, 0.0)
         stored = (channel < STORED)[None, :]
         tile = token[:, None] * STORED + channel[None, :]
         if leads:
-            address = y_out + (chunk * heads_y + head_y) * (CHUNK * STORED)
-            tl.store(address + tile, (y * exp_after).to(stored_dtype), mask=stored)
-        if x_out is not None:
-            address = x_out + (chunk * heads_x + head) * (CHUNK * STORED)
-            tl.store(address + tile, (x * exp_before).to(stored_dtype), mask=stored)
-    if x_out is not None:
+            tl.store(y_out + index_y * (CHUNK * STORED) + tile, (y * exp_after).to(stored_dtype), mask=stored)
+        if x_in is not None:
+            decayed = (x * (exp_before * scale)).to(stored_dtype)
+            tl.store(x_out + index_x * (CHUNK * STORED) + tile, decayed, mask=stored)
+    if not PER_HEAD and not STRONG:
+        if leads:
+            tl.store(levels_out + index_y, levels)
+    if x_in is not None:
         if PER_HEAD:
-            decay = tl.exp2(before[:, None] - before[None, :])
-            scores = tl.where(row_index >= column_index, scores * decay, 0.0)
-        address = scores_out + (chunk * heads_x + head) * (CHUNK * CHUNK)
-        tl.store(address + row_index * CHUNK + column_index, scores.to(stored_dtype))
+            scores = tl.where(row >= column, scores * tl.exp2(before[:, None] - before[None, :]), 0.0)
+        tile = index_x * (CHUNK * CHUNK) + row * CHUNK + column
+        tl.store(scores_out + tile, (scores * scale).to(stored_dtype))
