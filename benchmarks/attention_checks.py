@@ -8,7 +8,6 @@ in chunks of query rows with the gradients by formula, so that errors at 128k to
     dc = rowsum(dS) - colsum(dS),  dlog_forget_t = sum_{i >= t} dc_i.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention_peers import IMPLEMENTATIONS, Problem, largest_logits, ours
+from benchmarks.measuring import relative_error
 from kernels import forgetting_attention
 from kernels.forgetting_attention import forgetting_attention_reference
 
@@ -65,12 +65,6 @@ CHECKS = (
     Check("decoding", (1, 3000), (8, 1, 4), 64, options={"kv_end": [3000, 1777], "cumulative": True}),
     Check("decoding", (1, 3000), (4, 4, 4), 128, gated=False, options={"kv_start": [0, 411]}),
 )
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    """`||found - exact|| / ||exact||`; infinite where it is not a number."""
-    error = (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
-    return math.inf if math.isnan(error) else error
 
 
 def random_gates(batch: int, length: int, logits: Tensor) -> Tensor:

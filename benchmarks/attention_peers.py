@@ -10,13 +10,14 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.measuring import Call
 from kernels import forgetting_attention
 
 PRUNE = -10.0  # natural log of the attention mass that pruning may lose, the papers' value
@@ -38,21 +39,6 @@ class Problem:
     logit_bound: Tensor
     window: int | None = None
     cu_seqlens: Tensor | None = None
-
-
-@dataclass
-class Call:
-    """A forward pass, and what its backward pass needs. heads_first: tensors are [B, H, T, D]."""
-
-    forward: Callable[[], Tensor]
-    leaves: tuple[Tensor, ...]
-    d_out: Tensor
-    heads_first: bool = field(default=False)
-
-    def forward_backward(self) -> tuple[Tensor, ...]:
-        """The output and the gradients of the leaves."""
-        out = self.forward()
-        return out, *torch.autograd.grad(out, self.leaves, self.d_out)
 
 
 def largest_logits(q: Tensor, k: Tensor) -> Tensor:

@@ -1,17 +1,13 @@
-"""What the attention benchmark measured, as Markdown tables, a CSV file and pictures."""
+"""What the attention benchmark measures, and its pictures."""
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from data_pipeline.files import write_whole
+from benchmarks import tables
 from lit_modules.figures import save
-
-FORWARD, BOTH = "forward", "forward + backward"
 
 
 @dataclass(frozen=True)
@@ -28,72 +24,13 @@ class Shape:
         return f"B{self.batch} H{heads} T{self.length} D{self.head_dim}"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measurement. milliseconds: None where it failed, and then `note` says why. parameter: what a section varies
-    beside the shape. rate: TFLOP/s, or GB/s where `section` is decoding."""
+@dataclass(frozen=True, kw_only=True)
+class Row(tables.Row):
+    """rate: TFLOP/s, or GB/s where `section` is decoding. pruned: the fraction of tiles that can be."""
 
-    section: str
-    implementation: str
     shape: Shape
-    parameter: str
-    passes: str
-    milliseconds: float | None
     rate: float | None
-    note: str = ""
     pruned: float | None = None
-
-    @property
-    def case(self) -> tuple[str, str, str]:
-        return str(self.shape), self.parameter, self.passes
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table, the first column to the left and the others to the right."""
-    lines = [f"| {' | '.join(header)} |", "|" + "---|" + "---:|" * (len(header) - 1)]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]) + "\n"
-
-
-def comparison(rows: Sequence[Row], base: str | None = None) -> str:
-    """A line for each case, a column for each implementation: milliseconds, and their ratio to `base` in brackets.
-
-    Implementations that nothing could be measured of are named under the table with the reason.
-    """
-    names = list(dict.fromkeys(row.implementation for row in rows))
-    shown = [name for name in names if any(row.milliseconds for row in rows if row.implementation == name)]
-    cells = {(row.case, row.implementation): row for row in rows}
-    lines = []
-    for case in dict.fromkeys(row.case for row in rows):
-        reference = cells.get((case, base)) if base else None
-        lines.append([", ".join(filter(None, case)), *(_cell(cells.get((case, name)), reference) for name in shown)])
-    reasons: dict[str, list[str]] = {}
-    for name in names:
-        if name not in shown:
-            note = next(row.note for row in rows if row.implementation == name)
-            reasons.setdefault(note, []).append(name)
-    missing = "".join(f"\n{', '.join(absent)}: {note.rstrip('.')}.\n" for note, absent in reasons.items())
-    return table(["milliseconds" + (f" (ratio to {base})" if base else ""), *shown], lines) + missing
-
-
-def _cell(row: Row | None, reference: Row | None) -> str:
-    if row is None:
-        return ""
-    if row.milliseconds is None:
-        return row.note
-    ratio = ""
-    if reference is not None and reference.milliseconds and reference is not row:
-        ratio = f" ({row.milliseconds / reference.milliseconds:.2f})"
-    return f"{row.milliseconds:.3f}{ratio}" + (f" {row.note}" if row.note else "")
-
-
-def csv_text(rows: Iterable[Row]) -> str:
-    """Every measurement, one line each."""
-    out = io.StringIO()
-    names = [*Row.__dataclass_fields__]
-    writer = csv.DictWriter(out, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({**asdict(row), "shape": str(row.shape)} for row in rows)
-    return out.getvalue()
 
 
 def draw_rates(rows: Sequence[Row], path: Path) -> Path:
@@ -143,9 +80,3 @@ def draw_pruning(rows: Sequence[Row], path: Path) -> Path:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return save(figure, path)
-
-
-def write(folder: Path, report: str, rows: Sequence[Row]) -> None:
-    """The report and the raw numbers."""
-    write_whole(folder / "forgetting_attention.md", report)
-    write_whole(folder / "forgetting_attention.csv", csv_text(rows))

@@ -6,28 +6,22 @@ likes best. What is not installed is left out and named.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import attention_checks as checks
 from benchmarks import attention_report as report
 from benchmarks.attention_peers import IMPLEMENTATIONS
-from benchmarks.attention_report import BOTH, FORWARD, Row, Shape
-from benchmarks.side_by_side import (
-    Benchmark,
-    TrainedGates,
-    attention_flops,
-    host_microseconds,
-    milliseconds,
-    one_line,
-    pruned_fraction,
-)
+from benchmarks.attention_report import Row, Shape
+from benchmarks.attention_run import Benchmark, TrainedGates, attention_flops, pruned_fraction
+from benchmarks.measuring import BOTH, FORWARD, copy_rate, host_microseconds, milliseconds, one_line
+from benchmarks.side_by_side import parse, spread_documents
+from benchmarks.tables import comparison, table
 from kernels import forgetting_attention
 
 TARGET_SHAPES = [
@@ -89,10 +83,10 @@ def check(run: Benchmark, quick: bool) -> list[str]:
         "Inputs are bfloat16; gates are logsigmoid(N(m, 1)) with m from 0 to 8 over the heads, so that short and long "
         f"memory are mixed. Bounds of ours up to 2048 tokens: {checks.BOUNDS['out']:.0e}, dlog_forget "
         f"{checks.BOUNDS['dlog_forget']:.0e}.",
-        report.table(header, lines),
-        *(["Ours at length:", report.table(header, long)] if long else []),
+        table(header, lines),
+        *(["Ours at length:", table(header, long)] if long else []),
         "Peers, 1024 tokens:",
-        report.table(header, peers),
+        table(header, peers),
     )
     return wrong
 
@@ -129,8 +123,8 @@ def targets(run: Benchmark, quick: bool) -> None:
     fractions = {(str(row.shape), row.parameter or "gates N(3, 1)"): row.pruned for row in rows}
     run.add_section(
         "Side by side",
-        report.comparison(rows, "cuDNN"),
-        report.table(
+        comparison(rows, "cuDNN"),
+        table(
             ["128 x 128 tiles that can be pruned", "fraction"],
             [(", ".join(case), f"{fraction:.2f}") for case, fraction in fractions.items()],
         ),
@@ -150,7 +144,7 @@ def diffqkv(run: Benchmark) -> None:
         fewer, grouped = time_of[(32, 4, 16), name], time_of[(32, 16, 16), name]
         if fewer and grouped and run.longest >= 16384:
             run.judge(f"{name}, heads 32/4/16: of the time with 32/16/16", fewer / grouped, DIFFQKV_TARGET)
-    run.add_section("DiffQKV: heads of q, k and v", report.comparison(rows))
+    run.add_section("DiffQKV: heads of q, k and v", comparison(rows))
 
 
 def windows(run: Benchmark) -> None:
@@ -166,27 +160,26 @@ def windows(run: Benchmark) -> None:
         share = (2 * shape.length - seen) * seen / shape.length**2
         flops = share * attention_flops(shape)
         rows += run.side_by_side("windows", names, shape, problem, label, flops=flops)
-    run.add_section("Sliding windows", report.comparison(rows))
+    run.add_section("Sliding windows", comparison(rows))
 
 
 def packed(run: Benchmark) -> None:
     """One row of documents whose lengths are spread evenly in log."""
     length = min(65536, run.longest)
-    generator = np.random.default_rng(0)
-    ends = np.cumsum(np.exp(generator.uniform(math.log(128), math.log(8192), length // 128)).astype(int))
-    bounds = [0, *(int(end) for end in ends if end < length), length]
+    bounds = spread_documents(length)
+    lengths = [end - start for start, end in pairwise(bounds)]
     rows: list[Row] = []
     for heads, head_dim in ((24, 64), (16, 128)):
         shape = Shape(1, (heads,) * 3, length, head_dim)
         problem = run.problem(shape)
         problem.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=run.device)
-        flops = sum(attention_flops(Shape(1, shape.heads, n, head_dim)) for n in np.diff(bounds).tolist())
+        flops = sum(attention_flops(Shape(1, shape.heads, n, head_dim)) for n in lengths)
         names = ["ours, plain", "ours, gated", "ours, pruned", "fla", "FA2"]
         rows += run.side_by_side("packed", names, shape, problem, f"{len(bounds) - 1} documents", flops=flops)
     run.add_section(
         "Packed documents",
         f"{len(bounds) - 1} documents of 128 to 8192 tokens, evenly spread in log; FA2 is its variable-length form.",
-        report.comparison(rows),
+        comparison(rows),
     )
 
 
@@ -211,7 +204,7 @@ def sweep(run: Benchmark, lengths: Sequence[int]) -> None:
         "Lengths",
         f"{tokens} tokens a batch, {SWEEP_WIDTH} wide: more sequences where they are shorter.",
         "![TFLOP/s against length](attention_rates.png)",
-        report.comparison(rows, "cuDNN"),
+        comparison(rows, "cuDNN"),
     )
 
 
@@ -233,23 +226,14 @@ def pruning(run: Benchmark) -> None:
         "Pruning",
         "The fraction counts 128 x 128 tiles; trained gates come with the bound that the model's QK-norm gives.",
         "![Time against the fraction pruned](attention_pruning.png)",
-        report.comparison(rows),
+        comparison(rows),
     )
-
-
-def copy_rate(run: Benchmark) -> float:
-    """GB/s of a large copy within the device, read and written."""
-    source = torch.randn(2**30 if run.device.type == "cuda" else 2**24, device=run.device)
-    target = torch.empty_like(source)
-    # A kernel that copies can be faster than the driver's copy: the better of the two.
-    ways = (lambda: target.copy_(source), lambda: torch.mul(source, 1.0, out=target))
-    return 2 * source.nbytes / min(milliseconds(way, run.device) for way in ways) / 1e6
 
 
 @torch.no_grad()
 def decoding(run: Benchmark) -> None:
     """One query a row against a long cache: the share of the copy rate at which k, v and the gates are read."""
-    copy = copy_rate(run)
+    copy = copy_rate(run.device)
     run.say(f"a copy moves {copy:.0f} GB/s")
     batch, length, rows = 16, min(32768, run.longest), []
     for heads in ((32, 4, 16), (32, 16, 16), (32, 8, 8), (32, 32, 32)):
@@ -271,7 +255,18 @@ def decoding(run: Benchmark) -> None:
             except Exception as error:
                 time_ms, note = None, one_line(error)
             rate = moved / time_ms / 1e6 if time_ms else None
-            rows.append(Row("decoding", name, shape, "", FORWARD, time_ms, rate, note))
+            rows.append(
+                Row(
+                    section="decoding",
+                    implementation=name,
+                    shape=shape,
+                    parameter="",
+                    passes=FORWARD,
+                    milliseconds=time_ms,
+                    rate=rate,
+                    note=note,
+                )
+            )
             if heads == (32, 4, 16) and rate and length == 32768:
                 what = f"decoding, {name}, {shape}: of the copy rate"
                 run.judge(what, rate / copy, DECODING_TARGET, at_least=True)
@@ -286,7 +281,7 @@ def decoding(run: Benchmark) -> None:
     run.add_section(
         "Decoding: one query a row, T tokens cached",
         f"A device-to-device copy moves {copy:.0f} GB/s, read and written. GB/s counts k, v and float32 gates once.",
-        report.table(["", "", "milliseconds", "GB/s", "of the copy"], cells),
+        table(["", "", "milliseconds", "GB/s", "of the copy"], cells),
     )
 
 
@@ -305,27 +300,19 @@ def host(run: Benchmark) -> None:
     run.add_section(
         "The host's part",
         "Microseconds that a call keeps the host busy, at 256 tokens. Behind a busy device they are hidden.",
-        report.table(["", "forward", "forward + backward"], cells),
+        table(["", "forward", "forward + backward"], cells),
     )
 
 
 def main() -> int:
     """Check, measure, print a short table, and leave the report, the numbers and the pictures. Returns the status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="few checks, and the targets alone where no section is named"
-    )
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="all where none is named")
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[2**n for n in range(10, 18)], help="of the sweep; none is exceeded"
-    )
     parser.add_argument("--gates", type=Path, help="gates of a trained model, by benchmarks.trained_gates")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    arguments = parser.parse_args()
+    arguments = parse(parser, SECTIONS, [2**n for n in range(10, 18)])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     trained = None if arguments.gates is None else TrainedGates.load(arguments.gates, device)
-    run = Benchmark(device, max(arguments.lengths), arguments.output, trained)
+    run = Benchmark(device=device, longest=max(arguments.lengths), folder=arguments.output, trained=trained)
 
     if wrong := check(run, arguments.quick):
         print("out of bounds, nothing is timed: " + "; ".join(wrong), file=sys.stderr)
@@ -340,12 +327,10 @@ def main() -> int:
         "host": lambda: host(run),
         "lengths": lambda: sweep(run, arguments.lengths),
     }
-    chosen = arguments.sections or (["targets"] if arguments.quick else SECTIONS)
-    for name in chosen:
+    for name in arguments.sections:
         sections[name]()
     run.say(f"done: {arguments.output / 'forgetting_attention.md'}")
-    for what, measured, target, met in run.verdicts:
-        print(f"{measured:6.3f}  {target:14}  {'met ' if met else 'MISS'}  {what}")
+    run.print_verdicts()
     return 0
 
 

@@ -1,10 +1,10 @@
 """Tokens a second in training: `python -m benchmarks.training_speed`.
 
-FoX against the Transformer (LLaMA) whose attention is PyTorch's scaled_dot_product_attention, all else equal: the
-project's module, loss and optimizer, bfloat16 autocast, compiled blocks, random tokens, one sequence a document. An
+FoX and HGRN2 against the Transformer (LLaMA) whose attention is PyTorch's scaled_dot_product_attention, all else equal:
+the project's module, loss and optimizer, bfloat16 autocast, compiled blocks, random tokens, one sequence a document. An
 optimizer step follows every micro-batch, at a learning rate that leaves the weights where they are.
 
-What pruning saves depends on the gates, so those of the untrained models are set: each head's logit to the mean and
+What pruning saves depends on the gates, so those of the untrained FoX models are set: each head's logit to the mean and
 deviation of a trained model's heads (--gates, spread evenly over the heads of each layer), else to N(3, 1).
 """
 
@@ -29,8 +29,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention_peers import PRUNE, largest_logits
-from benchmarks.attention_report import table
-from benchmarks.side_by_side import TrainedGates, one_line, pruned_fraction
+from benchmarks.attention_run import TrainedGates, pruned_fraction
+from benchmarks.measuring import one_line
+from benchmarks.tables import table
 from data_pipeline.files import write_whole
 from lit_modules.callbacks.forget_gates import projections
 from lit_modules.callbacks.progress import peak_flops
@@ -42,7 +43,7 @@ WARM, TIMED = 3, 6  # steps
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of `conf/model`, less its size, and how it attends."""
+    """A model of `conf/model`, less its size, and, where it has attention, how it attends."""
 
     name: str
     model: str
@@ -58,6 +59,7 @@ VARIANTS = (
     Variant("FoX (LLaMA), pruned", "fox_llama", pruned=True),
     Variant("FoX (Pro)", "fox_pro"),
     Variant("FoX (Pro), pruned", "fox_pro", pruned=True),
+    Variant("HGRN2", "hgrn2"),
 )
 
 
@@ -97,9 +99,9 @@ def build(variant: Variant, size: str, length: int, device: torch.device) -> Pre
 
 @torch.no_grad()
 def set_gates(module: Pretraining, trained: TrainedGates | None) -> None:
-    """Give each head the logits of a trained one: their mean by the bias, their deviation by the weights."""
+    """Give each attention head the logits of a trained one: their mean by the bias, their deviation by the weights."""
     config = module.model.config
-    layers = [layer.self_attn.forget_gate for layer in module.model.model.layers]
+    layers = [getattr(layer.self_attn, "forget_gate", None) for layer in module.model.model.layers]
     if trained is not None:
         # log_forget is kept in float16: what rounds to 0 is taken for the smallest it can hold.
         logits = -torch.log(torch.expm1(-trained.log_forget.double().clamp(max=-6e-8)))
@@ -242,7 +244,7 @@ def report(size: str, length: int, gates: str, results: dict[str, Speed | str]) 
     return (
         f"# Training speed, {size}\n\n"
         f"{datetime.date.today()}; {device}; torch {torch.__version__}. Sequences of {length} tokens, bfloat16 "
-        f"autocast, {how}, no recomputation; medians of {TIMED} steps. Gates: {gates}. By "
+        f"autocast, {how}, no recomputation; medians of {TIMED} steps. Gates of attention: {gates}. By "
         "`python -m benchmarks.training_speed`.\n\n" + table(header, rows) + "\n"
         "Ratio: to the faster of the two Transformers with SDPA, which is this framework with its attention replaced. "
         "MFU counts no pruning. Tiles pruned: of 128 x 128, under the threshold at a lost mass of e^-10, the logits "

@@ -7,6 +7,8 @@ from kernels.gated_recurrence.chunked import chunked_recurrence
 from kernels.gated_recurrence.delayed import add_last, add_own, delay
 from kernels.gated_recurrence.reference import gated_recurrence_reference, gated_slot_attention_reference
 from kernels.gated_recurrence.step import plain_step
+from kernels.gated_recurrence.triton_operator import triton_recurrence
+from kernels.gated_recurrence.triton_step import MAX_STEPS, short_recurrence, step
 from kernels.gated_recurrence.validation import check_arguments, check_slot_arguments, check_step_arguments
 
 __all__ = [
@@ -73,6 +75,8 @@ def gated_recurrence(
         cu_seqlens=cu_seqlens,
         memory_budget=memory_budget,
     )
+    if bonus is not None and cu_seqlens is None and _is_short(q, k, v, log_decay, initial_state, bonus):
+        return short_recurrence(q, k, v, log_decay, initial_state, decay_axis, float(scale), bonus)
     options = (initial_state, cu_seqlens, decay_axis, float(scale), memory_budget)
     if bonus is None or q.shape[1] == 0:
         return _implementation(q, k, v, log_decay, *options)
@@ -94,7 +98,18 @@ def _implementation(
     memory_budget: int | None,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence without a bonus, by what suits the device; arguments are checked."""
+    if cu_seqlens is None and _is_short(q, k, v, log_decay, initial_state):
+        return short_recurrence(q, k, v, log_decay, initial_state, decay_axis, scale)
+    if q.is_cuda and q.dtype != torch.float64:
+        return triton_recurrence(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale, memory_budget)[:2]
     return chunked_recurrence(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale)
+
+
+def _is_short(q: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernel for a few tokens, which has no gradient, takes these."""
+    if not q.is_cuda or q.dtype == torch.float64 or q.shape[1] > MAX_STEPS:
+        return False
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *others)))
 
 
 @torch.no_grad()
@@ -122,6 +137,8 @@ def gated_recurrence_step(
         ValueError: as `gated_recurrence`.
     """
     check_step_arguments(q, k, v, log_decay, state, decay_axis=decay_axis, bonus=bonus)
+    if q.is_cuda and q.dtype != torch.float64:
+        return step(q, k, v, log_decay, state, decay_axis, float(scale), bonus)
     return plain_step(q, k, v, log_decay, state, decay_axis, float(scale), bonus)
 
 

@@ -6,11 +6,13 @@ Decays are kept in units of log 2. Over a chunk of C = 64 tokens, for each chann
     after_i  = sum_{t > i} g_t            from token i to the chunk's end
     pairs (i, j), i > j: exp2(before_i - before_j), the decay between them, as a product of a factor of i and one of j:
 
-- Weak chunks: c_i = before_i - before_middle, exp2(c_i) exp2(-c_j). Right while |c| stays under LARGEST.
-- Others: for levels s = C/2, C/4, ..., w, the pairs of neighbouring blocks of s tokens, i in an odd block and j in the
-  even one before it: exp2(sum from the block's start to i) exp2(sum from j to the block's end). No exponent is above 0.
-  Pairs inside blocks of w tokens are left, and for these |c| is small again: w is halved until it is, down to w = 1,
-  the diagonal.
+- Weak chunks, neither half of which decays by more than 2^-60 in any channel: with c_i = before_i - before_middle,
+  exp2(c_i) exp2(-c_j).
+- Strong ones: for levels s = C/2, C/4, ..., w, the pairs of neighbouring blocks of s tokens, i in an odd block and j in
+  the even one before it: exp2(sum from the block's start to i) exp2(sum from j to the block's end). No exponent is
+  above 0. Pairs inside blocks of w tokens are left, and for these |c| is small again. Between tokens of a strong chunk
+  a gate under 2^-25 counts as 2^-25, of which nothing is seen beside the token itself; then |c| <= 100 at w = 8 at the
+  latest. Gates between chunks are not bounded so, and a gate's own gradient takes the factor that this leaves out.
 
 Each sum is a product with a matrix of ones, and adds only what lies between: never the difference of long sums. A log
 decay under CLOSED counts as CLOSED, of which exp2 is 0.
@@ -21,25 +23,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+CHUNK = 64  # tokens
+MOST_LEVELS = 3  # after so many, blocks have 8 tokens
 LOG2_E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-160.0)
-LARGEST = tl.constexpr(50.0)
+FAINTEST = tl.constexpr(-25.0)
+LARGEST_WEAK, LARGEST_STRONG = tl.constexpr(60.0), tl.constexpr(100.0)
 
 
-def sum_matrices(chunk: int, device: torch.device) -> Tensor:
-    """[2, C, C] bfloat16, for weak chunks: times g it is c; the second adds the tokens from each one on."""
-    cached = (chunk, device)
-    if cached not in _MATRICES:
-        token = torch.arange(chunk, device=device)
-        ones = token[:, None] >= token
-        matrices = torch.stack([ones.int() - (token < chunk // 2).int(), ones.mT.int()]).bfloat16()
+# Which of `sum_matrices` holds what; of CENTRED and LEVEL there is one for each number of halvings.
+UNTIL, AFTER, FROM, BEFORE, CENTRED, CENTRED_TRANSPOSED, LEVEL, LEVEL_TRANSPOSED = map(
+    tl.constexpr, (0, 1, 2, 3, 4, 8, 12, 15)
+)
+
+
+def sum_matrices(device: torch.device) -> Tensor:
+    """[18, C, C] bfloat16 of -1, 0 and 1, which times g give the sums above. Made once a device.
+
+    Row i of UNTIL holds the tokens up to i, of AFTER those after it; FROM and BEFORE are their transposes. CENTRED + n:
+    the signed tokens between i and the middle of its block of C / 2^n tokens. LEVEL + n, with blocks of C / 2^(n + 1):
+    the tokens from the block's start to i in odd blocks, those after i to the block's end in even ones.
+    """
+    if device not in _MATRICES:
+        row, column = torch.arange(CHUNK, device=device)[:, None], torch.arange(CHUNK, device=device)
+        until, after = column <= row, column > row
+        centred, levels = [], []
+        for halvings in range(MOST_LEVELS + 1):
+            size = CHUNK >> halvings
+            block = row // size
+            middle = block * size + size // 2 - 1
+            centred.append((until.int() - (column <= middle).int()) * (column // size == block))
+            if halvings:
+                levels.append((column // size == block) & torch.where(block % 2 == 1, until, after))
+        groups = [until, after], [until.mT, after.mT], centred, [m.mT for m in centred], levels, [m.mT for m in levels]
+        matrices = torch.stack([m.bfloat16() for group in groups for m in group])
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return matrices  # which holds nothing before the graph is replayed
-        _MATRICES[cached] = matrices
-    return _MATRICES[cached]
+        _MATRICES[device] = matrices
+    return _MATRICES[device]
 
 
-_MATRICES: dict[tuple[int, torch.device], Tensor] = {}
+_MATRICES: dict[torch.device, Tensor] = {}
 
 
 @triton.jit
@@ -63,53 +87,34 @@ def weighted_sums(weights, x, IN_HALVES: tl.constexpr):
 
 
 @triton.jit
-def count_levels(centred, log_decay, CHUNK: tl.constexpr, HALVINGS: tl.constexpr):
-    """How many levels of pairs between neighbouring blocks a chunk needs, 0 for a weak one. Closed gates are strong.
+def matrix(matrices, index, row, column):
+    """One of `sum_matrices`, [C, C]. row [C, 1], column [1, C]."""
+    SIZE: tl.constexpr = row.shape[0]
+    return tl.load(matrices + (index * SIZE + row) * SIZE + column)
 
-    centred: c of the whole chunk. Blocks of w tokens have |c| of at most w / 2 times the largest gate. HALVINGS: log2 of
-    the chunk's tokens.
-    """
-    steepest = tl.max(tl.max(-log_decay, 1), 0)
-    strong = (tl.max(tl.max(tl.abs(centred), 1), 0) > LARGEST) | (steepest >= -CLOSED)
-    levels = strong.to(tl.int32)
-    for halvings in tl.static_range(HALVINGS - 1):
-        half = CHUNK >> (halvings + 2)
-        levels += (strong & (steepest * half > LARGEST)).to(tl.int32)
+
+@triton.jit
+def same_block(row, column, size):
+    """[C, C] bool: row and column in one block of `size`, a power of two."""
+    return (row ^ column) < size
+
+
+@triton.jit
+def neighbours(row, column, size):
+    """[C, C] bool: of two blocks of `size`, an even and the odd one after it, one holds row and the other column."""
+    return ((row ^ column) >= size) & ((row ^ column) < 2 * size)
+
+
+@triton.jit
+def fewest_levels(matrices, log_decay, row, column, IN_HALVES: tl.constexpr, MOST: tl.constexpr):
+    """How many levels a strong chunk needs before |c| of what is left is small. log_decay: FAINTEST at least."""
+    levels = MOST
+    narrow = log_decay.to(tl.bfloat16) if IN_HALVES else log_decay
+    for step in range(MOST - 1):
+        halvings = MOST - 1 - step
+        weights = matrix(matrices, CENTRED + halvings, row, column).to(narrow.dtype)
+        centred = tl.dot(weights, narrow, input_precision="ieee")
+        # One bfloat16 for a sum: within a hundredth, which is left for it.
+        fits = tl.max(tl.max(tl.abs(centred), 1), 0) <= 0.99 * LARGEST_STRONG
+        levels = tl.where(fits, halvings, levels)
     return levels
-
-
-@triton.jit
-def level_sums(row, column, size):
-    """[C, C] of 0 and 1: row i holds the tokens from its block's start to i (odd blocks of `size`), or after i to its
-    block's end (even blocks). row [C, 1] and column [1, C]; exchanged, they give the transpose."""
-    block = row // size
-    inside = column // size == block
-    return (inside & ((column <= row) == (block % 2 == 1))).to(tl.float32)
-
-
-@triton.jit
-def centred_sums(row, column, size):
-    """[C, C] of -1, 0 and 1: row i holds the signed tokens between i and the middle of its block of `size`."""
-    block = row // size
-    middle = block * size + tl.maximum(size // 2 - 1, 0)
-    signed = (column <= row).to(tl.float32) - (column <= middle).to(tl.float32)
-    return tl.where(column // size == block, signed, 0.0)
-
-
-@triton.jit
-def between_neighbours(row, column, size):
-    """[C, C] bool: row in an odd block of `size`, column in the even block before it."""
-    block = row // size
-    return (block % 2 == 1) & (column // size == block - 1)
-
-
-@triton.jit
-def matrix(matrices, index, row, column, CHUNK: tl.constexpr):
-    """One of `sum_matrices`."""
-    return tl.load(matrices + (index * CHUNK + row) * CHUNK + column)
-
-
-@triton.jit
-def ones(mask):
-    """A matrix of 0 and 1."""
-    return mask.to(tl.float32)

@@ -32,14 +32,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gated_recurrence.triton_decays import in_log2, matrix, sum_matrices, weighted_sums
+from kernels.gated_recurrence.triton_decays import CENTRED, CHUNK, FROM, in_log2, matrix, sum_matrices, weighted_sums
 from kernels.gated_recurrence.triton_gradients_strong import (
     diagonal_of,
     gradients_of_strong,
     tile_of_state,
     tokens_of,
 )
-from kernels.gated_recurrence.triton_plan import CHUNK, FIELDS, Plan
+from kernels.gated_recurrence.triton_plan import FIELDS, Plan
 from kernels.gated_recurrence.triton_scores import Chunks, padded, stored_dtype, strides_in_units
 
 
@@ -98,10 +98,11 @@ def gradients(
     if not per_head:
         _gradients_of_weak[grid](
             decayed_x, chunks.y, z, w, gates, chunks.total, chunks.middle, chunks.levels, states, grad_states,
-            *results, sum_matrices(CHUNK, y.device), plan.chunks, scale, *inner, **units, **sizes,
+            *results, sum_matrices(y.device), plan.chunks, scale, *inner, **units, **sizes,
         )  # fmt: skip
     gradients_of_strong[grid](
-        x, y, z, w, gates, chunks.levels, states, grad_states, *results, plan.chunks, scale,
+        x, y, z, w, gates, chunks.levels, states, grad_states, *results, sum_matrices(y.device), plan.chunks,
+        scale,
         *x_strides[:3], *y_strides[:3], *inner,
         X_UNIT=x_strides[3], Y_UNIT=y_strides[3], PER_HEAD=per_head, **units, **sizes,
     )  # fmt: skip
@@ -143,7 +144,7 @@ def _gradients_of_weak(
     total = tl.load(totals + index * STORED + channel, mask=channel < STORED, other=0.0)
     middle = tl.load(middles + index * STORED + channel, mask=channel < STORED, other=0.0)
     g = in_log2(tokens_of(gates, g_t * GATE_UNIT, token, held, channel, WIDTH))
-    centred = weighted_sums(matrix(matrices, 0, row, column, CHUNK), g, IN_HALVES)
+    centred = weighted_sums(matrix(matrices, CENTRED, row, column), g, IN_HALVES)
     y = _decayed(y_in + index * (CHUNK * STORED), row, channel, STORED, BLOCK)
     if GRADIENTS:
         grad_states += index * (STORED * WIDTH_E)
@@ -194,7 +195,7 @@ def _gradients_of_weak(
         of_token = of_token * (tl.exp2(-middle) / scale)[None, :] - y * dy * tl.exp2(middle - total)[None, :]
         tile = ((first + token[:, None]) * heads + head) * WIDTH + channel[None, :]
         tl.store(dy_out + tile, (dy * tl.exp2(-centred)).to(dy_out.dtype.element_ty), mask=mask)
-        result = weighted_sums(matrix(matrices, 1, row, column, CHUNK), of_token, IN_HALVES) + of_channel[None, :]
+        result = weighted_sums(matrix(matrices, FROM, row, column), of_token, IN_HALVES) + of_channel[None, :]
         tl.store(grad_gates_out + tile, result, mask=mask)
 
 

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_gradients import gradients
-from kernels.gated_recurrence.triton_plan import CHUNK, Plan, make_plan
+from kernels.gated_recurrence.triton_plan import Plan, make_plan
 from kernels.gated_recurrence.triton_scan import scan
 from kernels.gated_recurrence.triton_scores import Chunks, decay_chunks, padded, stored_dtype
 from kernels.operation import empty_gradients, register_operation
@@ -128,7 +129,11 @@ def _recurrence(
             chunks = decay_chunks(q, k, log_decay, plan, scale)
             out, states, end = scan(chunks, v, plan, start, heads=heads, states=keeps)
     final = _state_out(end, v.shape[3] if by_value else k.shape[3], by_value)
-    kept = (chunks.x, chunks.y, chunks.scores, chunks.total, chunks.middle, chunks.levels, states) if keeps else (None,) * 7
+    kept = (
+        (chunks.x, chunks.y, chunks.scores, chunks.total, chunks.middle, chunks.levels, states)
+        if keeps
+        else (None,) * 7
+    )
     shapes = _kept_shapes(q, k, v, log_decay, cu_seqlens, by_value)
     kept = (q.new_empty(0, dtype=dtype) if x is None else x for x, (_, dtype) in zip(kept, shapes, strict=True))
     return out, final, *kept
@@ -195,9 +200,7 @@ def _recurrence_backward(
             dq, again, _ = scan(chunks, k, plan, start, heads=heads, states=kept is None, end=False)
             states = again if kept is None else kept
             dk, grad_states, grad_start = scan(chunks, q, plan, grad_end, backward=True, heads=heads, end=wants_start)
-            _, dv, grad_gates = gradients(
-                chunks, grad_out, v, k, q, log_decay, states, grad_states, plan, scale
-            )
+            _, dv, grad_gates = gradients(chunks, grad_out, v, k, q, log_decay, states, grad_states, plan, scale)
         else:
             if states.numel():
                 chunks = Chunks(decayed_q, decayed_k, scores, total, middle, levels)
@@ -207,9 +210,7 @@ def _recurrence_backward(
             dv, grad_states, grad_start = scan(
                 chunks, grad_out, plan, grad_end, backward=True, heads=heads, end=wants_start
             )
-            dq, dk, grad_gates = gradients(
-                chunks, q, k, v, grad_out, log_decay, states, grad_states, plan, scale
-            )
+            dq, dk, grad_gates = gradients(chunks, q, k, v, grad_out, log_decay, states, grad_states, plan, scale)
     width = v.shape[3] if by_value else k.shape[3]
     grad_initial = _state_out(grad_start, width, by_value).to(initial_state.dtype) if wants_start else q.new_empty(0)
     return dq, dk, dv, grad_gates.to(gate_dtype), grad_initial

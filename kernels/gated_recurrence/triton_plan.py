@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 64
+from kernels.gated_recurrence.triton_decays import CHUNK
+
 FIRST, LAST = 1, 2  # flags of a segment: of its sequence's segments
 FIELDS = 6
+RUN = 4  # chunks that a program looks at for strong ones
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gated_recurrence.triton_plan import CHUNK, FIELDS, FIRST, LAST, Plan
+from kernels.gated_recurrence.triton_decays import CHUNK
+from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, Plan
 from kernels.gated_recurrence.triton_scores import Chunks, strides_in_units
 
 STRIDES = ["z_stride_b", "z_stride_t", "z_stride_h"]

@@ -15,19 +15,26 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gated_recurrence.triton_decays import (
-    between_neighbours,
-    centred_sums,
-    count_levels,
+    AFTER,
+    CENTRED,
+    CHUNK,
+    FAINTEST,
+    LARGEST_WEAK,
+    LEVEL,
+    MOST_LEVELS,
+    UNTIL,
+    fewest_levels,
     in_log2,
-    level_sums,
     matrix,
-    ones,
+    neighbours,
+    same_block,
     sum_matrices,
     weighted_sums,
 )
-from kernels.gated_recurrence.triton_plan import CHUNK, FIELDS, Plan
+from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Chunks:
     """x and y: decayed, [num_chunks, heads, 64, D rounded up to 16], 0 where there is no token; scores
     [num_chunks, Hx, 64, 64]; total [num_chunks, Hy, D rounded up, or 1] float32, the sum of all gates in log 2, and
     middle, that of the first half; levels
-    [num_chunks, Hy] int32, 0 for weak chunks (triton_decays.py), None with a gate per head, which has no levels.
+    [num_chunks, Hy] int32, 0 for weak chunks (triton_decays.py); None with a gate per head, which has no levels.
 
     x, y and scores are bfloat16 for bfloat16 inputs, otherwise float32. x and scores are None where not asked for.
     """
@@ -68,6 +75,11 @@ def strides_in_units(x: Tensor) -> tuple[int, int, int, int]:
     return *(stride // unit for stride in strides), unit
 
 
+def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Tiles [1, 1, rows, columns] of x [N, heads, rows of any number, D]; what lies outside reads as 0."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
+
+
 def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, scale: float) -> Chunks:
     """Decayed x and y and their scores, for every chunk.
 
@@ -90,11 +102,12 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
     x_strides = (0, 0, 0, 1) if x is None else strides_in_units(x)
     y_strides, gate_strides = strides_in_units(y), strides_in_units(gates)
     # Four warps, as many as 64 rows of a product occupy; slices of 64, for which their registers suffice.
+    in_bfloat16 = dtype == torch.bfloat16
     slices = triton.cdiv(width, 64)
     block = triton.next_power_of_2(triton.cdiv(width, slices))
     # Two kernels, each for its own chunks: one for all would take the registers of both.
     for strong in (False,) if per_head else (False, True):
-        _decay_chunks[(heads_x, plan.chunks.shape[0])](
+        _decay_chunks[(heads_x, triton.cdiv(plan.chunks.shape[0], RUN if strong else 1))](
             x,
             y,
             gates,
@@ -104,8 +117,9 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
             chunks.total,
             chunks.middle,
             chunks.levels,
-            sum_matrices(CHUNK, y.device),
+            sum_matrices(y.device),
             plan.chunks,
+            plan.chunks.shape[0],
             scale,
             heads_x // heads_y,
             *x_strides[:3],
@@ -120,12 +134,13 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
             SLICES=slices,
             PER_HEAD=per_head,
             STRONG=strong,
-            IN_HALVES=dtype == torch.bfloat16,
+            IN_HALVES=in_bfloat16,
             PRECISION="tf32" if y.dtype == torch.float16 else "ieee",
             CHUNK=CHUNK,
-            HALVINGS=CHUNK.bit_length() - 1,
+            MOST_LEVELS=MOST_LEVELS,
             FIELDS=FIELDS,
-            NUM_STAGES=int(__import__('os').environ.get('NS','1')),
+            RUN=RUN,
+            NUM_STAGES=1 if strong or not in_bfloat16 else 3,
             num_warps=4,
         )
     return chunks
@@ -133,60 +148,73 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
 
 @triton.jit(
     do_not_specialize=[
-        "group", "x_stride_b", "x_stride_t", "x_stride_h", "y_stride_b", "y_stride_t", "y_stride_h",
+        "num_chunks", "group", "x_stride_b", "x_stride_t", "x_stride_h", "y_stride_b", "y_stride_t", "y_stride_h",
         "g_stride_b", "g_stride_t", "g_stride_h",
     ]
 )  # fmt: skip
 def _decay_chunks(
-    x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, chunks, scale, group,
+    x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, chunks, num_chunks, scale, group,
     x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h, g_stride_b, g_stride_t, g_stride_h,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
     PER_HEAD: tl.constexpr, STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, HALVINGS: tl.constexpr, FIELDS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, FIELDS: tl.constexpr, RUN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    head, chunk = tl.program_id(0), tl.program_id(1)
+    head = tl.program_id(0)
     heads_x = tl.num_programs(0)
     head_y, heads_y = head // group, heads_x // group
     leads = head % group == 0
-    line = chunks + chunk * FIELDS
-    row, begin = tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64)
-    count, first_chunk = tl.load(line + 3), tl.load(line + 4).to(tl.int64)
-    if x_in is not None:
-        x_in += (row * x_stride_b + begin * x_stride_t + head * x_stride_h) * X_UNIT
-    y_in += (row * y_stride_b + begin * y_stride_t + head_y * y_stride_h) * Y_UNIT
-    gates += (row * g_stride_b + begin * g_stride_t + head_y * g_stride_h) * GATE_UNIT
-    if count <= 0:
-        return
-    index_x, index_y = first_chunk * heads_x + head, first_chunk * heads_y + head_y
-    levels = 0
     if STRONG:
-        levels = tl.load(levels_out + index_y)
-    if not STRONG or levels > 0:
-        _decay_chunk(
-            x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
-            tl.arange(0, CHUNK), count, index_x, index_y, levels,
-            x_stride_t * X_UNIT, y_stride_t * Y_UNIT, g_stride_t * GATE_UNIT,
-            WIDTH, STORED, BLOCK, SLICES, PER_HEAD, STRONG, IN_HALVES, PRECISION, CHUNK, HALVINGS, NUM_STAGES,
-        )  # fmt: skip
+        # Mostly there are none: few programs look, each at a run of chunks.
+        first_chunk = tl.program_id(1).to(tl.int64) * RUN
+        of_run = first_chunk + tl.arange(0, RUN)
+        found = tl.load(levels_out + of_run * heads_y + head_y, mask=of_run < num_chunks, other=0)
+        if tl.max(found, 0) == 0:
+            return
+        last_chunk = tl.minimum(first_chunk + RUN, num_chunks)
+    else:
+        first_chunk = tl.program_id(1).to(tl.int64)
+        last_chunk = first_chunk + 1
+    for chunk in range(first_chunk, last_chunk):
+        line = chunks + chunk * FIELDS
+        row, begin = tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64)
+        count = tl.load(line + 3)
+        index_x, index_y = chunk * heads_x + head, chunk * heads_y + head_y
+        wanted = count > 0
+        if STRONG:
+            wanted = wanted & (tl.load(levels_out + index_y) > 0)
+        if wanted:
+            x_base = x_in
+            if x_in is not None:
+                x_base = x_in + (row * x_stride_b + begin * x_stride_t + head * x_stride_h) * X_UNIT
+            _decay_chunk(
+                x_base,
+                y_in + (row * y_stride_b + begin * y_stride_t + head_y * y_stride_h) * Y_UNIT,
+                gates + (row * g_stride_b + begin * g_stride_t + head_y * g_stride_h) * GATE_UNIT,
+                x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
+                count, index_x, index_y, x_stride_t * X_UNIT, y_stride_t * Y_UNIT, g_stride_t * GATE_UNIT,
+                WIDTH, STORED, BLOCK, SLICES, PER_HEAD, STRONG, IN_HALVES, PRECISION, CHUNK, MOST_LEVELS, NUM_STAGES,
+            )  # fmt: skip
 
 
 @triton.jit
 def _decay_chunk(
     x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
-    position, count, index_x, index_y, levels, x_stride, y_stride, g_stride,
+    count, index_x, index_y, x_stride, y_stride, g_stride,
     WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
     PER_HEAD: tl.constexpr, STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, HALVINGS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One chunk: of weak ones also how many levels it needs; if any, what else it stores is replaced."""
+    """One chunk: also how many levels it needs. If a weak one does, what it stores is replaced."""
     token = tl.arange(0, CHUNK)
-    held = position < count
+    levels = 0
+    held = token < count
     row, column = token[:, None], token[None, :]
     stored_dtype = y_out.dtype.element_ty
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     if PER_HEAD:
-        g = in_log2(tl.load(gates + position * g_stride, mask=held, other=0.0))
+        g = in_log2(tl.load(gates + token * g_stride, mask=held, other=0.0))
         before = tl.cumsum(g, 0)
         exp_before = tl.exp2(before)[:, None]
         exp_after = tl.exp2(tl.cumsum(g, 0, reverse=True) - g)[:, None]
@@ -195,26 +223,28 @@ def _decay_chunk(
     for number in tl.range(0, SLICES, num_stages=NUM_STAGES):
         channel = number * BLOCK + tl.arange(0, BLOCK)
         mask = held[:, None] & (channel < WIDTH)[None, :]
-        y = tl.load(y_in + position[:, None] * y_stride + channel[None, :], mask=mask, other=0.0)
+        y = tl.load(y_in + token[:, None] * y_stride + channel[None, :], mask=mask, other=0.0)
         if x_in is not None:
-            x = tl.load(x_in + position[:, None] * x_stride + channel[None, :], mask=mask, other=0.0)
+            x = tl.load(x_in + token[:, None] * x_stride + channel[None, :], mask=mask, other=0.0)
         if PER_HEAD:
             if x_in is not None:
                 scores = tl.dot(x.to(stored_dtype), tl.trans(y.to(stored_dtype)), scores, input_precision=PRECISION)
         else:
-            g = in_log2(
-                tl.load(gates + position[:, None] * g_stride + channel[None, :], mask=mask, other=0.0)
-            )
+            g = in_log2(tl.load(gates + token[:, None] * g_stride + channel[None, :], mask=mask, other=0.0))
             total = tl.sum(g, 0)
             if STRONG:
-                exp_before = tl.exp2(weighted_sums(ones(column <= row), g, IN_HALVES))
-                exp_after = tl.exp2(weighted_sums(ones(column > row), g, IN_HALVES))
-                centred = weighted_sums(centred_sums(row, column, CHUNK >> levels), g, IN_HALVES)
+                faint = tl.maximum(g, FAINTEST)
+                needed = fewest_levels(matrices, faint, row, column, IN_HALVES, MOST_LEVELS)
+                levels = tl.maximum(levels, needed)
+                exp_before = tl.exp2(weighted_sums(matrix(matrices, UNTIL, row, column), g, IN_HALVES))
+                exp_after = tl.exp2(weighted_sums(matrix(matrices, AFTER, row, column), g, IN_HALVES))
+                centred = weighted_sums(matrix(matrices, CENTRED + needed, row, column), faint, IN_HALVES)
                 grow, shrink = tl.exp2(centred), tl.exp2(-centred)
             else:
-                centred = weighted_sums(matrix(matrices, 0, row, column, CHUNK), g, IN_HALVES)
-                levels = tl.maximum(levels, count_levels(centred, g, CHUNK, HALVINGS))
+                centred = weighted_sums(matrix(matrices, CENTRED, row, column), g, IN_HALVES)
                 middle = tl.sum(tl.where(row < CHUNK // 2, g, 0.0), 0)
+                steepest = tl.max(tl.maximum(-middle, middle - total), 0)
+                levels = tl.maximum(levels, (steepest > LARGEST_WEAK).to(tl.int32))
                 grow, shrink = tl.exp2(centred), tl.exp2(-centred)
                 exp_before, exp_after = grow * tl.exp2(middle)[None, :], shrink * tl.exp2(total - middle)[None, :]
                 if leads:
@@ -224,16 +254,16 @@ def _decay_chunk(
             if x_in is not None:
                 inside = row >= column
                 if STRONG:
-                    inside = inside & (row // (CHUNK >> levels) == column // (CHUNK >> levels))
-                    for level in range(levels):
+                    inside = inside & same_block(row, column, CHUNK >> needed)
+                    for level in tl.range(0, needed, num_stages=1):
                         size = (CHUNK // 2) >> level
-                        decay = tl.exp2(weighted_sums(level_sums(row, column, size), g, IN_HALVES))
+                        decay = tl.exp2(weighted_sums(matrix(matrices, LEVEL + level, row, column), faint, IN_HALVES))
                         level_scores = tl.dot(
                             (x * decay).to(stored_dtype),
                             tl.trans((y * decay).to(stored_dtype)),
                             input_precision=PRECISION,
                         )
-                        scores += tl.where(between_neighbours(row, column, size), level_scores, 0.0)
+                        scores += tl.where((row > column) & neighbours(row, column, size), level_scores, 0.0)
                 block_scores = tl.dot(
                     (x * grow).to(stored_dtype), tl.trans((y * shrink).to(stored_dtype)), input_precision=PRECISION
                 )
@@ -245,7 +275,7 @@ def _decay_chunk(
         if x_in is not None:
             decayed = (x * (exp_before * scale)).to(stored_dtype)
             tl.store(x_out + index_x * (CHUNK * STORED) + tile, decayed, mask=stored)
-    if not PER_HEAD and not STRONG:
+    if not PER_HEAD:
         if leads:
             tl.store(levels_out + index_y, levels)
     if x_in is not None:

@@ -19,6 +19,7 @@ class ForgetGates(Callback):
 
     Logged for layer n: `forget_gate/layer_n_mean`, the mean gate, and `forget_gate/layer_n_memory_shortest` and
     `..._longest`: over the heads, the tokens after which the mean gate has let go of all but 1/e, -1 / mean(log f).
+    Recurrent layers are left out, and of a model without attention nothing is shown.
 
     Args:
         heads: how many heads are drawn, from the one that forgets fastest to the one that forgets slowest.
@@ -49,6 +50,8 @@ class ForgetGates(Callback):
             return
         with torch.no_grad(), trainer.precision_plugin.forward_context():
             layers = projections(module.model, self.document)
+        if not layers:
+            return
         metrics = gate_statistics(layers)
         for logger in trainer.loggers:
             if metrics:

@@ -1,4 +1,4 @@
-"""One pre-norm block: a token mixer, then a SwiGLU."""
+"""One pre-norm block: a token mixer, then a SwiGLU, if it has one."""
 
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,14 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = MIXERS[mixer](config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.mlp = None
+        if config.intermediate_size is not None:
+            self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, hidden: Tensor, positions: Positions, cache: CacheLayerMixin | None = None) -> Tensor:
-        """`[B, T, hidden_size]` to the same; `cache` is the mixer's own, or None."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), positions, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def forward(
+        self, hidden: Tensor, positions: Positions, cache: CacheLayerMixin | None = None, **shared: Tensor
+    ) -> Tensor:
+        """`[B, T, hidden_size]` to the same; `cache` is the mixer's own, or None; `shared` is for the mixer alone."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), positions, cache, **shared)
+        return hidden if self.mlp is None else hidden + self.mlp(self.post_attention_layernorm(hidden))

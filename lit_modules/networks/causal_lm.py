@@ -13,9 +13,12 @@ from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.forget_gate import ForgetGate
 from lit_modules.networks.headwise_linear import HeadwiseLinear
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+from lit_modules.networks.mixers.hgrn2 import LowerBounds
+from lit_modules.networks.mixers.mamba2 import Mamba2
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions, check_position_ids, locate
 from lit_modules.networks.rotary import rotary_tables
+from lit_modules.networks.short_convolution import ShortConvolution
 
 
 class PalimpsestPreTrainedModel(PreTrainedModel):
@@ -38,6 +41,16 @@ class PalimpsestPreTrainedModel(PreTrainedModel):
             init.ones_(module.weight)
         elif isinstance(module, ForgetGate) and module.kind == "data_independent":
             init.copy_(module.bias, module.initial_bias(module.bias.device).to(module.bias.dtype))
+        elif isinstance(module, ShortConvolution):
+            # What torch gives a convolution: a filter of few taps needs larger ones than a matrix.
+            init.uniform_(module.weight, -(module.weight.shape[1] ** -0.5), module.weight.shape[1] ** -0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, LowerBounds):
+            init.zeros_(module.logits)
+        elif isinstance(module, Mamba2):
+            for name, value in module.initial_values().items():
+                init.copy_(getattr(module, name), value)
 
 
 class PalimpsestModel(PalimpsestPreTrainedModel):
@@ -49,6 +62,9 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in config.mixers)
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        bounded = config.mixers.count("hgrn2")
+        # The first has the bound 0, so that one alone has nothing to learn.
+        self.lower_bounds = LowerBounds(config, bounded) if bounded > 1 else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -79,9 +95,9 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
             use_cache = not self.training and cu_seqlens is None
         cache = self._cache_to_fill(past_key_values, use_cache)
         positions = self._positions(hidden, attention_mask, position_ids, cache, cu_seqlens)
-        states = [hidden]
+        states, shared = [hidden], self._shared()
         for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, positions, None if cache is None else cache.layers[number])
+            hidden = layer(hidden, positions, None if cache is None else cache.layers[number], **shared[number])
             states.append(hidden)
         hidden = self.norm(hidden)
         return BaseModelOutputWithPast(
@@ -89,6 +105,15 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
             past_key_values=cache,
             hidden_states=(*states[:-1], hidden) if output_hidden_states else None,
         )
+
+    def _shared(self) -> list[dict[str, Tensor]]:
+        """What each layer's mixer is given of parameters that are not its own."""
+        shared = [{} for _ in self.layers]
+        if self.lower_bounds is not None:
+            bounded = [layer for layer, name in zip(shared, self.config.mixers, strict=True) if name == "hgrn2"]
+            for layer, bound in zip(bounded, self.lower_bounds(), strict=True):
+                layer["lower_bound"] = bound
+        return shared
 
     def _cache_to_fill(self, past_key_values: Cache | None, use_cache: bool) -> Cache | None:
         if past_key_values is None:
@@ -141,9 +166,12 @@ class PalimpsestForCausalLM(PalimpsestPreTrainedModel, GenerationMixin):
         return self.model.new_cache()
 
     def no_decay_parameters(self) -> set[str]:
-        """Names of the parameters without weight decay: norms (those of single heads too), biases, gate biases."""
+        """Names of the parameters without weight decay: norms (those of single heads too), biases, gate biases, and
+        those that a module names in its own `no_decay`."""
         norms = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, RMSNorm)}
-        return norms | {name for name, _ in self.named_parameters() if name.rpartition(".")[2] == "bias"}
+        biases = {name for name, _ in self.named_parameters() if name.rpartition(".")[2] == "bias"}
+        own = {f"{name}.{key}" for name, module in self.named_modules() for key in getattr(module, "no_decay", ())}
+        return norms | biases | own
 
     @can_return_tuple
     def forward(

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from lit_modules.networks.mixers import MIXERS
+from lit_modules.networks.mixers.recurrent import RecurrentMixer
 
 FORGET_GATES = ("data_dependent", "data_independent", "fixed", "none")
 
@@ -15,7 +16,8 @@ class PalimpsestConfig(PreTrainedConfig):
     """Every size and switch of one causal language model.
 
     The switches are those of FoX (arXiv 2503.02130, section 3 and table 3) and of DiffQKV (Sigma, arXiv 2501.13629):
-    heads and sizes of their own for queries, keys and values.
+    heads and sizes of their own for queries, keys and values. They are attention's; recurrent mixers have sizes of
+    their own, from `state_heads` to `short_conv_width`.
 
     A model is a stack of `num_layers` pre-norm blocks, a token mixer and a SwiGLU each, between an embedding and a
     linear head. The switches are independent of one another: all off is a Transformer (LLaMA) without RoPE, `rope`
@@ -33,8 +35,9 @@ class PalimpsestConfig(PreTrainedConfig):
             one is brought to that width by a trained linear map of its own when it is read, before QK-norm and
             rotation.
         augmented_query_dim: inner width of a SwiGLU through which the projected queries go; None means no SwiGLU.
-        intermediate_size: inner width of each block's SwiGLU.
-        mixers: one registered mixer name for each layer; None means "attention" everywhere.
+        intermediate_size: inner width of each block's SwiGLU; None means blocks of the mixer alone, as in Mamba-2.
+        mixers: one registered mixer name for each layer ("attention", "hgrn2", "gla", "mamba2", "gsa"), or one for
+            all; None means "attention" everywhere.
         forget_gate: "data_dependent" (sigmoid(w x + b)), "data_independent" (a learned bias per head), "fixed", or
             "none" (also None): the first line of figure 7.
         gate_time_min, gate_time_max: decay times, in tokens, of the first and the last head, spaced evenly in log
@@ -45,6 +48,15 @@ class PalimpsestConfig(PreTrainedConfig):
         output_gate: multiply the attention output by sigmoid(W x).
         output_norm: RMSNorm on each head of the attention output.
         kv_shift: mix each key and value with its predecessor's, by a data-dependent share per head.
+        state_heads: heads of the recurrent mixers, each with a state of its own; None means num_heads.
+        state_dim: width of the keys of a state head; None means that of its values, for "gla" half of it, and 128 for
+            "mamba2". Keys meet values in "gsa" through num_slots.
+        expand_value: value channels of all state heads over hidden_size; None means 1, and 2 for "mamba2".
+        num_slots: slots of a head of "gsa".
+        gate_rank: width between the two matrices of the gate of "gla".
+        gate_temperature: what the log gates of "gla" and "gsa" are divided by; None means 16 and 8.
+        short_conv_width: tokens that a convolution before the recurrence sees, on every key, query and value channel;
+            None means no convolution.
         prune: natural log of the attention mass that may be left out (arXiv 2504.06949), -10 in the paper; None
             computes all.
         norm_eps: added to the mean square in every RMSNorm.
@@ -76,8 +88,8 @@ class PalimpsestConfig(PreTrainedConfig):
         num_value_heads: int | None = None,
         key_head_dim: int | None = None,
         augmented_query_dim: int | None = None,
-        intermediate_size: int = 2048,
-        mixers: Sequence[str] | None = None,
+        intermediate_size: int | None = 2048,
+        mixers: Sequence[str] | str | None = None,
         forget_gate: str | None = "data_dependent",
         gate_time_min: float | None = None,
         gate_time_max: float | None = None,
@@ -87,6 +99,13 @@ class PalimpsestConfig(PreTrainedConfig):
         output_gate: bool = False,
         output_norm: bool = False,
         kv_shift: bool = False,
+        state_heads: int | None = None,
+        state_dim: int | None = None,
+        expand_value: float | None = None,
+        num_slots: int = 64,
+        gate_rank: int = 16,
+        gate_temperature: float | None = None,
+        short_conv_width: int | None = None,
         prune: float | None = None,
         norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
@@ -116,6 +135,13 @@ class PalimpsestConfig(PreTrainedConfig):
         self.output_gate = output_gate
         self.output_norm = output_norm
         self.kv_shift = kv_shift
+        self.state_heads = state_heads
+        self.state_dim = state_dim
+        self.expand_value = expand_value
+        self.num_slots = num_slots
+        self.gate_rank = gate_rank
+        self.gate_temperature = gate_temperature
+        self.short_conv_width = short_conv_width
         self.prune = prune
         self.norm_eps = norm_eps
         self.initializer_range = initializer_range
@@ -123,7 +149,8 @@ class PalimpsestConfig(PreTrainedConfig):
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         self.max_position_embeddings = max_position_embeddings
         self._check_sizes()  # num_layers counts the mixers
-        self.mixers = ["attention"] * num_layers if mixers is None else list(mixers)
+        mixers = "attention" if mixers is None else mixers
+        self.mixers = [mixers] * num_layers if isinstance(mixers, str) else list(mixers)
         self.check()
         # Some versions of transformers have defaults of their own for these four, and set them last.
         super().__init__(
@@ -157,8 +184,10 @@ class PalimpsestConfig(PreTrainedConfig):
         self._check_mixers()
 
     def _check_sizes(self) -> None:
-        for key in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size"):
+        for key in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
             _check_size(key, getattr(self, key))
+        if self.intermediate_size is not None:
+            _check_size("intermediate_size", self.intermediate_size)
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: "
@@ -222,6 +251,20 @@ class PalimpsestConfig(PreTrainedConfig):
         for name in self.mixers:
             if name not in MIXERS:
                 raise ValueError(f"mixers names {name!r}, which is not registered: give one of {', '.join(MIXERS)}")
+        self._check_recurrent()
+
+    def _check_recurrent(self) -> None:
+        for key in ("state_heads", "state_dim", "short_conv_width"):
+            if getattr(self, key) is not None:
+                _check_size(key, getattr(self, key))
+        for key in ("num_slots", "gate_rank"):
+            _check_size(key, getattr(self, key))
+        for key in ("expand_value", "gate_temperature"):
+            if getattr(self, key) is not None:
+                _check_positive(key, getattr(self, key))
+        for name in sorted(set(self.mixers)):
+            if issubclass(MIXERS[name], RecurrentMixer):
+                MIXERS[name].state_shape(self)
 
 
 def _check_size(key: str, value: Any) -> None:

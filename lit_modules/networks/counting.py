@@ -41,10 +41,10 @@ def count_parameters(model: PalimpsestForCausalLM) -> ParameterCount:
 def flops_per_token(config: PalimpsestConfig, length: int) -> int:
     """Floating point operations of one training token in a sequence of `length` tokens, forward and backward.
 
-    `3 (2 N + 2 n_layer d_model L)` (arXiv 2503.02130, appendix): the backward pass costs twice the forward one, a
-    causal token sees L/2 others on average; recomputation in checkpointing and pruning are not counted. Fewer key or
-    value heads and augmented queries (arXiv 2501.13629) change N alone: every query head still meets every key.
+    `3 (2 N + each layer's mixing)` (arXiv 2503.02130, table 6): the backward pass costs twice the forward one;
+    recomputation in checkpointing and pruning are not counted. What mixing costs beside its parameters, the mixers say.
     """
     with torch.device("meta"):
-        active = count_parameters(PalimpsestForCausalLM(config)).active
-    return 3 * (2 * active + 2 * config.num_layers * config.hidden_size * length)
+        model = PalimpsestForCausalLM(config)
+    mixing = sum(layer.self_attn.mixing_flops(length) for layer in model.model.layers)
+    return 3 * (2 * count_parameters(model).active + mixing)

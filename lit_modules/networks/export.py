@@ -41,6 +41,7 @@ def is_llama(config: PalimpsestConfig) -> bool:
         key_heads != value_heads,
         config.cached_key_dim != config.head_dim,
         config.augmented_query_dim is not None,
+        config.intermediate_size is None,
     )
     attention_only = set(config.mixers) == {"attention"}
     return config.rope and config.forget_gate == "none" and attention_only and not any(beyond)

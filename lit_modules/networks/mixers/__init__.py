@@ -2,10 +2,15 @@
 
 A mixer is a module built as `Mixer(config)`. Its `forward(hidden, positions, cache)` maps `hidden`
 `[B, T, hidden_size]` to the same shape; `positions` is a `lit_modules.networks.positions.Positions`; `cache` is what
-its own `new_cache()` returned (a transformers `CacheLayerMixin`), or None. To add one, write its file here and name it
-in `MIXERS`: a configuration's `mixers` then takes that name, for any of its layers.
+its own `new_cache()` returned (a transformers `CacheLayerMixin`), or None. `mixing_flops(length)` says what it computes
+beside its parameters. To add one, write its file here and name it in `MIXERS`: a configuration's `mixers` then takes
+that name, for any of its layers. Those with a state of constant size are built on `RecurrentMixer`.
 """
 
 from lit_modules.networks.mixers.attention import Attention
+from lit_modules.networks.mixers.gla import GLA
+from lit_modules.networks.mixers.gsa import GSA
+from lit_modules.networks.mixers.hgrn2 import HGRN2
+from lit_modules.networks.mixers.mamba2 import Mamba2
 
-MIXERS = {"attention": Attention}
+MIXERS = {"attention": Attention, "hgrn2": HGRN2, "gla": GLA, "mamba2": Mamba2, "gsa": GSA}

@@ -57,6 +57,14 @@ class Attention(nn.Module):
         """An empty cache for this layer."""
         return AttentionCacheLayer()
 
+    def mixing_flops(self, length: int) -> int:
+        """Operations of a token's forward pass beside the projections, in a sequence of `length` tokens.
+
+        `2 d_model L` (arXiv 2503.02130, table 6): a causal token sees L/2 others on average. Fewer key or value heads
+        (arXiv 2501.13629) change the parameters alone: every query head still meets every key.
+        """
+        return 2 * self.q_proj.in_features * length
+
     def forward(self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None = None) -> Tensor:
         """Mix `hidden` `[B, T, hidden_size]` over time; with a cache, after what it holds, and into it."""
         q, k, v, log_forget = self._project(hidden, positions, cache)

@@ -1,5 +1,5 @@
 """Small float64 networks with every combination of switches in FoX's ablation (arXiv 2503.02130, table 3) and with
-the heads of DiffQKV (arXiv 2501.13629) beside them."""
+the heads of DiffQKV (arXiv 2501.13629) beside them; every recurrent mixer, alone and beside attention."""
 
 import pytest
 import torch
@@ -41,6 +41,21 @@ ABLATION = {
     "pro_with_sigmas_heads": GATE | PRO | SIGMA | {"rope": True, "key_head_dim": 4},
 }
 
+CONVOLVED = {"short_conv_width": 4}
+
+RECURRENT = {
+    "hgrn2": {"mixers": "hgrn2"},
+    "hgrn2_convolved": {"mixers": "hgrn2", "state_heads": 2, "state_dim": 5} | CONVOLVED,
+    "gla": {"mixers": "gla", "gate_rank": 3},
+    "gla_convolved": {"mixers": "gla", "gate_temperature": 2.0, "expand_value": 0.5} | CONVOLVED,
+    "mamba2": {"mixers": "mamba2", "state_dim": 6, "intermediate_size": None} | CONVOLVED,
+    "mamba2_without_convolution": {"mixers": "mamba2", "state_dim": 6, "state_heads": 8},
+    "gsa": {"mixers": "gsa", "num_slots": 7},
+    "gsa_convolved": {"mixers": "gsa", "num_slots": 3, "gate_temperature": 1.0, "state_dim": 5} | CONVOLVED,
+    "hybrid": GATE | PRO | {"mixers": ["hgrn2", "attention", "hgrn2"], "num_layers": 3},
+    "hybrid_with_rope": NONE | {"rope": True, "mixers": ["attention", "mamba2"], "state_dim": 6} | CONVOLVED,
+}
+
 
 def build(**switches) -> PalimpsestForCausalLM:
     """A model in float64, in eval mode, whose every parameter is far enough from its start to matter."""
@@ -59,7 +74,7 @@ def build_fixture():
     return build
 
 
-@pytest.fixture(params=ABLATION.values(), ids=ABLATION.keys())
+@pytest.fixture(params=(ABLATION | RECURRENT).values(), ids=(ABLATION | RECURRENT).keys())
 def ablation_model(request) -> PalimpsestForCausalLM:
     return build(**request.param)
 
@@ -69,6 +84,19 @@ def fox_pro() -> PalimpsestForCausalLM:
     return build(**ABLATION["fox_pro"])
 
 
-@pytest.fixture(params=["fox_pro", "transformer_llama", "pro_plus_rope", "sigma", "pro_with_sigmas_heads"])
-def generating_model(request) -> PalimpsestForCausalLM:
+@pytest.fixture(params=RECURRENT.values(), ids=RECURRENT.keys())
+def recurrent_model(request) -> PalimpsestForCausalLM:
+    return build(**request.param)
+
+
+ATTENDING = ["fox_pro", "transformer_llama", "pro_plus_rope", "sigma", "pro_with_sigmas_heads"]
+
+
+@pytest.fixture(params=ATTENDING)
+def attending_model(request) -> PalimpsestForCausalLM:
     return build(**ABLATION[request.param])
+
+
+@pytest.fixture(params=[*ATTENDING, "hgrn2", "mamba2", "gsa_convolved", "hybrid", "hybrid_with_rope"])
+def generating_model(request) -> PalimpsestForCausalLM:
+    return build(**(ABLATION | RECURRENT)[request.param])

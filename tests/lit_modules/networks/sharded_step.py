@@ -21,8 +21,9 @@ from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 
 def fresh() -> PalimpsestForCausalLM:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96}
-    return PalimpsestForCausalLM(PalimpsestConfig(**sizes, qk_norm=True))
+    sizes = {"vocab_size": 61, "hidden_size": 64, "num_layers": 4, "num_heads": 4, "intermediate_size": 96}
+    mixers = ["attention", "hgrn2", "mamba2", "hgrn2"]  # parameters of blocks, and one that two of them share
+    return PalimpsestForCausalLM(PalimpsestConfig(**sizes, qk_norm=True, mixers=mixers, state_dim=8))
 
 
 def step(model: PalimpsestForCausalLM, ids: torch.Tensor) -> None:

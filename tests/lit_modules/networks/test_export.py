@@ -41,6 +41,14 @@ def test_a_plain_transformer_loads_without_this_project(build, tmp_path):
     assert float(out.stdout) == pytest.approx(model(IDS).logits.sum().item(), abs=1e-4)
 
 
+def test_blocks_without_a_second_half_are_not_written_as_llamas(build, tmp_path):
+    model = build(forget_gate="none", rope=True, intermediate_size=None)
+    export_pretrained(model, tmp_path / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
+    assert type(loaded) is PalimpsestForCausalLM
+    assert loaded.num_parameters() == model.num_parameters()
+
+
 @torch.no_grad()
 def test_a_shared_matrix_stays_shared(build, tmp_path):
     for switches in ({"forget_gate": "none", "rope": True}, {}):

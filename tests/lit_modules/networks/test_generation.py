@@ -36,10 +36,10 @@ def test_a_prompt_read_in_chunks_generates_the_same(generating_model, chunk):
         assert generate(generating_model, attention_mask=mask, prefill_chunk_size=chunk).equal(expected)
 
 
-def test_prompt_lookup_generates_what_greedy_search_generates(generating_model):
+def test_prompt_lookup_generates_what_greedy_search_generates(attending_model):
     repeating = PROMPT[:1].repeat(1, 3)
-    expected = generate(generating_model, repeating, max_new_tokens=24)
-    assert generate(generating_model, repeating, max_new_tokens=24, prompt_lookup_num_tokens=5).equal(expected)
+    expected = generate(attending_model, repeating, max_new_tokens=24)
+    assert generate(attending_model, repeating, max_new_tokens=24, prompt_lookup_num_tokens=5).equal(expected)
 
 
 def test_assisted_generation_rolls_back_what_the_assistant_guessed_wrong(build, fox_pro):

@@ -8,9 +8,11 @@ import yaml
 from hydra.utils import instantiate
 
 from lit_modules.networks import PalimpsestForCausalLM, count_parameters, flops_per_token
+from lit_modules.networks.mixers import MIXERS
 
 MODELS = Path(__file__).parents[3] / "conf" / "model"
 KINDS = ["fox_pro", "transformer_pro", "fox_llama", "transformer_llama"]
+RECURRENT = {"hgrn2": (128, 128), "gla": (128, 256), "gsa": (256, 256), "mamba2": (128, 64)}
 SHAPES = {"125m": (12, 768), "360m": (24, 1024), "760m": (24, 1536)}
 
 
@@ -46,6 +48,25 @@ def test_every_size_of_every_model_is_what_its_name_says():
             assert pro == {kind.endswith("pro")}
             ratio = 3.5 if kind.endswith("pro") else 4
             assert config.intermediate_size == -(-width * ratio * 2 / 3 // 256) * 256
+
+
+@pytest.mark.parametrize(("kind", "millions", "flops"), [("hgrn2", 756, 1.54e9), ("mamba2", 780, 1.65e9)])
+def test_recurrent_baselines_at_760m_have_the_papers_parameters_and_operations(kind, millions, flops):
+    config = load(f"{kind}_760m")
+    assert count(config).active == pytest.approx(millions * 1e6, rel=0.002)
+    assert flops_per_token(config, 16384) / 3 == pytest.approx(flops, rel=0.005)
+    assert flops_per_token(config, 16384) == flops_per_token(config, 1)
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_models_are_as_large_as_the_transformer_of_their_name(kind):
+    for size, (layers, width) in SHAPES.items():
+        config, transformer = load(f"{kind}_{size}"), load(f"transformer_llama_{size}")
+        assert config.hidden_size == width
+        assert config.num_layers == (2 * layers if kind == "mamba2" else layers)
+        assert set(config.mixers) == {kind}
+        assert count(config).active == pytest.approx(count(transformer).active, rel=0.05)
+        assert MIXERS[kind].state_shape(config)[1:] == RECURRENT[kind]
 
 
 @pytest.mark.parametrize(

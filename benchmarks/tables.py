@@ -1,0 +1,72 @@
+"""Measurements as Markdown tables and as CSV."""
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement; benchmarks add what else they measure. milliseconds: None where it failed, and then `note` says
+    why. shape: whose str names it. parameter: what a section varies beside the shape."""
+
+    section: str
+    implementation: str
+    shape: object
+    parameter: str
+    passes: str
+    milliseconds: float | None
+    note: str = ""
+
+    @property
+    def case(self) -> tuple[str, str, str]:
+        return str(self.shape), self.parameter, self.passes
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table, the first column to the left and the others to the right."""
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" + "---:|" * (len(header) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]) + "\n"
+
+
+def comparison(rows: Sequence[Row], base: str | None = None) -> str:
+    """A line for each case, a column for each implementation: milliseconds, and their ratio to `base` in brackets.
+
+    Implementations that nothing could be measured of are named under the table with the reason.
+    """
+    names = list(dict.fromkeys(row.implementation for row in rows))
+    shown = [name for name in names if any(row.milliseconds for row in rows if row.implementation == name)]
+    cells = {(row.case, row.implementation): row for row in rows}
+    lines = []
+    for case in dict.fromkeys(row.case for row in rows):
+        reference = cells.get((case, base)) if base else None
+        lines.append([", ".join(filter(None, case)), *(_cell(cells.get((case, name)), reference) for name in shown)])
+    reasons: dict[str, list[str]] = {}
+    for name in names:
+        if name not in shown:
+            note = next(row.note for row in rows if row.implementation == name)
+            reasons.setdefault(note, []).append(name)
+    missing = "".join(f"\n{', '.join(absent)}: {note.rstrip('.')}.\n" for note, absent in reasons.items())
+    return table(["milliseconds" + (f" (ratio to {base})" if base else ""), *shown], lines) + missing
+
+
+def _cell(row: Row | None, reference: Row | None) -> str:
+    if row is None:
+        return ""
+    if row.milliseconds is None:
+        return row.note
+    ratio = ""
+    if reference is not None and reference.milliseconds and reference is not row:
+        ratio = f" ({row.milliseconds / reference.milliseconds:.2f})"
+    return f"{row.milliseconds:.3f}{ratio}" + (f" {row.note}" if row.note else "")
+
+
+def csv_text(kind: type[Row], rows: Iterable[Row]) -> str:
+    """Every measurement, one line each, with the fields of `kind`."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = [field.name for field in fields(kind)]
+    writer.writerow(names)
+    writer.writerows([getattr(row, name) for name in names] for row in rows)
+    return out.getvalue()

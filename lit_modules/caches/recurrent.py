@@ -1,0 +1,110 @@
+"""The cache of a recurrent layer: its states, and the last inputs of its short convolutions; constant in size."""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+
+class RecurrentCacheLayer(CacheLayerMixin):
+    """What the tokens so far have left in one recurrent layer, however many they were.
+
+    The states may be updated in place, by `gated_recurrence_step`, between one call of the layer and the next. No
+    gradient flows through what is cached. Tokens cannot be taken back, other than all of them.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self):
+        super().__init__()
+        self.length = 0
+        self.states: tuple[Tensor, ...] | None = None  # [B, H, Dk, Dv] float32 (float64) each
+        self.tails: dict[str, Tensor] = {}  # [B, width - 1, channels] of each short convolution
+
+    def lazy_initialization(self, *states: Tensor) -> None:
+        """Note the dtype and the device of these states."""
+        self.dtype, self.device = states[0].dtype, states[0].device
+        self.is_initialized = True
+
+    def update(self, states: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
+        """Hold `states` `[B, H, Dk, Dv]`, float32 at least, which so many more tokens have led to; returns them."""
+        if not self.is_initialized:
+            self.lazy_initialization(*states)
+        self.states = tuple(state.detach() for state in states)
+        self.length += tokens
+        return self.states
+
+    def update_tail(self, name: str, inputs: Tensor, size: int) -> Tensor:
+        """Keep the last `size` inputs of the convolution `name`; returns those before `inputs`, zeros at the start.
+
+        Args:
+            inputs: `[B, T, channels]`.
+
+        Returns:
+            `[B, size, channels]`.
+        """
+        before = self.tails.get(name)
+        if before is None:
+            before = inputs.new_zeros(inputs.shape[0], size, inputs.shape[2])
+        # A copy, or a view would hold the whole prompt.
+        self.tails[name] = torch.cat((before, inputs.detach()), dim=1)[:, inputs.shape[1] :].clone()
+        return before
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Tokens that `query_length` new ones will have behind them and among them, and the position of the first."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: takes any number of tokens."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in older transformers
+
+    def reset(self) -> None:
+        """Forget everything, memory included."""
+        self.__init__()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens (a positive number is the length to keep): all, or none.
+
+        Raises:
+            ValueError: for anything between.
+        """
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
+        if removed >= self.length:
+            self.reset()
+        elif removed:
+            raise ValueError(
+                f"crop({tokens_to_remove}) takes back {removed} of {self.length} tokens, which a recurrent state "
+                "cannot: generate without assistant_model and prompt_lookup_num_tokens"
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i continue what row `beam_idx[i]` held (beam search)."""
+        self._map(lambda held: held.index_select(0, beam_idx.to(held.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        self._map(lambda held: held.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._map(lambda held: held[indices])
+
+    def offload(self) -> None:
+        """Move everything to the CPU."""
+        self._map(lambda held: held.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move everything back to the device it was made on."""
+        self._map(lambda held: held.to(self.device, non_blocking=True))
+
+    def _map(self, move) -> None:
+        if self.states is not None:
+            self.states = tuple(move(state) for state in self.states)
+        self.tails = {name: move(tail) for name, tail in self.tails.items()}

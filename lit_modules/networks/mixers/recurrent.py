@@ -1,0 +1,128 @@
+"""What the recurrent mixers share: the size of a state, padding, and what they do with a cache."""
+
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step
+from kernels.gated_recurrence.forms import Recurrence
+from lit_modules.caches import RecurrentCacheLayer
+from lit_modules.networks.positions import Positions
+from lit_modules.networks.short_convolution import ShortConvolution
+
+if TYPE_CHECKING:
+    from lit_modules.networks.config import PalimpsestConfig
+
+STEP_LENGTH = 16
+"""New tokens up to which the step is taken in place of the pass by chunks."""
+
+
+class StateShape(NamedTuple):
+    """Heads of a recurrent layer, and the width of a key and of a value of one head: a state is key x value."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class RecurrentMixer(nn.Module):
+    """A mixer with a state of constant size for each head, that decays and is added to."""
+
+    expand_value: ClassVar[float] = 1
+    """Value channels of all heads over hidden_size, where the configuration gives no other."""
+
+    @classmethod
+    def default_key_dim(cls, value_dim: int) -> int:
+        """Width of a head's keys where the configuration gives no `state_dim`."""
+        return value_dim
+
+    @classmethod
+    def state_shape(cls, config: "PalimpsestConfig") -> StateShape:
+        """The sizes that `config` asks of this kind of mixer.
+
+        Raises:
+            ValueError: when the value channels cannot be dealt out to the heads.
+        """
+        heads = config.state_heads or config.num_heads
+        expand = config.expand_value or cls.expand_value
+        channels = round(expand * config.hidden_size, 6)
+        if channels % heads:
+            raise ValueError(
+                f"state_heads={heads} does not divide the {channels:g} value channels (expand_value={expand:g} times "
+                f"hidden_size={config.hidden_size}): give heads that do"
+            )
+        value_dim = int(channels) // heads
+        return StateShape(heads, config.state_dim or cls.default_key_dim(value_dim), value_dim)
+
+    def __init__(self, config: "PalimpsestConfig"):
+        super().__init__()
+        self.shape = self.state_shape(config)
+        self.convolutions: nn.ModuleDict | None = None
+
+    def new_cache(self) -> RecurrentCacheLayer:
+        """An empty cache for this layer."""
+        return RecurrentCacheLayer()
+
+    @staticmethod
+    def new_convolutions(config: "PalimpsestConfig", bias: bool = False, **channels: int) -> nn.ModuleDict | None:
+        """A short convolution for each name, over so many channels; None where the configuration wants none."""
+        width = config.short_conv_width
+        if width is None:
+            return None
+        return nn.ModuleDict({name: ShortConvolution(count, width, bias) for name, count in channels.items()})
+
+    def convolve(
+        self, x: dict[str, Tensor], positions: Positions, cache: RecurrentCacheLayer | None
+    ) -> dict[str, Tensor]:
+        """Each `x` `[B, T, channels]` through the convolution of its name, where there are any."""
+        if self.convolutions is None:
+            return x
+        return {name: self.convolutions[name](inputs, positions.index, cache, name) for name, inputs in x.items()}
+
+    def mixing_flops(self, length: int) -> int:
+        """Operations of a token's forward pass beside the projections, in a sequence of any length.
+
+        Five for each element of the state (arXiv 2503.02130, table 6): decay, outer product, sum, and two to read it.
+        """
+        return 5 * self.shape.heads * self.shape.key_dim * self.shape.value_dim
+
+
+def recur(inputs: Recurrence, positions: Positions, cache: RecurrentCacheLayer | None, *, scale: float = 1.0) -> Tensor:
+    """`gated_recurrence` of one layer's new tokens, after what the cache holds and into it; `[B, T, H, Dv]`."""
+    inputs = inputs._replace(v=without_padding(inputs.v, positions, cache))
+    if cache is None:
+        return gated_recurrence(*inputs, scale=scale, cu_seqlens=positions.cu_seqlens)[0]
+    tokens = inputs.q.shape[1]
+    if takes_steps(inputs, cache, positions):
+        out = gated_recurrence_step(*inputs, *cache.states, scale=scale)
+        cache.update(cache.states, tokens)
+        return out
+    (initial,) = cache.states or (None,)
+    out, final = gated_recurrence(*inputs, scale=scale, initial_state=initial)
+    cache.update((final,), tokens)
+    return out
+
+
+def without_padding(x: Tensor, positions: Positions, cache: RecurrentCacheLayer | None) -> Tensor:
+    """`x` `[B, T, H, D]`, what is written into the state, with zeros at the padding on the left.
+
+    Nothing else needs a mask: the state is still empty there, whatever its decay.
+    """
+    if positions.kv_start is None:
+        return x
+    past = 0 if cache is None else cache.get_seq_length()
+    time = torch.arange(past, past + x.shape[1], device=x.device)
+    return x.masked_fill((time < positions.kv_start[:, None])[..., None, None], 0)
+
+
+def takes_steps(inputs: tuple[Tensor, ...], cache: RecurrentCacheLayer, positions: Positions) -> bool:
+    """Whether the new tokens' `inputs` `[B, T, ...]` are few, follow a state and need no gradients.
+
+    Raises:
+        ValueError: for packed documents, which have a state each.
+    """
+    if positions.cu_seqlens is not None:
+        raise ValueError("cu_seqlens with a cache: packed documents have a state each, set use_cache=False")
+    few = inputs[0].shape[1] <= STEP_LENGTH
+    return cache.states is not None and few and not any(x.requires_grad for x in inputs)
