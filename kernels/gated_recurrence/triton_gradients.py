@@ -64,7 +64,7 @@ def gradients(
     heads_x, width_e = w.shape[2:]
     per_head = log_decay.ndim == 3
     in_bfloat16 = stored_dtype(y.dtype) == torch.bfloat16  # float32 is there for tests: tiles that fit
-    block = min(max(16, triton.next_power_of_2(width)), 64 if in_bfloat16 else 32)
+    block = 64 if in_bfloat16 else min(padded(width), 32)
     slices = triton.cdiv(width, block)
     parts = triton.cdiv(width_e, 128 if in_bfloat16 else 32)
     dx = y.new_empty(batch, length, heads_x, width)
@@ -100,12 +100,13 @@ def gradients(
             decayed_x, chunks.y, z, w, gates, chunks.total, chunks.middle, chunks.levels, states, grad_states,
             *results, sum_matrices(y.device), plan.chunks, scale, *inner, **units, **sizes,
         )  # fmt: skip
-    gradients_of_strong[grid](
-        x, y, z, w, gates, chunks.levels, states, grad_states, *results, sum_matrices(y.device), plan.chunks,
-        scale,
-        *x_strides[:3], *y_strides[:3], *inner,
-        X_UNIT=x_strides[3], Y_UNIT=y_strides[3], PER_HEAD=per_head, **units, **sizes,
-    )  # fmt: skip
+    sides = [(True, x is not None)] if per_head or x is None else [(True, False), (False, True)]
+    for of_x, of_y in sides:
+        gradients_of_strong[grid](
+            x, y, z, w, gates, chunks.levels, states, grad_states, *results, sum_matrices(y.device), plan.chunks,
+            scale, *x_strides[:3], *y_strides[:3], *inner, X_UNIT=x_strides[3], Y_UNIT=y_strides[3],
+            PER_HEAD=per_head, OF_X=of_x, OF_Y=of_y, **units, **sizes,
+        )  # fmt: skip
     if per_head and grad_gates is not None:
         grad_gates = grad_gates.sum(3)
     return dx, dy, grad_gates

@@ -2,7 +2,8 @@
 
 triton_gradients.py has the mathematics. Strong chunks are taken level by level, as triton_decays.py cuts them; with a
 gate per head the decays between tokens are one matrix. Here x and y are as they came: of the decayed ones, strong gates
-have left nothing.
+have left nothing. For strong chunks x and y have a launch each, the second of which adds to what the first found for
+the gates: together they would not fit into the registers.
 """
 
 import triton
@@ -70,8 +71,8 @@ def gradients_of_strong(
     scale, x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, g_b, g_t, g_h, length,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, Z_UNIT: tl.constexpr, W_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PER_HEAD: tl.constexpr, IN_HALVES: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PER_HEAD: tl.constexpr, OF_X: tl.constexpr, OF_Y: tl.constexpr,
+    IN_HALVES: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     head, chunk = tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
@@ -125,53 +126,51 @@ def gradients_of_strong(
 
     for member in tl.static_range(GROUP):
         head_x = head * GROUP + member
-        # First all of x, then all of y: what one needs is not alive through the other.
-        pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
-        dx = tl.zeros((CHUNK, BLOCK), tl.float32)
-        for number in tl.static_range(PARTS):
-            e = number * BLOCK_E + tl.arange(0, BLOCK_E)
-            w = tokens_of(w_in + member * (w_h * W_UNIT), w_t * W_UNIT, token, held, e, WIDTH_E).to(dtype)
-            z = tokens_of(z_in, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)
-            state = tile_of_state(states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
-            dx = tl.dot(w, tl.trans(state), dx, input_precision=PRECISION)
-            pairs = tl.dot(w, tl.trans(z), pairs, input_precision=PRECISION)
-        pairs = pairs * scale
-        diagonal = tl.sum(tl.where(row == column, pairs, 0.0), 1)[:, None]
-        y = tokens_of(y_in, y_t * Y_UNIT, token, held, channel, WIDTH)
-        if GRADIENTS:
-            x = tokens_of(x_in + member * (x_h * X_UNIT), x_t * X_UNIT, token, held, channel, WIDTH)
-        if PER_HEAD:
-            dx = dx * (tl.exp2(sums) * scale)[:, None]
-            decay = tl.where(after, tl.exp2(sums[:, None] - sums[None, :]), 0.0)
-            dx += tl.dot((pairs * decay).to(dtype), y.to(dtype), input_precision=PRECISION)
+        if OF_X:
+            pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+            dx = tl.zeros((CHUNK, BLOCK), tl.float32)
+            for number in tl.static_range(PARTS):
+                e = number * BLOCK_E + tl.arange(0, BLOCK_E)
+                w = tokens_of(w_in + member * (w_h * W_UNIT), w_t * W_UNIT, token, held, e, WIDTH_E).to(dtype)
+                z = tokens_of(z_in, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)
+                state = tile_of_state(states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
+                dx = tl.dot(w, tl.trans(state), dx, input_precision=PRECISION)
+                pairs = tl.dot(w, tl.trans(z), pairs, input_precision=PRECISION)
+            pairs = pairs * scale
+            diagonal = tl.sum(tl.where(row == column, pairs, 0.0), 1)[:, None]
+            y = tokens_of(y_in, y_t * Y_UNIT, token, held, channel, WIDTH)
             if GRADIENTS:
-                of_token += tl.sum(x * dx, 1)
-        else:
-            dx = dx * (tl.exp2(weighted_sums(matrix(matrices, UNTIL, row, column), g, IN_HALVES)) * scale)
-            if GRADIENTS:
-                of_gate += weighted_sums(matrix(matrices, FROM, row, column), x * dx, IN_HALVES)
-            pairs = pairs.to(dtype)
-            chosen = tl.where(after, pairs, tl.zeros_like(pairs))
-            shrunk = (y * tl.exp2(-centred)).to(dtype)
-            part = tl.dot(chosen, shrunk, input_precision=PRECISION) * tl.exp2(centred)
-            dx += part
-            if GRADIENTS:
-                of_pairs += weighted_sums(
-                    matrix(matrices, CENTRED_TRANSPOSED + levels, row, column), x * part, IN_HALVES
-                )
-            for level in tl.range(0, levels, num_stages=1):
-                decay = tl.exp2(weighted_sums(matrix(matrices, LEVEL + level, row, column), faint, IN_HALVES))
-                chosen = (row > column) & neighbours(row, column, (CHUNK // 2) >> level)
-                chosen = tl.where(chosen, pairs, tl.zeros_like(pairs))
-                part = tl.dot(chosen, (y * decay).to(dtype), input_precision=PRECISION) * decay
+                x = tokens_of(x_in + member * (x_h * X_UNIT), x_t * X_UNIT, token, held, channel, WIDTH)
+            if PER_HEAD:
+                dx = dx * (tl.exp2(sums) * scale)[:, None]
+                decay = tl.where(after, tl.exp2(sums[:, None] - sums[None, :]), 0.0)
+                dx += tl.dot((pairs * decay).to(dtype), y.to(dtype), input_precision=PRECISION)
+                if GRADIENTS:
+                    of_token += tl.sum(x * dx, 1)
+            else:
+                dx = dx * (tl.exp2(weighted_sums(matrix(matrices, UNTIL, row, column), g, IN_HALVES)) * scale)
+                if GRADIENTS:
+                    of_gate += rough_sums(matrix(matrices, FROM, row, column), x * dx, dtype)
+                pairs = pairs.to(dtype)
+                chosen = tl.where(after, pairs, tl.zeros_like(pairs))
+                shrunk = (y * tl.exp2(-centred)).to(dtype)
+                part = tl.dot(chosen, shrunk, input_precision=PRECISION) * tl.exp2(centred)
                 dx += part
                 if GRADIENTS:
-                    of_pairs += rough_sums(matrix(matrices, LEVEL_TRANSPOSED + level, row, column), x * part, dtype)
-        dx += diagonal * y
-        address = dx_out + ((first + token[:, None]) * (heads * GROUP) + head_x) * WIDTH + channel[None, :]
-        tl.store(address, dx.to(dx_out.dtype.element_ty), mask=mask)
+                    of_pairs += rough_sums(matrix(matrices, CENTRED_TRANSPOSED + levels, row, column), x * part, dtype)
+                for level in tl.range(0, levels, num_stages=1):
+                    decay = tl.exp2(weighted_sums(matrix(matrices, LEVEL + level, row, column), faint, IN_HALVES))
+                    chosen = (row > column) & neighbours(row, column, (CHUNK // 2) >> level)
+                    chosen = tl.where(chosen, pairs, tl.zeros_like(pairs))
+                    part = tl.dot(chosen, (y * decay).to(dtype), input_precision=PRECISION) * decay
+                    dx += part
+                    if GRADIENTS:
+                        of_pairs += rough_sums(matrix(matrices, LEVEL_TRANSPOSED + level, row, column), x * part, dtype)
+            dx += diagonal * y
+            address = dx_out + ((first + token[:, None]) * (heads * GROUP) + head_x) * WIDTH + channel[None, :]
+            tl.store(address, dx.to(dx_out.dtype.element_ty), mask=mask)
 
-        if GRADIENTS:
+        if OF_Y:
             # Not the transpose of `pairs`: some compilers make a wrong product of a transposed accumulator.
             transposed = tl.zeros((CHUNK, CHUNK), tl.float32)
             between = tl.zeros((BLOCK, BLOCK), tl.float32)
@@ -187,6 +186,7 @@ def gradients_of_strong(
                     # As a product, of which the diagonal is wanted: elementwise, two tiles would fill the registers.
                     between = tl.dot(state, tl.trans(grad_state), between, input_precision=PRECISION)
             transposed = transposed * scale
+            diagonal = tl.sum(tl.where(row == column, transposed, 0.0), 1)[:, None]
             y = tokens_of(y_in, y_t * Y_UNIT, token, held, channel, WIDTH)
             x = tokens_of(x_in + member * (x_h * X_UNIT), x_t * X_UNIT, token, held, channel, WIDTH)
             if PER_HEAD:
@@ -201,16 +201,14 @@ def gradients_of_strong(
             else:
                 if member == 0:
                     dy = dy * tl.exp2(weighted_sums(matrix(matrices, AFTER, row, column), g, IN_HALVES))
-                    of_gate += weighted_sums(matrix(matrices, BEFORE, row, column), y * dy, IN_HALVES)
+                    of_gate += rough_sums(matrix(matrices, BEFORE, row, column), y * dy, dtype)
                     of_gate += (diagonal_of(between, BLOCK) * tl.exp2(tl.sum(g, 0)))[None, :]
                 transposed = transposed.to(dtype)
                 chosen = tl.where(before, transposed, tl.zeros_like(transposed))
                 grown = (x * tl.exp2(centred)).to(dtype)
                 part = tl.dot(chosen, grown, input_precision=PRECISION) * tl.exp2(-centred)
                 dy += part
-                of_pairs -= weighted_sums(
-                    matrix(matrices, CENTRED_TRANSPOSED + levels, row, column), y * part, IN_HALVES
-                )
+                of_pairs -= rough_sums(matrix(matrices, CENTRED_TRANSPOSED + levels, row, column), y * part, dtype)
                 for level in tl.range(0, levels, num_stages=1):
                     decay = tl.exp2(weighted_sums(matrix(matrices, LEVEL + level, row, column), faint, IN_HALVES))
                     chosen = (row < column) & neighbours(row, column, (CHUNK // 2) >> level)
@@ -222,12 +220,14 @@ def gradients_of_strong(
 
     if GRADIENTS:
         tile = ((first + token[:, None]) * heads + head) * WIDTH + channel[None, :]
-        tl.store(dy_out + tile, dy.to(dy_out.dtype.element_ty), mask=mask)
+        if OF_Y:
+            tl.store(dy_out + tile, dy.to(dy_out.dtype.element_ty), mask=mask)
         if PER_HEAD:
             address = grad_gates_out + ((first + token) * heads + head) * tl.num_programs(0) + tl.program_id(0)
             result = tl.cumsum(of_token, 0, reverse=True) + of_all
             tl.store(address, tl.where(g > CLOSED, result, 0.0), mask=held)
         else:
-            g = in_log2(tokens_of(gates, g_t * GATE_UNIT, token, held, channel, WIDTH))
             of_gate += of_pairs * tl.exp2(tl.minimum(g - FAINTEST, 0.0))
+            if not OF_X:
+                of_gate += tl.load(grad_gates_out + tile, mask=mask, other=0.0)
             tl.store(grad_gates_out + tile, tl.where(g > CLOSED, of_gate, 0.0), mask=mask)

@@ -55,7 +55,8 @@ def scan(
         chunks.y.new_empty(num_chunks, heads, width, width_e) if states else None,
         z.new_empty(plan.num_sequences, heads, width, width_e, dtype=torch.float32) if end else None,
     )
-    block_d = triton.next_power_of_2(width)
+    # Matrix instructions have 64 rows; with fewer, Triton 3.6 makes kernels that read out of bounds.
+    block_d = max(64 if z.dtype == torch.bfloat16 else 16, triton.next_power_of_2(width))
     block_e, num_warps, num_stages = _tile(block_d, width_e, z.dtype)
     z_strides = strides_in_units(z)
     kernel = _scan_backward if backward else _scan_forward

@@ -101,10 +101,10 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
     gates = log_decay[..., None] if per_head else log_decay
     x_strides = (0, 0, 0, 1) if x is None else strides_in_units(x)
     y_strides, gate_strides = strides_in_units(y), strides_in_units(gates)
-    # Four warps, as many as 64 rows of a product occupy; slices of 64, for which their registers suffice.
     in_bfloat16 = dtype == torch.bfloat16
-    slices = triton.cdiv(width, 64)
-    block = triton.next_power_of_2(triton.cdiv(width, slices))
+    # Slices of 64 channels, for which the registers of four warps suffice: as many as 64 rows of a product occupy.
+    block = 64 if in_bfloat16 else min(triton.next_power_of_2(width), 64)
+    slices = triton.cdiv(width, block)
     # Two kernels, each for its own chunks: one for all would take the registers of both.
     for strong in (False,) if per_head else (False, True):
         _decay_chunks[(heads_x, triton.cdiv(plan.chunks.shape[0], RUN if strong else 1))](
