@@ -206,5 +206,4 @@ def _decayed(base, row, channel, STORED: tl.constexpr, BLOCK: tl.constexpr):
     address = base + row * STORED + channel[None, :]
     if STORED % BLOCK == 0:
         return tl.load(address)
-    else:
-        return tl.load(address, mask=(channel < STORED)[None, :], other=0.0)
+    return tl.load(address, mask=(channel < STORED)[None, :], other=0.0)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from kernels.gated_recurrence.triton_decays import (
-    BEFORE,
     AFTER,
+    BEFORE,
     CENTRED,
     CENTRED_TRANSPOSED,
     CLOSED,
@@ -43,8 +43,7 @@ def tile_of_state(
     address = base + channel[:, None] * WIDTH_E + e[None, :]
     if STORED % BLOCK == 0 and WIDTH_E % BLOCK_E == 0:
         return tl.load(address)
-    else:
-        return tl.load(address, mask=(channel < STORED)[:, None] & (e < WIDTH_E)[None, :], other=0.0)
+    return tl.load(address, mask=(channel < STORED)[:, None] & (e < WIDTH_E)[None, :], other=0.0)
 
 
 @triton.jit

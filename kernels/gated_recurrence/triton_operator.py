@@ -141,7 +141,7 @@ def _recurrence(
 
 def _empty_results(q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget: int | None) -> tuple[Tensor, ...]:
     """What `_recurrence` returns, in shape and dtype."""
-    batch, length, heads, key_dim = k.shape
+    batch, _, heads, key_dim = k.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     keeps = _keeps(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
     return (

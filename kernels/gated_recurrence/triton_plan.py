@@ -22,8 +22,9 @@ RUN = 4  # chunks that a program looks at for strong ones
 
 @dataclass(frozen=True)
 class Plan:
-    """segments, chunks [any number, 6] int32: sequence, row, first token, number of tokens, first chunk, flags; flags are
-    0 and the number of tokens is -1 where there is no such segment.
+    """segments, chunks [any number, 6] int32: sequence, row, first token, number of tokens, first chunk, flags.
+
+    Flags are 0 and the number of tokens is -1 where there is no such segment or chunk.
 
     offsets: [2, num_sequences + 1] int32, the first segment and the first chunk of each sequence; empty for batch rows.
     in_segments: whether any sequence may have more than one segment.

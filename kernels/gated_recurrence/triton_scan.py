@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, Plan
-from kernels.gated_recurrence.triton_scores import Chunks, strides_in_units
+from kernels.gated_recurrence.triton_scores import Chunks, shared_memory, strides_in_units
 
 STRIDES = ["z_stride_b", "z_stride_t", "z_stride_h"]
 OUT_STRIDES = ["out_stride_b", "out_stride_t", "out_stride_h"]
@@ -57,7 +57,7 @@ def scan(
     )
     # Matrix instructions have 64 rows; with fewer, Triton 3.6 makes kernels that read out of bounds.
     block_d = max(64 if z.dtype == torch.bfloat16 else 16, triton.next_power_of_2(width))
-    block_e, num_warps, num_stages = _tile(block_d, width_e, z.dtype)
+    block_e, num_warps, num_stages = _tile(block_d, width_e, heads_x // heads, z)
     z_strides = strides_in_units(z)
     kernel = _scan_backward if backward else _scan_forward
     slices = triton.cdiv(width_e, block_e)
@@ -123,14 +123,15 @@ def scan(
     return results
 
 
-def _tile(block_d: int, width_e: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """BLOCK_E, warps and stages. float32 is there for tests."""
+def _tile(block_d: int, width_e: int, group: int, x: Tensor) -> tuple[int, int, int]:
+    """BLOCK_E, warps, and as many stages, up to 3, as fit into shared memory. float32 is there for tests."""
     largest_e = max(16, triton.next_power_of_2(width_e))
-    if dtype != torch.bfloat16:
+    if x.dtype != torch.bfloat16:
         return min(32 if block_d <= 128 else 16, largest_e), 4, 1
-    if block_d > 128:
-        return min(32, largest_e), 4, 2
-    return min(64, largest_e), 4, 3
+    block_e = min(64 if block_d <= 128 else 32, largest_e)
+    stage = 2 * CHUNK * ((1 + group) * block_d + group * CHUNK + group * block_e)
+    own = 2 * (block_d + CHUNK) * block_e
+    return block_e, 4, min(max((shared_memory(x.device) - own) // stage, 1), 3)
 
 
 @triton.jit
@@ -147,10 +148,9 @@ def _total(total, index, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_
     """The sum of a chunk's gates, [BLOCK], or [1] where all channels have one gate."""
     if PER_HEAD:
         return tl.load(total + index + tl.zeros((1,), tl.int32))
-    elif WIDTH == BLOCK:
+    if WIDTH == BLOCK:
         return tl.load(total + index * WIDTH + channel)
-    else:
-        return tl.load(total + index * WIDTH + channel, mask=channel < WIDTH, other=0.0)
+    return tl.load(total + index * WIDTH + channel, mask=channel < WIDTH, other=0.0)
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def _scan_forward(
     count, first_chunk, flags = tl.load(line + 3), tl.load(line + 4).to(tl.int64), tl.load(line + 5)
     if count < 0:
         return
-    if LOCAL:
+    if LOCAL:  # noqa: SIM102  (a constant, and a number of the device)
         if flags & LAST:
             return
     dtype = y.dtype.element_ty
@@ -228,7 +228,7 @@ def _scan_forward(
         address = end + segment.to(tl.int64) * end_n + head * end_h + channel[:, None] * end_d + e[None, :] * end_e
         tl.store(address, state, mask=state_mask)
         _store_totals(totals_out, totals, segment * heads + head, channel, part, WIDTH, PER_HEAD)
-    elif end is not None:
+    elif end is not None:  # noqa: SIM102
         if flags & LAST:
             address = end + sequence.to(tl.int64) * end_n + head * end_h + channel[:, None] * end_d + e[None, :] * end_e
             tl.store(address, state, mask=state_mask)
@@ -260,7 +260,7 @@ def _scan_backward(
     count, first_chunk, flags = tl.load(line + 3), tl.load(line + 4).to(tl.int64), tl.load(line + 5)
     if count < 0:
         return
-    if LOCAL:
+    if LOCAL:  # noqa: SIM102  (a constant, and a number of the device)
         if flags & FIRST:
             return
     dtype = y.dtype.element_ty
@@ -312,7 +312,7 @@ def _scan_backward(
         address = end + segment.to(tl.int64) * end_n + head * end_h + channel[:, None] * end_d + e[None, :] * end_e
         tl.store(address, state, mask=state_mask)
         _store_totals(totals_out, totals, segment * heads + head, channel, part, WIDTH, PER_HEAD)
-    elif end is not None:
+    elif end is not None:  # noqa: SIM102
         if flags & FIRST:
             address = end + sequence.to(tl.int64) * end_n + head * end_h + channel[:, None] * end_d + e[None, :] * end_e
             tl.store(address, state, mask=state_mask)

@@ -9,6 +9,7 @@ One program computes one chunk of one head of x. With a gate per key channel x i
 channel x is the output's gradient and y is v. The scans that follow then know nothing of gates inside a chunk.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,14 @@ class Chunks:
     total: Tensor
     middle: Tensor | None
     levels: Tensor | None
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have; those of Ada, the least of all, where there is no GPU."""
+    if device.type != "cuda":
+        return 99 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def padded(size: int) -> int:
@@ -140,7 +149,7 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
             MOST_LEVELS=MOST_LEVELS,
             FIELDS=FIELDS,
             RUN=RUN,
-            NUM_STAGES=1 if strong or not in_bfloat16 else 3,
+            NUM_STAGES=3 if in_bfloat16 and not strong and shared_memory(y.device) >= 2**17 else 1,
             num_warps=4,
         )
     return chunks
@@ -153,7 +162,8 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
     ]
 )  # fmt: skip
 def _decay_chunks(
-    x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, chunks, num_chunks, scale, group,
+    x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, chunks,
+    num_chunks, scale, group,
     x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h, g_stride_b, g_stride_t, g_stride_h,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
@@ -275,7 +285,7 @@ def _decay_chunk(
         if x_in is not None:
             decayed = (x * (exp_before * scale)).to(stored_dtype)
             tl.store(x_out + index_x * (CHUNK * STORED) + tile, decayed, mask=stored)
-    if not PER_HEAD:
+    if not PER_HEAD:  # noqa: SIM102
         if leads:
             tl.store(levels_out + index_y, levels)
     if x_in is not None:

@@ -1,0 +1,52 @@
+"""Compile the kernels for GPUs that are not there, and print as JSON what each took: a program, run by its test.
+
+    python compile_recurrence_offline.py 90:key:128 89:head:64 ...
+
+Each argument is an architecture, what gates are of, and the head_dim of keys and values. The kernels' own host code
+runs, forward and backward, on CPU tensors; where it would launch a kernel, the kernel is compiled instead.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "forgetting_attention"))
+
+from compile_offline import Compiler
+
+from kernels.gated_recurrence import triton_scan, triton_scores
+from kernels.gated_recurrence.triton_operator import triton_recurrence, triton_recurrence_backward
+
+# Bytes of shared memory that a program may use, by architecture (CUDA programming guide, compute capabilities).
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+LENGTH, HEADS = 600, (4, 2)  # long enough for segments, with heads that share states
+
+
+def compile_case(gate: str, head_dim: int) -> None:
+    q, k, v = (torch.zeros(1, LENGTH, heads, head_dim, dtype=torch.bfloat16) for heads in (*HEADS, HEADS[1]))
+    log_decay = torch.zeros(k.shape[:3] if gate == "head" else k.shape)
+    state = torch.zeros(1, HEADS[1], head_dim, head_dim)
+    options = ("value" if gate == "value" else "key", 1.0)
+    out, final, *kept = triton_recurrence(q, k, v, log_decay, state, None, *options, 2**40)
+    triton_recurrence_backward(out, final, q, k, v, log_decay, state, None, *kept, *options)
+
+
+def main(cases: list[str]) -> None:
+    compiler = Compiler()
+    for module in (triton_scores, triton_scan):
+        module.shared_memory = lambda device: SHARED[compiler.driver.architecture]
+    for case in cases:
+        architecture, gate, head_dim = case.split(":")
+        compiler.driver.architecture = int(architecture)
+        compile_case(gate, int(head_dim))
+        for record in compiler.records:
+            record.setdefault("case", case)
+            record.setdefault("allowed", SHARED[int(architecture)])
+    print(json.dumps(compiler.records))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
