@@ -147,10 +147,12 @@ def _rows(base, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.con
 def _total(total, index, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_HEAD: tl.constexpr):
     """The sum of a chunk's gates, [BLOCK], or [1] where all channels have one gate."""
     if PER_HEAD:
-        return tl.load(total + index + tl.zeros((1,), tl.int32))
-    if WIDTH == BLOCK:
-        return tl.load(total + index * WIDTH + channel)
-    return tl.load(total + index * WIDTH + channel, mask=channel < WIDTH, other=0.0)
+        sums = tl.load(total + index + tl.zeros((1,), tl.int32))
+    elif WIDTH == BLOCK:
+        sums = tl.load(total + index * WIDTH + channel)
+    else:
+        sums = tl.load(total + index * WIDTH + channel, mask=channel < WIDTH, other=0.0)
+    return sums
 
 
 @triton.jit
