@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gated_recurrence.triton_decays import CENTRED, CHUNK, FROM, in_log2, matrix, sum_matrices, weighted_sums
+from kernels.gated_recurrence.triton_gradients_per_head import gradients_per_head
 from kernels.gated_recurrence.triton_gradients_strong import (
     diagonal_of,
     gradients_of_strong,
@@ -100,15 +101,18 @@ def gradients(
             decayed_x, chunks.y, z, w, gates, chunks.total, chunks.middle, chunks.levels, states, grad_states,
             *results, sum_matrices(y.device), plan.chunks, scale, *inner, **units, **sizes,
         )  # fmt: skip
-    sides = [(True, x is not None)] if per_head or x is None else [(True, False), (False, True)]
-    for of_x, of_y in sides:
+    outer = (*x_strides[:3], *y_strides[:3], *inner)
+    units |= {"X_UNIT": x_strides[3], "Y_UNIT": y_strides[3]}
+    if per_head:
+        gradients_per_head[grid](
+            x, y, z, w, gates, states, grad_states, *results, plan.chunks, scale, *outer, **units, **sizes
+        )
+        return dx, dy, grad_gates.sum(3)
+    for of_x, of_y in [(True, False)] if x is None else [(True, False), (False, True)]:
         gradients_of_strong[grid](
             x, y, z, w, gates, chunks.levels, states, grad_states, *results, sum_matrices(y.device), plan.chunks,
-            scale, *x_strides[:3], *y_strides[:3], *inner, X_UNIT=x_strides[3], Y_UNIT=y_strides[3],
-            PER_HEAD=per_head, OF_X=of_x, OF_Y=of_y, **units, **sizes,
+            scale, *outer, OF_X=of_x, OF_Y=of_y, **units, **sizes,
         )  # fmt: skip
-    if per_head and grad_gates is not None:
-        grad_gates = grad_gates.sum(3)
     return dx, dy, grad_gates
 
 

@@ -1,9 +1,8 @@
-"""Gradients of what decays, and of the gates, for strong chunks and for gates per head.
+"""Gradients of what decays, and of the gates, for strong chunks: triton_gradients.py has the mathematics.
 
-triton_gradients.py has the mathematics. Strong chunks are taken level by level, as triton_decays.py cuts them; with a
-gate per head the decays between tokens are one matrix. Here x and y are as they came: of the decayed ones, strong gates
-have left nothing. For strong chunks x and y have a launch each, the second of which adds to what the first found for
-the gates: together they would not fit into the registers.
+They are taken level by level, as triton_decays.py cuts them. Here x and y are as they came: of the decayed ones, strong
+gates have left nothing. x and y have a launch each, the second of which adds to what the first found for the gates:
+together they would not fit into the registers.
 """
 
 import triton
@@ -70,20 +69,18 @@ def gradients_of_strong(
     scale, x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, g_b, g_t, g_h, length,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, Z_UNIT: tl.constexpr, W_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PER_HEAD: tl.constexpr, OF_X: tl.constexpr, OF_Y: tl.constexpr,
+    BLOCK_E: tl.constexpr, PARTS: tl.constexpr, OF_X: tl.constexpr, OF_Y: tl.constexpr,
     IN_HALVES: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     head, chunk = tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
+    index = chunk * heads + head
+    # Mostly no chunk is strong: all is read at once that decides it. Where there is no chunk, levels hold anything.
+    levels = tl.load(levels_in + index)
     line = chunks + chunk * FIELDS
     batch_row, begin, count = tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64), tl.load(line + 3)
-    index = chunk * heads + head
-    if count <= 0:
+    if (count <= 0) | (levels <= 0):
         return
-    if not PER_HEAD:
-        levels = tl.load(levels_in + index)
-        if levels == 0:
-            return
     if x_in is not None:
         x_in += (batch_row * x_b + begin * x_t + head * GROUP * x_h) * X_UNIT
     y_in += (batch_row * y_b + begin * y_t + head * y_h) * Y_UNIT
@@ -102,26 +99,17 @@ def gradients_of_strong(
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = held[:, None] & (channel < WIDTH)[None, :]
     after, before = row > column, row < column
-    if PER_HEAD:
-        g = in_log2(tl.load(gates + token * (g_t * GATE_UNIT), mask=held, other=0.0))
-        sums = tl.cumsum(g, 0)
-        total = tl.sum(g, 0)
-    else:
-        g = in_log2(tokens_of(gates, g_t * GATE_UNIT, token, held, channel, WIDTH))
-        size = CHUNK >> levels
-        same = same_block(row, column, size)
-        after, before = after & same, before & same
-        faint = tl.maximum(g, FAINTEST)
-        centred = weighted_sums(matrix(matrices, CENTRED + levels, row, column), faint, IN_HALVES)
+    g = in_log2(tokens_of(gates, g_t * GATE_UNIT, token, held, channel, WIDTH))
+    size = CHUNK >> levels
+    same = same_block(row, column, size)
+    after, before = after & same, before & same
+    faint = tl.maximum(g, FAINTEST)
+    centred = weighted_sums(matrix(matrices, CENTRED + levels, row, column), faint, IN_HALVES)
     if GRADIENTS:
         dy = tl.zeros((CHUNK, BLOCK), tl.float32)
         # What reads the state gives to the gates before it, what is kept to those after it, pairs to those between.
-        if PER_HEAD:
-            of_token = tl.zeros((CHUNK,), tl.float32)
-            of_all = 0.0
-        else:
-            of_gate = tl.zeros((CHUNK, BLOCK), tl.float32)
-            of_pairs = tl.zeros((CHUNK, BLOCK), tl.float32)
+        of_gate = tl.zeros((CHUNK, BLOCK), tl.float32)
+        of_pairs = tl.zeros((CHUNK, BLOCK), tl.float32)
 
     for member in tl.static_range(GROUP):
         head_x = head * GROUP + member
@@ -140,31 +128,24 @@ def gradients_of_strong(
             y = tokens_of(y_in, y_t * Y_UNIT, token, held, channel, WIDTH)
             if GRADIENTS:
                 x = tokens_of(x_in + member * (x_h * X_UNIT), x_t * X_UNIT, token, held, channel, WIDTH)
-            if PER_HEAD:
-                dx = dx * (tl.exp2(sums) * scale)[:, None]
-                decay = tl.where(after, tl.exp2(sums[:, None] - sums[None, :]), 0.0)
-                dx += tl.dot((pairs * decay).to(dtype), y.to(dtype), input_precision=PRECISION)
-                if GRADIENTS:
-                    of_token += tl.sum(x * dx, 1)
-            else:
-                dx = dx * (tl.exp2(weighted_sums(matrix(matrices, UNTIL, row, column), g, IN_HALVES)) * scale)
-                if GRADIENTS:
-                    of_gate += rough_sums(matrix(matrices, FROM, row, column), x * dx, dtype)
-                pairs = pairs.to(dtype)
-                chosen = tl.where(after, pairs, tl.zeros_like(pairs))
-                shrunk = (y * tl.exp2(-centred)).to(dtype)
-                part = tl.dot(chosen, shrunk, input_precision=PRECISION) * tl.exp2(centred)
+            dx = dx * (tl.exp2(weighted_sums(matrix(matrices, UNTIL, row, column), g, IN_HALVES)) * scale)
+            if GRADIENTS:
+                of_gate += rough_sums(matrix(matrices, FROM, row, column), x * dx, dtype)
+            pairs = pairs.to(dtype)
+            chosen = tl.where(after, pairs, tl.zeros_like(pairs))
+            shrunk = (y * tl.exp2(-centred)).to(dtype)
+            part = tl.dot(chosen, shrunk, input_precision=PRECISION) * tl.exp2(centred)
+            dx += part
+            if GRADIENTS:
+                of_pairs += rough_sums(matrix(matrices, CENTRED_TRANSPOSED + levels, row, column), x * part, dtype)
+            for level in tl.range(0, levels, num_stages=1):
+                decay = tl.exp2(weighted_sums(matrix(matrices, LEVEL + level, row, column), faint, IN_HALVES))
+                chosen = (row > column) & neighbours(row, column, (CHUNK // 2) >> level)
+                chosen = tl.where(chosen, pairs, tl.zeros_like(pairs))
+                part = tl.dot(chosen, (y * decay).to(dtype), input_precision=PRECISION) * decay
                 dx += part
                 if GRADIENTS:
-                    of_pairs += rough_sums(matrix(matrices, CENTRED_TRANSPOSED + levels, row, column), x * part, dtype)
-                for level in tl.range(0, levels, num_stages=1):
-                    decay = tl.exp2(weighted_sums(matrix(matrices, LEVEL + level, row, column), faint, IN_HALVES))
-                    chosen = (row > column) & neighbours(row, column, (CHUNK // 2) >> level)
-                    chosen = tl.where(chosen, pairs, tl.zeros_like(pairs))
-                    part = tl.dot(chosen, (y * decay).to(dtype), input_precision=PRECISION) * decay
-                    dx += part
-                    if GRADIENTS:
-                        of_pairs += rough_sums(matrix(matrices, LEVEL_TRANSPOSED + level, row, column), x * part, dtype)
+                    of_pairs += rough_sums(matrix(matrices, LEVEL_TRANSPOSED + level, row, column), x * part, dtype)
             dx += diagonal * y
             address = dx_out + ((first + token[:, None]) * (heads * GROUP) + head_x) * WIDTH + channel[None, :]
             tl.store(address, dx.to(dx_out.dtype.element_ty), mask=mask)
@@ -188,45 +169,30 @@ def gradients_of_strong(
             diagonal = tl.sum(tl.where(row == column, transposed, 0.0), 1)[:, None]
             y = tokens_of(y_in, y_t * Y_UNIT, token, held, channel, WIDTH)
             x = tokens_of(x_in + member * (x_h * X_UNIT), x_t * X_UNIT, token, held, channel, WIDTH)
-            if PER_HEAD:
-                if member == 0:
-                    dy = dy * tl.exp2(tl.cumsum(g, 0, reverse=True) - g)[:, None]
-                    of_all = tl.sum(tl.sum(y * dy, 1), 0) + tl.sum(diagonal_of(between, BLOCK), 0) * tl.exp2(total)
-                    of_token -= tl.sum(y * dy, 1)
-                decay = tl.where(before, tl.exp2(sums[None, :] - sums[:, None]), 0.0)
-                part = tl.dot((transposed * decay).to(dtype), x.to(dtype), input_precision=PRECISION)
-                of_token -= tl.sum(y * part, 1)
+            if member == 0:
+                dy = dy * tl.exp2(weighted_sums(matrix(matrices, AFTER, row, column), g, IN_HALVES))
+                of_gate += rough_sums(matrix(matrices, BEFORE, row, column), y * dy, dtype)
+                of_gate += (diagonal_of(between, BLOCK) * tl.exp2(tl.sum(g, 0)))[None, :]
+            transposed = transposed.to(dtype)
+            chosen = tl.where(before, transposed, tl.zeros_like(transposed))
+            grown = (x * tl.exp2(centred)).to(dtype)
+            part = tl.dot(chosen, grown, input_precision=PRECISION) * tl.exp2(-centred)
+            dy += part
+            of_pairs -= rough_sums(matrix(matrices, CENTRED_TRANSPOSED + levels, row, column), y * part, dtype)
+            for level in tl.range(0, levels, num_stages=1):
+                decay = tl.exp2(weighted_sums(matrix(matrices, LEVEL + level, row, column), faint, IN_HALVES))
+                chosen = (row < column) & neighbours(row, column, (CHUNK // 2) >> level)
+                chosen = tl.where(chosen, transposed, tl.zeros_like(transposed))
+                part = tl.dot(chosen, (x * decay).to(dtype), input_precision=PRECISION) * decay
                 dy += part
-            else:
-                if member == 0:
-                    dy = dy * tl.exp2(weighted_sums(matrix(matrices, AFTER, row, column), g, IN_HALVES))
-                    of_gate += rough_sums(matrix(matrices, BEFORE, row, column), y * dy, dtype)
-                    of_gate += (diagonal_of(between, BLOCK) * tl.exp2(tl.sum(g, 0)))[None, :]
-                transposed = transposed.to(dtype)
-                chosen = tl.where(before, transposed, tl.zeros_like(transposed))
-                grown = (x * tl.exp2(centred)).to(dtype)
-                part = tl.dot(chosen, grown, input_precision=PRECISION) * tl.exp2(-centred)
-                dy += part
-                of_pairs -= rough_sums(matrix(matrices, CENTRED_TRANSPOSED + levels, row, column), y * part, dtype)
-                for level in tl.range(0, levels, num_stages=1):
-                    decay = tl.exp2(weighted_sums(matrix(matrices, LEVEL + level, row, column), faint, IN_HALVES))
-                    chosen = (row < column) & neighbours(row, column, (CHUNK // 2) >> level)
-                    chosen = tl.where(chosen, transposed, tl.zeros_like(transposed))
-                    part = tl.dot(chosen, (x * decay).to(dtype), input_precision=PRECISION) * decay
-                    dy += part
-                    of_pairs += rough_sums(matrix(matrices, LEVEL_TRANSPOSED + level, row, column), y * part, dtype)
+                of_pairs += rough_sums(matrix(matrices, LEVEL_TRANSPOSED + level, row, column), y * part, dtype)
             dy += diagonal * x
 
     if GRADIENTS:
         tile = ((first + token[:, None]) * heads + head) * WIDTH + channel[None, :]
         if OF_Y:
             tl.store(dy_out + tile, dy.to(dy_out.dtype.element_ty), mask=mask)
-        if PER_HEAD:
-            address = grad_gates_out + ((first + token) * heads + head) * tl.num_programs(0) + tl.program_id(0)
-            result = tl.cumsum(of_token, 0, reverse=True) + of_all
-            tl.store(address, tl.where(g > CLOSED, result, 0.0), mask=held)
-        else:
-            of_gate += of_pairs * tl.exp2(tl.minimum(g - FAINTEST, 0.0))
-            if not OF_X:
-                of_gate += tl.load(grad_gates_out + tile, mask=mask, other=0.0)
-            tl.store(grad_gates_out + tile, tl.where(g > CLOSED, of_gate, 0.0), mask=mask)
+        of_gate += of_pairs * tl.exp2(tl.minimum(g - FAINTEST, 0.0))
+        if not OF_X:
+            of_gate += tl.load(grad_gates_out + tile, mask=mask, other=0.0)
+        tl.store(grad_gates_out + tile, tl.where(g > CLOSED, of_gate, 0.0), mask=mask)

@@ -42,8 +42,8 @@ from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
 class Chunks:
     """x and y: decayed, [num_chunks, heads, 64, D rounded up to 16], 0 where there is no token; scores
     [num_chunks, Hx, 64, 64]; total [num_chunks, Hy, D rounded up, or 1] float32, the sum of all gates in log 2, and
-    middle, that of the first half; levels
-    [num_chunks, Hy] int32, 0 for weak chunks (triton_decays.py); None with a gate per head, which has no levels.
+    middle, that of the first half; levels [num_chunks, Hy] int32, 0 for weak chunks (triton_decays.py). The last two
+    are None with a gate per head.
 
     x, y and scores are bfloat16 for bfloat16 inputs, otherwise float32. x and scores are None where not asked for.
     """

@@ -1,0 +1,83 @@
+"""What the recurrence's kernels compile to: nothing while training goes on, and programs that every chip can hold."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import gated_recurrence
+
+FORMS = ["key", "value", "head"]
+# Each kernel of each form for Hopper; for Ada, which holds least, and for Ampere what takes most.
+CASES = ["90:key:128", "90:value:128", "90:head:128", "89:key:256", "80:key:64"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[dict]:
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "OMP_NUM_THREADS": "1",
+    }
+    program = Path(__file__).with_name("compile_recurrence_offline.py")
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 300}
+    result = subprocess.run([sys.executable, str(program), *CASES], **options)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout)
+
+
+def test_every_kernel_compiles_and_fits_into_shared_memory(compiled):
+    assert {record["case"] for record in compiled} == set(CASES)
+    scans = {"_fill_tables", "_decay_chunks", "_scan_forward", "_scan_backward", "_join"}
+    gradients = {"_gradients_of_weak", "gradients_of_strong", "gradients_per_head"}
+    assert {record["kernel"] for record in compiled} == scans | gradients
+    for record in compiled:
+        assert record["shared"] <= record["allowed"], record
+
+
+def test_matrix_products_on_hopper_are_not_serialized(compiled):
+    assert not [record for record in compiled if record["architecture"] == 90 and record["serialized"]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="launches compiled kernels: needs CUDA")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("documents", [False, True], ids=["batches", "documents"])
+def test_a_hundred_lengths_batches_and_layouts_after_the_first_compile_nothing(
+    make_inputs, out_and_gradients, form, documents
+):
+    from triton import knobs
+
+    draw, names = random.Random(0), []
+
+    def on_gpu(**arguments):
+        moved = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+        return tuple(x.cpu() for x in gated_recurrence(**moved))
+
+    def once(length, batch, inner):
+        # Longer than what the kernel for a few tokens takes without gradients, which these have.
+        sizes = {"heads": (4, 2), "head_dims": (64, 64), "form": form, "dtype": torch.bfloat16}
+        options = {"decay_axis": "value" if form == "value" else "key"}
+        if documents:
+            batch, options["cu_seqlens"] = 1, torch.tensor([0, *sorted(inner), length], dtype=torch.int32)
+        states = len(inner) + 1 if documents else batch
+        out_and_gradients(on_gpu, make_inputs(batch, length, states=states, **sizes), **options)
+
+    # Once with the sequences cut into segments, once without.
+    once(700, 2, [3])
+    once(70, 2, [3])
+    before = knobs.runtime.jit_post_compile_hook
+    # Called for each new combination of types and constants, even if its binary lies in the cache on disk.
+    knobs.runtime.jit_post_compile_hook = lambda *args, **kwargs: names.append(kwargs["fn"].name)
+    try:
+        for _ in range(100):
+            length = draw.choice([1, 16, 17, 64, 128, draw.randint(1, 1500)])
+            once(length, draw.randint(1, 5), [draw.randint(0, length) for _ in range(draw.randint(0, 9))])
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+    assert not names
