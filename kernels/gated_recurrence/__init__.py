@@ -54,8 +54,8 @@ def gated_recurrence(
         cu_seqlens: [N + 1] int32, where packed documents begin and end, 0 to T (B = 1). Each has a state of its own.
             Documents of no tokens are allowed.
         memory_budget: bytes that may be kept for the backward pass beside the arguments and the results; above it,
-            they are computed again. None: no more than twice what q, k, v and log_decay take. The form for CPUs
-            keeps nothing.
+            they are computed again. None: where they take no more than twice what q, k, v and log_decay do, in whole
+            chunks of 64 tokens. The form for CPUs keeps nothing.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and final_state [B, Hk, Dk, Dv] ([N, ...] with cu_seqlens), float32 (float64).

@@ -6,13 +6,14 @@ Decays are kept in units of log 2. Over a chunk of C = 64 tokens, for each chann
     after_i  = sum_{t > i} g_t            from token i to the chunk's end
     pairs (i, j), i > j: exp2(before_i - before_j), the decay between them, as a product of a factor of i and one of j:
 
-- Weak chunks, neither half of which decays by more than 2^-60 in any channel: with c_i = before_i - before_middle,
-  exp2(c_i) exp2(-c_j).
+- Weak chunks, neither half of which decays by more than 2^-60 in any channel (less where it holds fewer tokens): with
+  c_i = before_i - before_middle, exp2(c_i) exp2(-c_j).
 - Strong ones: for levels s = C/2, C/4, ..., w, the pairs of neighbouring blocks of s tokens, i in an odd block and j in
   the even one before it: exp2(sum from the block's start to i) exp2(sum from j to the block's end). No exponent is
   above 0. Pairs inside blocks of w tokens are left, and for these |c| is small again. Between tokens of a strong chunk
   a gate under 2^-25 counts as 2^-25, of which nothing is seen beside the token itself; then |c| <= 100 at w = 8 at the
-  latest. Gates between chunks are not bounded so, and a gate's own gradient takes the factor that this leaves out.
+  latest. Only closed gates stay closed, and take levels down to w = 1. Gates between chunks are not bounded so, and a
+  gate's own gradient takes the factor that this leaves out.
 
 Each sum is a product with a matrix of ones, and adds only what lies between: never the difference of long sums. A log
 decay under CLOSED counts as CLOSED, of which exp2 is 0.
@@ -24,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 64  # tokens
-MOST_LEVELS = 3  # after so many, blocks have 8 tokens
+MOST_LEVELS = CHUNK.bit_length() - 1
+LEVELS_OF_OPEN = 3  # enough without closed gates: blocks have 8 tokens then
 LOG2_E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-160.0)
 FAINTEST = tl.constexpr(-25.0)
@@ -33,12 +35,12 @@ LARGEST_WEAK, LARGEST_STRONG = tl.constexpr(60.0), tl.constexpr(100.0)
 
 # Which of `sum_matrices` holds what; of CENTRED and LEVEL there is one for each number of halvings.
 UNTIL, AFTER, FROM, BEFORE, CENTRED, CENTRED_TRANSPOSED, LEVEL, LEVEL_TRANSPOSED = map(
-    tl.constexpr, (0, 1, 2, 3, 4, 8, 12, 15)
+    tl.constexpr, (0, 1, 2, 3, 4, 11, 18, 24)
 )
 
 
 def sum_matrices(device: torch.device) -> Tensor:
-    """[18, C, C] bfloat16 of -1, 0 and 1, which times g give the sums above. Made once a device.
+    """[30, C, C] bfloat16 of -1, 0 and 1, which times g give the sums above. Made once a device.
 
     Row i of UNTIL holds the tokens up to i, of AFTER those after it; FROM and BEFORE are their transposes. CENTRED + n:
     the signed tokens between i and the middle of its block of C / 2^n tokens. LEVEL + n, with blocks of C / 2^(n + 1):
@@ -51,7 +53,7 @@ def sum_matrices(device: torch.device) -> Tensor:
         for halvings in range(MOST_LEVELS + 1):
             size = CHUNK >> halvings
             block = row // size
-            middle = block * size + size // 2 - 1
+            middle = block * size + max(size // 2 - 1, 0)
             centred.append((until.int() - (column <= middle).int()) * (column // size == block))
             if halvings:
                 levels.append((column // size == block) & torch.where(block % 2 == 1, until, after))
@@ -87,6 +89,12 @@ def weighted_sums(weights, x, IN_HALVES: tl.constexpr):
 
 
 @triton.jit
+def sums_until(x, IN_HALVES: tl.constexpr):
+    """[C] to the sums up to each: their differences are to be right, in float64 where bfloat16 does not hide that."""
+    return tl.cumsum(x if IN_HALVES else x.to(tl.float64), 0)
+
+
+@triton.jit
 def matrix(matrices, index, row, column):
     """One of `sum_matrices`, [C, C]. row [C, 1], column [1, C]."""
     SIZE: tl.constexpr = row.shape[0]
@@ -106,12 +114,19 @@ def neighbours(row, column, size):
 
 
 @triton.jit
-def fewest_levels(matrices, log_decay, row, column, IN_HALVES: tl.constexpr, MOST: tl.constexpr):
-    """How many levels a strong chunk needs before |c| of what is left is small. log_decay: FAINTEST at least."""
-    levels = MOST
+def bounded(log_decay):
+    """Gates between the tokens of a strong chunk: FAINTEST at least, or closed."""
+    return tl.where(log_decay <= CLOSED, CLOSED, tl.maximum(log_decay, FAINTEST))
+
+
+@triton.jit
+def fewest_levels(matrices, log_decay, row, column, IN_HALVES: tl.constexpr, MOST: tl.constexpr, OPEN: tl.constexpr):
+    """How many levels a strong chunk needs before |c| of what is left is small. log_decay: `bounded`."""
+    levels = tl.where(tl.min(tl.min(log_decay, 1), 0) <= CLOSED, MOST, OPEN)
     narrow = log_decay.to(tl.bfloat16) if IN_HALVES else log_decay
-    for step in range(MOST - 1):
-        halvings = MOST - 1 - step
+    most = levels
+    for step in range(most - 1):
+        halvings = most - 1 - step
         weights = matrix(matrices, CENTRED + halvings, row, column).to(narrow.dtype)
         centred = tl.dot(weights, narrow, input_precision="ieee")
         # One bfloat16 for a sum: within a hundredth, which is left for it.

@@ -4,16 +4,18 @@ The decays between the tokens of a chunk are one matrix D_ij = exp(before_i - be
 above 0 whatever the gates, and
 
     dx = scale exp(before) (.) (w S^T) + (P (.) D) y,    dy = exp(after) (.) (z dS^T) + (P (.) D)^T x
-    dg_t = sum_{i >= t} (x_i . dx_i - y_i . dy_i) + sum_j y_j . exp(after_j) (z_j dS^T) + exp(total) sum S dS
+    dg_t = sum_{i >= t} (scale exp(before_i) x_i . (w_i S^T) + pairs' x_i . dx_i - pairs' y_i . dy_i)
+           + sum_{j < t} exp(after_j) y_j . (z_j dS^T) + exp(total) sum S dS
 
-i = j cancels. One program computes one chunk of one head of y, for a slice of the channels, whose sums are added up
+where pairs leave out i = j, which no gate lies between: one by one, so that small terms do not drown in large ones that
+cancel. One program computes one chunk of one head of y, for a slice of the channels, whose sums are added up
 outside.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.gated_recurrence.triton_decays import CLOSED, in_log2
+from kernels.gated_recurrence.triton_decays import CLOSED, in_log2, sums_until
 from kernels.gated_recurrence.triton_gradients_strong import diagonal_of, tile_of_state, tokens_of
 
 
@@ -53,7 +55,7 @@ def gradients_per_head(
     mask = held[:, None] & (channel < WIDTH)[None, :]
 
     g = in_log2(tl.load(gates + token * (g_t * GATE_UNIT), mask=held, other=0.0))
-    before = tl.cumsum(g, 0)
+    before = sums_until(g, IN_HALVES)
     after = tl.cumsum(g, 0, reverse=True) - g
     dy = tl.zeros((CHUNK, BLOCK), tl.float32)
     between = tl.zeros((BLOCK, BLOCK), tl.float32)
@@ -67,7 +69,8 @@ def gradients_per_head(
         between = tl.dot(state, tl.trans(grad_state), between, input_precision=PRECISION)
     y = tokens_of(y_in, y_t * Y_UNIT, token, held, channel, WIDTH)
     dy = dy * tl.exp2(after)[:, None]
-    of_all = tl.sum(diagonal_of(between, BLOCK), 0) * tl.exp2(tl.sum(g, 0)) + tl.sum(tl.sum(y * dy, 1), 0)
+    kept = tl.sum(tl.where(column < row, tl.sum(y * dy, 1)[None, :], 0.0), 1)
+    kept += tl.sum(diagonal_of(between, BLOCK), 0) * tl.exp2(tl.sum(g, 0))
     of_token = tl.zeros((CHUNK,), tl.float32)
 
     for member in tl.static_range(GROUP):
@@ -80,12 +83,15 @@ def gradients_per_head(
             state = tile_of_state(states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
             dx = tl.dot(w, tl.trans(state), dx, input_precision=PRECISION)
             pairs = tl.dot(w, tl.trans(z), pairs, input_precision=PRECISION)
-        decay = tl.exp2(tl.minimum(before[:, None] - before[None, :], 0.0)) * scale
-        pairs = tl.where(row >= column, pairs * decay, 0.0).to(dtype)
-        dx = dx * (tl.exp2(before) * scale)[:, None]
+        pairs = pairs * scale
+        diagonal = tl.sum(tl.where(row == column, pairs, 0.0), 1)[:, None]
+        decay = tl.exp2(tl.minimum(before[:, None] - before[None, :], 0.0).to(tl.float32))
+        pairs = tl.where(row > column, pairs * decay, 0.0).to(dtype)
+        dx = dx * (tl.exp2(before.to(tl.float32)) * scale)[:, None]
         dx = tl.dot(pairs, y.to(dtype), dx, input_precision=PRECISION)
         x = tokens_of(x_in + member * (x_h * X_UNIT), x_t * X_UNIT, token, held, channel, WIDTH)
         of_token += tl.sum(x * dx, 1)
+        dx += diagonal * y
         head_x = head * GROUP + member
         address = dx_out + ((first + token[:, None]) * (heads * GROUP) + head_x) * WIDTH + channel[None, :]
         tl.store(address, dx.to(dx_out.dtype.element_ty), mask=mask)
@@ -96,13 +102,14 @@ def gradients_per_head(
             w = tokens_of(w_in + member * (w_h * W_UNIT), w_t * W_UNIT, token, held, e, WIDTH_E).to(dtype)
             z = tokens_of(z_in, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)
             transposed = tl.dot(z, tl.trans(w), transposed, input_precision=PRECISION)
-        decay = tl.exp2(tl.minimum(before[None, :] - before[:, None], 0.0)) * scale
-        transposed = tl.where(row <= column, transposed * decay, 0.0).to(dtype)
-        dy = tl.dot(transposed, x.to(dtype), dy, input_precision=PRECISION)
+        decay = tl.exp2(tl.minimum(before[None, :] - before[:, None], 0.0).to(tl.float32)) * scale
+        transposed = tl.where(row < column, transposed * decay, 0.0).to(dtype)
+        part = tl.dot(transposed, x.to(dtype), input_precision=PRECISION)
+        of_token -= tl.sum(y * part, 1)
+        dy += part + diagonal * x
 
-    of_token -= tl.sum(y * dy, 1)
     address = dy_out + ((first + token[:, None]) * heads + head) * WIDTH + channel[None, :]
     tl.store(address, dy.to(dy_out.dtype.element_ty), mask=mask)
-    result = tl.cumsum(of_token, 0, reverse=True) + of_all
+    result = tl.cumsum(of_token, 0, reverse=True) + kept
     address = grad_gates_out + ((first + token) * heads + head) * tl.num_programs(0) + tl.program_id(0)
     tl.store(address, tl.where(g > CLOSED, result, 0.0), mask=held)

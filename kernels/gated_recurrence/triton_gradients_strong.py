@@ -19,6 +19,7 @@ from kernels.gated_recurrence.triton_decays import (
     LEVEL,
     LEVEL_TRANSPOSED,
     UNTIL,
+    bounded,
     in_log2,
     matrix,
     neighbours,
@@ -103,7 +104,7 @@ def gradients_of_strong(
     size = CHUNK >> levels
     same = same_block(row, column, size)
     after, before = after & same, before & same
-    faint = tl.maximum(g, FAINTEST)
+    faint = bounded(g)
     centred = weighted_sums(matrix(matrices, CENTRED + levels, row, column), faint, IN_HALVES)
     if GRADIENTS:
         dy = tl.zeros((CHUNK, BLOCK), tl.float32)

@@ -8,6 +8,8 @@ decays. With x, y (which decay), z and w as in the kernels' files:
                                                                      scans; dv by gradients
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -66,12 +68,12 @@ def _kept_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens:
     width, dtype = padded(y.shape[3]), stored_dtype(q.dtype)
     x = () if by_value else (q.shape[2],)
     return (
-        ((chunks, *x, CHUNK, width) if x else (0,), dtype),
+        ((chunks, *x, CHUNK, width) if x else (0, 0), dtype),
         ((chunks, heads, CHUNK, width), dtype),
-        ((chunks, *x, CHUNK, CHUNK) if x else (0,), dtype),
+        ((chunks, *x, CHUNK, CHUNK) if x else (0, 0), dtype),
         ((chunks, heads, 1 if log_decay.ndim == 3 else width), torch.float32),
-        ((chunks, heads, width) if log_decay.ndim == 4 else (0,), torch.float32),
-        ((chunks, heads) if log_decay.ndim == 4 else (0,), torch.int32),
+        ((chunks, heads, width) if log_decay.ndim == 4 else (0, 0), torch.float32),
+        ((chunks, heads) if log_decay.ndim == 4 else (0, 0), torch.int32),
         ((chunks, heads, width, z.shape[3]), dtype),
     )
 
@@ -81,16 +83,15 @@ def _packed_chunks(length: int, cu_seqlens: Tensor) -> int:
 
 
 def _keeps(q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget: int | None) -> bool:
-    """Whether what the backward pass can use fits into the budget."""
+    """Whether what the backward pass can use fits into the budget.
+
+    Without one, a chunk's widths decide alone: kernels must not change with lengths and layouts.
+    """
+    shapes = _kept_shapes(q, k, v, log_decay, cu_seqlens, by_value)
+    kept = sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in shapes)
     if memory_budget is None:
-        memory_budget = 2 * sum(x.numel() * x.element_size() for x in (q, k, v, log_decay))
-    kept = 0
-    for shape, dtype in _kept_shapes(q, k, v, log_decay, cu_seqlens, by_value):
-        numel = 1
-        for size in shape:
-            numel = numel * size
-        kept = kept + numel * dtype.itemsize
-    return bool(kept <= memory_budget)
+        return bool(kept <= 2 * CHUNK * sum(math.prod(x.shape[2:]) * x.element_size() for x in (q, k, v, log_decay)))
+    return bool(kept * shapes[1][0][0] <= memory_budget)
 
 
 def _recurrence(

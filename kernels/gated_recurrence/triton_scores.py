@@ -22,17 +22,19 @@ from kernels.gated_recurrence.triton_decays import (
     AFTER,
     CENTRED,
     CHUNK,
-    FAINTEST,
     LARGEST_WEAK,
     LEVEL,
+    LEVELS_OF_OPEN,
     MOST_LEVELS,
     UNTIL,
+    bounded,
     fewest_levels,
     in_log2,
     matrix,
     neighbours,
     same_block,
     sum_matrices,
+    sums_until,
     weighted_sums,
 )
 from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
@@ -147,6 +149,7 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
             PRECISION="tf32" if y.dtype == torch.float16 else "ieee",
             CHUNK=CHUNK,
             MOST_LEVELS=MOST_LEVELS,
+            LEVELS_OF_OPEN=LEVELS_OF_OPEN,
             FIELDS=FIELDS,
             RUN=RUN,
             NUM_STAGES=3 if in_bfloat16 and not strong and shared_memory(y.device) >= 2**17 else 1,
@@ -168,8 +171,8 @@ def _decay_chunks(
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
     PER_HEAD: tl.constexpr, STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, FIELDS: tl.constexpr, RUN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, LEVELS_OF_OPEN: tl.constexpr, FIELDS: tl.constexpr,
+    RUN: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     heads_x = tl.num_programs(0)
@@ -204,7 +207,8 @@ def _decay_chunks(
                 gates + (row * g_stride_b + begin * g_stride_t + head_y * g_stride_h) * GATE_UNIT,
                 x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
                 count, index_x, index_y, x_stride_t * X_UNIT, y_stride_t * Y_UNIT, g_stride_t * GATE_UNIT,
-                WIDTH, STORED, BLOCK, SLICES, PER_HEAD, STRONG, IN_HALVES, PRECISION, CHUNK, MOST_LEVELS, NUM_STAGES,
+                WIDTH, STORED, BLOCK, SLICES, PER_HEAD, STRONG, IN_HALVES, PRECISION, CHUNK, MOST_LEVELS,
+                LEVELS_OF_OPEN, NUM_STAGES,
             )  # fmt: skip
 
 
@@ -214,7 +218,7 @@ def _decay_chunk(
     count, index_x, index_y, x_stride, y_stride, g_stride,
     WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
     PER_HEAD: tl.constexpr, STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, LEVELS_OF_OPEN: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk: also how many levels it needs. If a weak one does, what it stores is replaced."""
     token = tl.arange(0, CHUNK)
@@ -225,8 +229,8 @@ def _decay_chunk(
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     if PER_HEAD:
         g = in_log2(tl.load(gates + token * g_stride, mask=held, other=0.0))
-        before = tl.cumsum(g, 0)
-        exp_before = tl.exp2(before)[:, None]
+        before = sums_until(g, IN_HALVES)
+        exp_before = tl.exp2(before.to(tl.float32))[:, None]
         exp_after = tl.exp2(tl.cumsum(g, 0, reverse=True) - g)[:, None]
         if leads:
             tl.store(total_out + index_y, tl.sum(g, 0))
@@ -243,8 +247,8 @@ def _decay_chunk(
             g = in_log2(tl.load(gates + token[:, None] * g_stride + channel[None, :], mask=mask, other=0.0))
             total = tl.sum(g, 0)
             if STRONG:
-                faint = tl.maximum(g, FAINTEST)
-                needed = fewest_levels(matrices, faint, row, column, IN_HALVES, MOST_LEVELS)
+                faint = bounded(g)
+                needed = fewest_levels(matrices, faint, row, column, IN_HALVES, MOST_LEVELS, LEVELS_OF_OPEN)
                 levels = tl.maximum(levels, needed)
                 exp_before = tl.exp2(weighted_sums(matrix(matrices, UNTIL, row, column), g, IN_HALVES))
                 exp_after = tl.exp2(weighted_sums(matrix(matrices, AFTER, row, column), g, IN_HALVES))
@@ -253,8 +257,11 @@ def _decay_chunk(
             else:
                 centred = weighted_sums(matrix(matrices, CENTRED, row, column), g, IN_HALVES)
                 middle = tl.sum(tl.where(row < CHUNK // 2, g, 0.0), 0)
-                steepest = tl.max(tl.maximum(-middle, middle - total), 0)
-                levels = tl.maximum(levels, (steepest > LARGEST_WEAK).to(tl.int32))
+                # Of fewer tokens less: with a strong gate among few, its gradient would be lost in the others' sums.
+                a_token = LARGEST_WEAK / (CHUNK // 2)
+                first, second = tl.minimum(count, CHUNK // 2), tl.maximum(count - CHUNK // 2, 0)
+                excess = tl.maximum(-middle - a_token * first, middle - total - a_token * second)
+                levels = tl.maximum(levels, (tl.max(excess, 0) > 0).to(tl.int32))
                 grow, shrink = tl.exp2(centred), tl.exp2(-centred)
                 exp_before, exp_after = grow * tl.exp2(middle)[None, :], shrink * tl.exp2(total - middle)[None, :]
                 if leads:
@@ -290,6 +297,6 @@ def _decay_chunk(
             tl.store(levels_out + index_y, levels)
     if x_in is not None:
         if PER_HEAD:
-            scores = tl.where(row >= column, scores * tl.exp2(before[:, None] - before[None, :]), 0.0)
+            scores = tl.where(row >= column, scores * tl.exp2((before[:, None] - before[None, :]).to(tl.float32)), 0.0)
         tile = index_x * (CHUNK * CHUNK) + row * CHUNK + column
         tl.store(scores_out + tile, (scores * scale).to(stored_dtype))
