@@ -24,6 +24,8 @@ from kernels.operation import empty_gradients, register_operation
 
 # Programs that a scan should have; a sequence is cut into segments of at least so many tokens to get them.
 SCAN_PROGRAMS, LEAST_SEGMENT = 96, 256
+# Of the axis that decays, which a program's state holds whole.
+MOST_CHANNELS = 256
 
 
 def _segment(batch: int, length: int, heads: int, width_e: int, packed: bool) -> int:
@@ -116,6 +118,11 @@ def _recurrence(
         results = _empty_results(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
         results[1].zero_() if initial_state is None else results[1].copy_(initial_state)
         return results
+    widest = v.shape[3] if by_value else k.shape[3]
+    if widest > MOST_CHANNELS:
+        raise ValueError(
+            f"{'v' if by_value else 'k'} has {widest} channels that decay; the Triton kernels take {MOST_CHANNELS} at most"
+        )
     q, k, v, log_decay = (_readable(x) for x in (q, k, v, log_decay.float()))
     keeps = _keeps(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
     heads = k.shape[2]

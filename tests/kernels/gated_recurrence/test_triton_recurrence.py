@@ -265,6 +265,12 @@ def test_what_lies_before_a_closed_gate_is_forgotten_entirely(make_inputs, on_de
     assert torch.equal(after[:, 70:], before[:, 70:])
 
 
+@pytest.mark.parametrize(("form", "name"), [("key", "k"), ("value", "v"), ("head", "k")])
+def test_more_channels_than_a_program_holds_are_refused_by_name(make_inputs, form, name):
+    with pytest.raises(ValueError, match=f"{name} has 257 channels that decay"):
+        by_kernels(**make_inputs(1, 2, head_dims=(257, 257), form=form, dtype=torch.float32), **axis(form))
+
+
 LAYOUTS = {
     "aligned slices of a projection": lambda x: F.pad(x, (16, 16))[..., 16:-16],
     "slices that are not aligned": lambda x: F.pad(x, (1, 2))[..., 1:-2],
