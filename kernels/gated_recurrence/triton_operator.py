@@ -121,7 +121,8 @@ def _recurrence(
     widest = v.shape[3] if by_value else k.shape[3]
     if widest > MOST_CHANNELS:
         raise ValueError(
-            f"{'v' if by_value else 'k'} has {widest} channels that decay; the Triton kernels take {MOST_CHANNELS} at most"
+            f"{'v' if by_value else 'k'} has {widest} channels that decay; "
+            f"the Triton kernels take {MOST_CHANNELS} at most"
         )
     q, k, v, log_decay = (_readable(x) for x in (q, k, v, log_decay.float()))
     keeps = _keeps(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
