@@ -144,7 +144,10 @@ def _recurrence(
         else (None,) * 7
     )
     shapes = _kept_shapes(q, k, v, log_decay, cu_seqlens, by_value)
-    kept = (q.new_empty(0, dtype=dtype) if x is None else x for x, (_, dtype) in zip(kept, shapes, strict=True))
+    kept = (
+        q.new_empty(shape if keeps else 0, dtype=dtype) if x is None else x
+        for x, (shape, dtype) in zip(kept, shapes, strict=True)
+    )
     return out, final, *kept
 
 

@@ -96,9 +96,9 @@ import os, pathlib, sys, time
 from lit_modules import runs
 held = runs.hold(pathlib.Path(sys.argv[1]))
 if os.fork() == 0:
+    print(1, flush=True)  # the child has let go of the run by now
     time.sleep(30)
     os._exit(0)
-print(1, flush=True)
 sys.stdin.read()
 """
     parent = subprocess.Popen(
