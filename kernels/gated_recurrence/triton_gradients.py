@@ -33,7 +33,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gated_recurrence.triton_decays import CENTRED, CHUNK, FROM, in_log2, matrix, sum_matrices, weighted_sums
-from kernels.gated_recurrence.triton_gradients_per_head import gradients_per_head
 from kernels.gated_recurrence.triton_gradients_strong import (
     diagonal_of,
     gradients_of_strong,
@@ -103,11 +102,6 @@ def gradients(
         )  # fmt: skip
     outer = (*x_strides[:3], *y_strides[:3], *inner)
     units |= {"X_UNIT": x_strides[3], "Y_UNIT": y_strides[3]}
-    if per_head:
-        gradients_per_head[grid](
-            x, y, z, w, gates, states, grad_states, *results, plan.chunks, scale, *outer, **units, **sizes
-        )
-        return dx, dy, grad_gates.sum(3)
     for of_x, of_y in [(True, False)] if x is None else [(True, False), (False, True)]:
         gradients_of_strong[grid](
             x, y, z, w, gates, chunks.levels, states, grad_states, *results, sum_matrices(y.device), plan.chunks,

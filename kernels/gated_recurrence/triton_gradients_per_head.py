@@ -1,115 +1,249 @@
-"""Gradients of what decays, and of the gates, with a gate per head: triton_gradients.py has the mathematics.
+"""Gradients of q and k, and of the gates, with a gate per head: triton_gradients.py has the mathematics.
 
 The decays between the tokens of a chunk are one matrix D_ij = exp(before_i - before_j), j <= i, whose exponents are not
 above 0 whatever the gates, and
 
     dx = scale exp(before) (.) (w S^T) + (P (.) D) y,    dy = exp(after) (.) (z dS^T) + (P (.) D)^T x
-    dg_t = sum_{i >= t} (scale exp(before_i) x_i . (w_i S^T) + pairs' x_i . dx_i - pairs' y_i . dy_i)
-           + sum_{j < t} exp(after_j) y_j . (z_j dS^T) + exp(total) sum S dS
+    dg_t = sum_{i >= t} (x_i . dx_i - pairs' y_i . dy_i) + sum_{j < t} exp(after_j) y_j . (z_j dS^T)
+           + exp(total) sum S dS
 
 where pairs leave out i = j, which no gate lies between: one by one, so that small terms do not drown in large ones that
-cancel. One program computes one chunk of one head of y, for a slice of the channels, whose sums are added up
-outside.
+cancel. One program computes dx of one chunk and head of x, or dy of one head of y, for a slice of the channels: apart
+they need half the registers, and side by side they find what they share in the cache. What they find for the gates,
+slice by slice, `_gate_gradients` adds up.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kernels.gated_recurrence.triton_decays import CLOSED, in_log2, sums_until
-from kernels.gated_recurrence.triton_gradients_strong import diagonal_of, tile_of_state, tokens_of
+from kernels.gated_recurrence.triton_decays import CHUNK, CLOSED, in_log2
+from kernels.gated_recurrence.triton_gradients_strong import tile_of_state, tokens_of
+from kernels.gated_recurrence.triton_plan import FIELDS, Plan
+from kernels.gated_recurrence.triton_scores import padded, stored_dtype, strides_in_units
+
+
+def gradients_per_head(
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    w: Tensor,
+    log_decay: Tensor,
+    before: Tensor,
+    states: Tensor,
+    grad_states: Tensor,
+    plan: Plan,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx [B, T, Hx, D], dy [B, T, Hy, D] and the gradient of log_decay [B, T, Hy] float32.
+
+    x: [B, T, Hx, D]. y: [B, T, Hy, D]. z: [B, T, Hy, E]. w: [B, T, Hx, E]. before: the sums of gates
+    [num_chunks, Hy, 64]. states, grad_states: [num_chunks, Hy, D stored, E].
+    """
+    batch, length, heads, width = y.shape
+    width_e = z.shape[3]
+    group = x.shape[2] // heads
+    in_bfloat16 = stored_dtype(y.dtype) == torch.bfloat16  # float32 is there for tests: tiles that fit
+    block = 64 if in_bfloat16 else min(padded(width), 32)
+    block_e = 64 if in_bfloat16 else min(padded(width_e), 32)
+    slices = triton.cdiv(width, block)
+    dx, dy = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y))
+    # For every token and head, from each of the slices: of dx, of dy's pairs, of dy's state; and for every chunk.
+    of_dx = torch.empty(batch, length, heads, group * slices, dtype=torch.float32, device=x.device)
+    of_pairs, of_dy = torch.empty(2, batch, length, heads, slices, dtype=torch.float32, device=x.device)
+    of_states = torch.empty(before.shape[0], heads, slices, dtype=torch.float32, device=x.device)
+    strides = [strides_in_units(t) for t in (x, y, z, w)]
+    _gradients[((group + 1) * slices, heads, before.shape[0])](
+        x,
+        y,
+        z,
+        w,
+        before,
+        states,
+        grad_states,
+        dx,
+        dy,
+        of_dx,
+        of_pairs,
+        of_dy,
+        of_states,
+        plan.chunks,
+        scale,
+        *(stride for found in strides for stride in found[:3]),
+        length,
+        X_UNIT=strides[0][3],
+        Y_UNIT=strides[1][3],
+        Z_UNIT=strides[2][3],
+        W_UNIT=strides[3][3],
+        GROUP=group,
+        WIDTH=width,
+        STORED=padded(width),
+        BLOCK=block,
+        SLICES=slices,
+        WIDTH_E=width_e,
+        BLOCK_E=block_e,
+        PARTS=triton.cdiv(width_e, block_e),
+        PRECISION="tf32" if y.dtype == torch.float16 else "ieee",
+        CHUNK=CHUNK,
+        FIELDS=FIELDS,
+        NUM_STAGES=2 if in_bfloat16 else 1,
+        num_warps=4,
+        # Three programs at once on a multiprocessor are worth the few registers that then spill.
+        **({"maxnreg": 168} if x.is_cuda else {}),
+    )
+    return dx, dy, gate_gradients(of_dx, of_pairs, of_dy, of_states, log_decay, plan)
+
+
+def gate_gradients(
+    of_dx: Tensor, of_pairs: Tensor, of_dy: Tensor, of_states: Tensor, log_decay: Tensor, plan: Plan
+) -> Tensor:
+    """The gradient of log_decay [B, T, H] float32, from what was found on the way to those of q and k, in parts.
+
+    of_dx, of_pairs, of_dy: [B, T, H, any number]. of_states: [num_chunks, H, as many as of_dy].
+    """
+    _, length, heads, parts = of_dy.shape
+    grad_gates = torch.empty(of_dy.shape[:3], dtype=torch.float32, device=of_dy.device)
+    block = 8
+    _gate_gradients[(of_states.shape[0], triton.cdiv(heads, block))](
+        of_dx,
+        of_pairs,
+        of_dy,
+        of_states,
+        log_decay,
+        grad_gates,
+        plan.chunks,
+        heads,
+        *log_decay.stride(),
+        length,
+        OF_DX=of_dx.shape[3],
+        SLICES=parts,
+        CHUNK=CHUNK,
+        FIELDS=FIELDS,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return grad_gates
 
 
 @triton.jit(
-    do_not_specialize=[
-        "x_b", "x_t", "x_h", "y_b", "y_t", "y_h", "z_b", "z_t", "z_h", "w_b", "w_t", "w_h", "g_b", "g_t", "g_h",
-        "length",
-    ]
-)  # fmt: skip
-def gradients_per_head(
-    x_in, y_in, z_in, w_in, gates, states, grad_states, dx_out, dy_out, grad_gates_out, chunks, scale,
-    x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, g_b, g_t, g_h, length,
-    X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, Z_UNIT: tl.constexpr, W_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_E: tl.constexpr, PARTS: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    do_not_specialize=["x_b", "x_t", "x_h", "y_b", "y_t", "y_h", "z_b", "z_t", "z_h", "w_b", "w_t", "w_h", "length"]
+)
+def _gradients(
+    x_in, y_in, z_in, w_in, before_in, states, grad_states, dx_out, dy_out, of_dx, of_pairs, of_dy, of_states,
+    chunks, scale, x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, length,
+    X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, Z_UNIT: tl.constexpr, W_UNIT: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
+    WIDTH_E: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    head, chunk = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1)
     line = chunks + chunk * FIELDS
     batch_row, begin, count = tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64), tl.load(line + 3)
     if count <= 0:
         return
+    index = chunk * heads + head
+    member, number = part // SLICES, part % SLICES
     x_in += (batch_row * x_b + begin * x_t + head * GROUP * x_h) * X_UNIT
     y_in += (batch_row * y_b + begin * y_t + head * y_h) * Y_UNIT
     z_in += (batch_row * z_b + begin * z_t + head * z_h) * Z_UNIT
     w_in += (batch_row * w_b + begin * w_t + head * GROUP * w_h) * W_UNIT
-    gates += (batch_row * g_b + begin * g_t + head * g_h) * GATE_UNIT
-    states += (chunk * heads + head) * (STORED * WIDTH_E)
-    grad_states += (chunk * heads + head) * (STORED * WIDTH_E)
-    first = batch_row * length + begin
+    states += index * (STORED * WIDTH_E)
+    grad_states += index * (STORED * WIDTH_E)
     dtype = states.dtype.element_ty
     token = tl.arange(0, CHUNK)
     row, column = token[:, None], token[None, :]
     held = token < count
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channel = number * BLOCK + tl.arange(0, BLOCK)
     mask = held[:, None] & (channel < WIDTH)[None, :]
-
-    g = in_log2(tl.load(gates + token * (g_t * GATE_UNIT), mask=held, other=0.0))
-    before = sums_until(g, IN_HALVES)
-    after = tl.cumsum(g, 0, reverse=True) - g
-    dy = tl.zeros((CHUNK, BLOCK), tl.float32)
-    between = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for number in tl.static_range(PARTS):
-        e = number * BLOCK_E + tl.arange(0, BLOCK_E)
-        z = tokens_of(z_in, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)
-        state = tile_of_state(states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
-        grad_state = tile_of_state(grad_states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
-        dy = tl.dot(z, tl.trans(grad_state), dy, input_precision=PRECISION)
-        # As a product, of which the diagonal is wanted: elementwise, two tiles would fill the registers.
-        between = tl.dot(state, tl.trans(grad_state), between, input_precision=PRECISION)
+    before = tl.load(before_in + index * CHUNK + token)
+    total = tl.load(before_in + index * CHUNK + CHUNK - 1)
+    position = (batch_row * length + begin + token) * heads + head  # of a token of a head of y
     y = tokens_of(y_in, y_t * Y_UNIT, token, held, channel, WIDTH)
-    dy = dy * tl.exp2(after)[:, None]
-    kept = tl.sum(tl.where(column < row, tl.sum(y * dy, 1)[None, :], 0.0), 1)
-    kept += tl.sum(diagonal_of(between, BLOCK), 0) * tl.exp2(tl.sum(g, 0))
-    of_token = tl.zeros((CHUNK,), tl.float32)
 
-    for member in tl.static_range(GROUP):
+    if member < GROUP:  # dx
+        x = tokens_of(x_in + member * (x_h * X_UNIT), x_t * X_UNIT, token, held, channel, WIDTH)
         pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
         dx = tl.zeros((CHUNK, BLOCK), tl.float32)
-        for number in tl.static_range(PARTS):
-            e = number * BLOCK_E + tl.arange(0, BLOCK_E)
+        for step in tl.range(0, PARTS, num_stages=NUM_STAGES):
+            e = step * BLOCK_E + tl.arange(0, BLOCK_E)
             w = tokens_of(w_in + member * (w_h * W_UNIT), w_t * W_UNIT, token, held, e, WIDTH_E).to(dtype)
             z = tokens_of(z_in, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)
             state = tile_of_state(states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
-            dx = tl.dot(w, tl.trans(state), dx, input_precision=PRECISION)
             pairs = tl.dot(w, tl.trans(z), pairs, input_precision=PRECISION)
-        pairs = pairs * scale
-        diagonal = tl.sum(tl.where(row == column, pairs, 0.0), 1)[:, None]
-        decay = tl.exp2(tl.minimum(before[:, None] - before[None, :], 0.0).to(tl.float32))
+            dx = tl.dot(w, tl.trans(state), dx, input_precision=PRECISION)
+        diagonal = tl.sum(tl.where(row == column, pairs, 0.0), 1) * scale
+        decay = tl.exp2(tl.minimum(before[:, None] - before[None, :], 0.0).to(tl.float32)) * scale
         pairs = tl.where(row > column, pairs * decay, 0.0).to(dtype)
         dx = dx * (tl.exp2(before.to(tl.float32)) * scale)[:, None]
         dx = tl.dot(pairs, y.to(dtype), dx, input_precision=PRECISION)
-        x = tokens_of(x_in + member * (x_h * X_UNIT), x_t * X_UNIT, token, held, channel, WIDTH)
-        of_token += tl.sum(x * dx, 1)
-        dx += diagonal * y
-        head_x = head * GROUP + member
-        address = dx_out + ((first + token[:, None]) * (heads * GROUP) + head_x) * WIDTH + channel[None, :]
+        tl.store(of_dx + position * (GROUP * SLICES) + part, tl.sum(x * dx, 1), mask=held)
+        dx += diagonal[:, None] * y
+        address = dx_out + (position * GROUP + member)[:, None] * WIDTH + channel[None, :]
         tl.store(address, dx.to(dx_out.dtype.element_ty), mask=mask)
-        # Not the transpose of `pairs`: some compilers make a wrong product of a transposed accumulator.
-        transposed = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for number in tl.static_range(PARTS):
-            e = number * BLOCK_E + tl.arange(0, BLOCK_E)
-            w = tokens_of(w_in + member * (w_h * W_UNIT), w_t * W_UNIT, token, held, e, WIDTH_E).to(dtype)
-            z = tokens_of(z_in, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)
-            transposed = tl.dot(z, tl.trans(w), transposed, input_precision=PRECISION)
-        decay = tl.exp2(tl.minimum(before[None, :] - before[:, None], 0.0).to(tl.float32)) * scale
-        transposed = tl.where(row < column, transposed * decay, 0.0).to(dtype)
-        part = tl.dot(transposed, x.to(dtype), input_precision=PRECISION)
-        of_token -= tl.sum(y * part, 1)
-        dy += part + diagonal * x
+    else:
+        dy = tl.zeros((CHUNK, BLOCK), tl.float32)
+        in_pairs = tl.zeros((CHUNK,), tl.float32)
+        in_state = tl.zeros((CHUNK,), tl.float32)
+        between = tl.zeros((BLOCK,), tl.float32)
+        for other in tl.static_range(GROUP):
+            x = tokens_of(x_in + other * (x_h * X_UNIT), x_t * X_UNIT, token, held, channel, WIDTH)
+            # Not the transpose of dx's pairs: some compilers make a wrong product of a transposed accumulator.
+            pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
+            for step in tl.range(0, PARTS, num_stages=NUM_STAGES):
+                e = step * BLOCK_E + tl.arange(0, BLOCK_E)
+                w = tokens_of(w_in + other * (w_h * W_UNIT), w_t * W_UNIT, token, held, e, WIDTH_E).to(dtype)
+                z = tokens_of(z_in, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)
+                pairs = tl.dot(z, tl.trans(w), pairs, input_precision=PRECISION)
+                if other == 0:
+                    state = tile_of_state(states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
+                    grad_state = tile_of_state(grad_states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
+                    dy = tl.dot(z, tl.trans(grad_state), dy, input_precision=PRECISION)
+                    between += tl.sum(state.to(tl.float32) * grad_state, 1)
+            if other == 0:
+                dy = dy * tl.exp2((total - before).to(tl.float32))[:, None]
+                in_state = tl.sum(y * dy, 1)
+            diagonal = tl.sum(tl.where(row == column, pairs, 0.0), 1) * scale
+            decay = tl.exp2(tl.minimum(before[None, :] - before[:, None], 0.0).to(tl.float32)) * scale
+            pairs = tl.where(row < column, pairs * decay, 0.0).to(dtype)
+            own = tl.dot(pairs, x.to(dtype), input_precision=PRECISION)
+            in_pairs += tl.sum(y * own, 1)
+            dy += own + diagonal[:, None] * x
+        address = dy_out + position[:, None] * WIDTH + channel[None, :]
+        tl.store(address, dy.to(dy_out.dtype.element_ty), mask=mask)
+        tl.store(of_pairs + position * SLICES + number, in_pairs, mask=held)
+        tl.store(of_dy + position * SLICES + number, in_state, mask=held)
+        between = tl.sum(between, 0) * tl.exp2(total.to(tl.float32))
+        tl.store(of_states + index * SLICES + number, between)
 
-    address = dy_out + ((first + token[:, None]) * heads + head) * WIDTH + channel[None, :]
-    tl.store(address, dy.to(dy_out.dtype.element_ty), mask=mask)
-    result = tl.cumsum(of_token, 0, reverse=True) + kept
-    address = grad_gates_out + ((first + token) * heads + head) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(address, tl.where(g > CLOSED, result, 0.0), mask=held)
+
+@triton.jit(do_not_specialize=["heads", "g_b", "g_t", "g_h", "length"])
+def _gate_gradients(
+    of_dx, of_pairs, of_dy, of_states, gates, grad_gates, chunks, heads, g_b, g_t, g_h, length,
+    OF_DX: tl.constexpr, SLICES: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums over a chunk's tokens, for a block of heads."""
+    chunk = tl.program_id(0).to(tl.int64)
+    line = chunks + chunk * FIELDS
+    row, begin, count = tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64), tl.load(line + 3)
+    if count <= 0:
+        return
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    token = tl.arange(0, CHUNK)[:, None]
+    mask = (token < count) & (head < heads)
+    position = (row * length + begin + token) * heads + head
+    later = tl.zeros((CHUNK, BLOCK), tl.float32)
+    earlier = tl.zeros((CHUNK, BLOCK), tl.float32)
+    kept = tl.zeros((1, BLOCK), tl.float32)
+    for number in tl.static_range(OF_DX):
+        later += tl.load(of_dx + position * OF_DX + number, mask=mask, other=0.0)
+    for number in tl.static_range(SLICES):
+        later -= tl.load(of_pairs + position * SLICES + number, mask=mask, other=0.0)
+        # Of the token before: a sum of all less the token's own would not be right where that is far larger.
+        before = of_dy + (position - heads) * SLICES + number
+        earlier += tl.load(before, mask=mask & (token > 0), other=0.0)
+        kept += tl.load(of_states + (chunk * heads + head) * SLICES + number, mask=head < heads, other=0.0)
+    result = tl.cumsum(later, 0, reverse=True) + tl.cumsum(earlier, 0) + kept
+    g = tl.load(gates + row * g_b + (begin + token) * g_t + head * g_h, mask=mask, other=0.0)
+    tl.store(grad_gates + position, tl.where(in_log2(g) > CLOSED, result, 0.0), mask=mask)

@@ -15,8 +15,11 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from kernels.gated_recurrence.hopper_backward_per_head import backward_in_one_scan, supports
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_gradients import gradients
+from kernels.gated_recurrence.triton_gradients_per_head import gate_gradients, gradients_per_head
+from kernels.gated_recurrence.triton_per_head import backward_scan, forward_scan, joined_states, sum_gates
 from kernels.gated_recurrence.triton_plan import Plan, make_plan
 from kernels.gated_recurrence.triton_scan import scan
 from kernels.gated_recurrence.triton_scores import Chunks, decay_chunks, padded, stored_dtype
@@ -48,6 +51,16 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Plan:
     return make_plan(batch, length, cu_seqlens, _segment(batch, length, heads, width, cu_seqlens is not None), q.device)
 
 
+def _plan_of_one_scan(k: Tensor, cu_seqlens: Tensor | None) -> Plan:
+    """For hopper_backward_per_head.py, of whose programs a multiprocessor has one: segments for all of these."""
+    batch, length, heads, _ = k.shape
+    processors = torch.cuda.get_device_properties(k.device).multi_processor_count
+    segments = max(processors // (batch * heads), 1)
+    whole = triton.cdiv(length, CHUNK) * CHUNK
+    segment = min(max(triton.cdiv(length, segments * CHUNK) * CHUNK, LEAST_SEGMENT), whole)
+    return make_plan(batch, length, cu_seqlens, segment, k.device)
+
+
 def _state_in(state: Tensor | None, by_value: bool) -> Tensor | None:
     """[N, H, Dk, Dv] -> [N, H, D as stored, E], the decaying axis first."""
     if state is None:
@@ -68,6 +81,10 @@ def _kept_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens:
     y, z = (v, k) if by_value else (k, v)
     chunks = batch * triton.cdiv(length, CHUNK) if cu_seqlens is None else _packed_chunks(length, cu_seqlens)
     width, dtype = padded(y.shape[3]), stored_dtype(q.dtype)
+    if log_decay.ndim == 3:
+        none = (0, 0), dtype
+        sums = (chunks, heads, CHUNK), torch.float32 if dtype == torch.bfloat16 else torch.float64
+        return none, none, none, sums, none, none, ((chunks, heads, width, z.shape[3]), dtype)
     x = () if by_value else (q.shape[2],)
     return (
         ((chunks, *x, CHUNK, width) if x else (0, 0), dtype),
@@ -93,7 +110,7 @@ def _keeps(q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget: int | 
     kept = sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in shapes)
     if memory_budget is None:
         return bool(kept <= 2 * CHUNK * sum(math.prod(x.shape[2:]) * x.element_size() for x in (q, k, v, log_decay)))
-    return bool(kept * shapes[1][0][0] <= memory_budget)
+    return bool(kept * shapes[-1][0][0] <= memory_budget)
 
 
 def _recurrence(
@@ -127,10 +144,15 @@ def _recurrence(
     q, k, v, log_decay = (_readable(x) for x in (q, k, v, log_decay.float()))
     keeps = _keeps(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
     heads = k.shape[2]
+    per_head = log_decay.ndim == 3
     with torch.cuda.device_of(q):
         plan = _plan(q, k, v, cu_seqlens)
         start = _state_in(initial_state, by_value)
-        if by_value:
+        if per_head:
+            before = sum_gates(log_decay, plan, q.dtype)
+            out, states, end = forward_scan(q, k, v, before, plan, start, scale, states=keeps)
+            kept = None, None, None, before, None, None, states
+        elif by_value:
             chunks = decay_chunks(None, v, log_decay, plan, scale)
             _, states, end = scan(chunks, k, plan, start, heads=heads, out=False)
             out, _, _ = gradients(chunks, None, v, k, q, log_decay, states, None, plan, scale)
@@ -138,14 +160,11 @@ def _recurrence(
             chunks = decay_chunks(q, k, log_decay, plan, scale)
             out, states, end = scan(chunks, v, plan, start, heads=heads, states=keeps)
     final = _state_out(end, v.shape[3] if by_value else k.shape[3], by_value)
-    kept = (
-        (chunks.x, chunks.y, chunks.scores, chunks.total, chunks.middle, chunks.levels, states)
-        if keeps
-        else (None,) * 7
-    )
+    if not per_head:
+        kept = chunks.x, chunks.y, chunks.scores, chunks.total, chunks.middle, chunks.levels, states
     shapes = _kept_shapes(q, k, v, log_decay, cu_seqlens, by_value)
     kept = (
-        q.new_empty(shape if keeps else 0, dtype=dtype) if x is None else x
+        x if keeps and x is not None else q.new_empty(shape if keeps else 0, dtype=dtype)
         for x, (shape, dtype) in zip(kept, shapes, strict=True)
     )
     return out, final, *kept
@@ -202,11 +221,30 @@ def _recurrence_backward(
     gate_dtype = log_decay.dtype
     q, k, v, log_decay, grad_out = (_readable(x) for x in (q, k, v, log_decay.float(), grad_out))
     heads = k.shape[2]
+    per_head = log_decay.ndim == 3
     with torch.cuda.device_of(q):
         plan = _plan(q, k, v, cu_seqlens)
         start, grad_end = _state_in(initial_state, by_value), _state_in(grad_final, by_value)
         wants_start = initial_state is not None
-        if by_value:
+        if per_head:
+            before = total if states.numel() else sum_gates(log_decay, plan, q.dtype)
+            if not states.numel():
+                _, states, _ = forward_scan(q, k, v, before, plan, start, scale, out=False, end=False)
+            if supports(q, k, v, grad_out):
+                plan = _plan_of_one_scan(k, cu_seqlens)
+                grad_end = joined_states(q, grad_out, before, plan, grad_end, scale, backward=True)
+                dq, dk, dv, of_gates, grad_start = backward_in_one_scan(
+                    q, k, v, grad_out, before, states, plan, grad_end, scale, wants_start
+                )
+                grad_gates = gate_gradients(*of_gates, log_decay, plan)
+            else:
+                dv, grad_states, grad_start = backward_scan(
+                    q, k, grad_out, before, plan, grad_end, scale, end=wants_start
+                )
+                dq, dk, grad_gates = gradients_per_head(
+                    q, k, v, grad_out, log_decay, before, states, grad_states, plan, scale
+                )
+        elif by_value:
             chunks = decay_chunks(grad_out, v, log_decay, plan, scale)
             kept = states if states.numel() else None
             dq, again, _ = scan(chunks, k, plan, start, heads=heads, states=kept is None, end=False)

@@ -104,23 +104,33 @@ def scan(
         joined = z.new_empty(plan.segments.shape[0], heads, width, width_e, dtype=torch.float32)
         totals = torch.empty(plan.segments.shape[0], heads, chunks.total.shape[2], dtype=torch.float32, device=z.device)
         launch(None, None, None, joined, none, joined.stride(), totals, LOCAL=True)
-        block = 1024
-        _join[(triton.cdiv(width * width_e, block), heads, plan.num_sequences)](
-            joined,
-            totals,
-            start,
-            plan.offsets if plan.offsets.numel() else None,
-            plan.segments.shape[0] // plan.num_sequences,
-            *start_strides,
-            WIDTH=width,
-            WIDTH_E=width_e,
-            PER_HEAD=per_head,
-            BACKWARD=backward,
-            BLOCK=block,
-        )
+        join(joined, totals, start, plan, backward=backward)
         start, start_strides = joined, joined.stride()
     launch(results[0], results[1], start, results[2], start_strides, end_strides, None, LOCAL=False)
     return results
+
+
+def join(joined: Tensor, totals: Tensor, start: Tensor | None, plan: Plan, *, backward: bool) -> None:
+    """In place: what each segment adds becomes the state that it begins with.
+
+    joined: [segments, heads, D stored, E] float32. totals: [segments, heads, D stored or 1], the sums of gates. start:
+    as in `scan`.
+    """
+    _, heads, width, width_e = joined.shape
+    block = 1024
+    _join[(triton.cdiv(width * width_e, block), heads, plan.num_sequences)](
+        joined,
+        totals,
+        start,
+        plan.offsets if plan.offsets.numel() else None,
+        plan.segments.shape[0] // plan.num_sequences,
+        *((0, 0, 0, 0) if start is None else start.stride()),
+        WIDTH=width,
+        WIDTH_E=width_e,
+        PER_HEAD=totals.shape[2] == 1,
+        BACKWARD=backward,
+        BLOCK=block,
+    )
 
 
 def _tile(block_d: int, width_e: int, group: int, x: Tensor) -> tuple[int, int, int]:
@@ -156,7 +166,7 @@ def _total(total, index, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_
 
 
 @triton.jit
-def _begin(start, segment, sequence, head, channel, e, mask, n, h, d, stride_e, JOINED: tl.constexpr):
+def state_at_start(start, segment, sequence, head, channel, e, mask, n, h, d, stride_e, JOINED: tl.constexpr):
     """The state that a scan begins with: zeros, what it was given, or what `_join` found for the segment."""
     state = tl.zeros(mask.shape, tl.float32)
     if start is not None:
@@ -196,7 +206,7 @@ def _scan_forward(
         state = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
         totals = tl.zeros((1 if PER_HEAD else BLOCK_D,), tl.float32)
     else:
-        state = _begin(
+        state = state_at_start(
             start, segment, sequence, head, channel, e, state_mask, start_n, start_h, start_d, start_e, JOINED
         )
     z_base = z + (row * z_stride_b + head * z_stride_h) * Z_UNIT
@@ -275,7 +285,7 @@ def _scan_backward(
         state = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
         totals = tl.zeros((1 if PER_HEAD else BLOCK_D,), tl.float32)
     else:
-        state = _begin(
+        state = state_at_start(
             start, segment, sequence, head, channel, e, state_mask, start_n, start_h, start_d, start_e, JOINED
         )
     num_chunks = tl.cdiv(count, CHUNK)
@@ -326,7 +336,7 @@ def _join(
     WIDTH: tl.constexpr, WIDTH_E: tl.constexpr, PER_HEAD: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """In place: what each segment adds becomes the state that it begins with."""
+    """`join`, for a block of a state's elements."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
