@@ -12,8 +12,8 @@ Decays are kept in units of log 2. Over a chunk of C = 64 tokens, for each chann
   the even one before it: exp2(sum from the block's start to i) exp2(sum from j to the block's end). No exponent is
   above 0. Pairs inside blocks of w tokens are left, and for these |c| is small again. Between tokens of a strong chunk
   a gate under 2^-25 counts as 2^-25, of which nothing is seen beside the token itself; then |c| <= 100 at w = 8 at the
-  latest. Only closed gates stay closed, and take levels down to w = 1. Gates between chunks are not bounded so, and a
-  gate's own gradient takes the factor that this leaves out.
+  latest. With bfloat16 that is 2^-12, and w = 16. Only closed gates stay closed, and take levels down to w = 1. Gates
+  between chunks are not bounded so, and a gate's own gradient takes the factor that this leaves out.
 
 Each sum is a product with a matrix of ones, and adds only what lies between: never the difference of long sums. A log
 decay under CLOSED counts as CLOSED, of which exp2 is 0.
@@ -26,10 +26,10 @@ from torch import Tensor
 
 CHUNK = 64  # tokens
 MOST_LEVELS = CHUNK.bit_length() - 1
-LEVELS_OF_OPEN = 3  # enough without closed gates: blocks have 8 tokens then
+LEVELS_OF_OPEN, LEVELS_OF_OPEN_IN_HALVES = 3, 2  # enough without closed gates: blocks have 8 and 16 tokens then
 LOG2_E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-160.0)
-FAINTEST = tl.constexpr(-25.0)
+FAINTEST, FAINTEST_IN_HALVES = tl.constexpr(-25.0), tl.constexpr(-12.0)
 LARGEST_WEAK, LARGEST_STRONG = tl.constexpr(60.0), tl.constexpr(100.0)
 
 
@@ -114,9 +114,17 @@ def neighbours(row, column, size):
 
 
 @triton.jit
-def bounded(log_decay):
+def bounded(log_decay, IN_HALVES: tl.constexpr):
     """Gates between the tokens of a strong chunk: FAINTEST at least, or closed."""
-    return tl.where(log_decay <= CLOSED, CLOSED, tl.maximum(log_decay, FAINTEST))
+    least: tl.constexpr = FAINTEST_IN_HALVES if IN_HALVES else FAINTEST
+    return tl.where(log_decay <= CLOSED, CLOSED, tl.maximum(log_decay, least))
+
+
+@triton.jit
+def left_out(log_decay, IN_HALVES: tl.constexpr):
+    """The factor that `bounded` leaves out."""
+    least: tl.constexpr = FAINTEST_IN_HALVES if IN_HALVES else FAINTEST
+    return tl.exp2(tl.minimum(log_decay - least, 0.0))
 
 
 @triton.jit

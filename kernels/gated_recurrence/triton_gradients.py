@@ -39,7 +39,7 @@ from kernels.gated_recurrence.triton_gradients_strong import (
     tile_of_state,
     tokens_of,
 )
-from kernels.gated_recurrence.triton_plan import FIELDS, Plan
+from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
 from kernels.gated_recurrence.triton_scores import Chunks, padded, stored_dtype, strides_in_units
 
 
@@ -58,11 +58,10 @@ def gradients(
     """dx [B, T, Hx, D], dy [B, T, Hy, D] and the gradient of log_decay, float32; dx alone without x and grad_states.
 
     chunks: of x and y. x: [B, T, Hx, D]. y: [B, T, Hy, D]. z: [B, T, Hy, E]. w: [B, T, Hx, E]. log_decay:
-    [B, T, Hy, D] or [B, T, Hy]. states, grad_states: [num_chunks, Hy, D stored, E].
+    [B, T, Hy, D]. states, grad_states: [num_chunks, Hy, D stored, E].
     """
     batch, length, heads_y, width = y.shape
     heads_x, width_e = w.shape[2:]
-    per_head = log_decay.ndim == 3
     in_bfloat16 = stored_dtype(y.dtype) == torch.bfloat16  # float32 is there for tests: tiles that fit
     block = 64 if in_bfloat16 else min(padded(width), 32)
     slices = triton.cdiv(width, block)
@@ -71,8 +70,7 @@ def gradients(
     dy = grad_gates = None
     if x is not None:
         dy = torch.empty_like(y, memory_format=torch.contiguous_format)
-        grad_gates = y.new_empty(batch, length, heads_y, slices if per_head else width, dtype=torch.float32)
-    gates = log_decay[..., None] if per_head else log_decay
+        grad_gates = y.new_empty(batch, length, heads_y, width, dtype=torch.float32)
     results = dx, dy, grad_gates
     grid = slices, heads_y, plan.chunks.shape[0]
     sizes = {
@@ -90,22 +88,23 @@ def gradients(
         "num_warps": 4,
     }
     x_strides, y_strides, z_strides, w_strides, gate_strides = (
-        (0, 0, 0, 1) if t is None else strides_in_units(t) for t in (x, y, z, w, gates)
+        (0, 0, 0, 1) if t is None else strides_in_units(t) for t in (x, y, z, w, log_decay)
     )
     inner = (*z_strides[:3], *w_strides[:3], *gate_strides[:3], length)
     units = {"Z_UNIT": z_strides[3], "W_UNIT": w_strides[3], "GATE_UNIT": gate_strides[3]}
     decayed_x = None if x is None else chunks.x
-    if not per_head:
-        _gradients_of_weak[grid](
-            decayed_x, chunks.y, z, w, gates, chunks.total, chunks.middle, chunks.levels, states, grad_states,
-            *results, sum_matrices(y.device), plan.chunks, scale, *inner, **units, **sizes,
-        )  # fmt: skip
+    _gradients_of_weak[grid](
+        decayed_x, chunks.y, z, w, log_decay, chunks.total, chunks.middle, chunks.levels, states, grad_states,
+        *results, sum_matrices(y.device), plan.chunks, scale, *inner, **units, **sizes,
+    )  # fmt: skip
     outer = (*x_strides[:3], *y_strides[:3], *inner)
     units |= {"X_UNIT": x_strides[3], "Y_UNIT": y_strides[3]}
+    # With narrow heads, to launch programs that find nothing costs more than that those which find something wait.
+    run = RUN if width <= 64 else 1
     for of_x, of_y in [(True, False)] if x is None else [(True, False), (False, True)]:
-        gradients_of_strong[grid](
-            x, y, z, w, gates, chunks.levels, states, grad_states, *results, sum_matrices(y.device), plan.chunks,
-            scale, *outer, OF_X=of_x, OF_Y=of_y, **units, **sizes,
+        gradients_of_strong[(slices, heads_y, triton.cdiv(plan.chunks.shape[0], run))](
+            x, y, z, w, log_decay, chunks.levels, states, grad_states, *results, sum_matrices(y.device), plan.chunks,
+            plan.chunks.shape[0], scale, *outer, OF_X=of_x, OF_Y=of_y, RUN=run, **units, **sizes,
         )  # fmt: skip
     return dx, dy, grad_gates
 

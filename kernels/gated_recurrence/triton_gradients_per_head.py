@@ -49,9 +49,9 @@ def gradients_per_head(
     block_e = 64 if in_bfloat16 else min(padded(width_e), 32)
     slices = triton.cdiv(width, block)
     dx, dy = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y))
-    # For every token and head, from each of the slices: of dx, of dy's pairs, of dy's state; and for every chunk.
-    of_dx = torch.empty(batch, length, heads, group * slices, dtype=torch.float32, device=x.device)
-    of_pairs, of_dy = torch.empty(2, batch, length, heads, slices, dtype=torch.float32, device=x.device)
+    # For every token and head, from each of the slices: of dx, less that of dy's pairs; of dy's state; of every chunk.
+    of_later = torch.empty(batch, length, heads, (group + 1) * slices, dtype=torch.float32, device=x.device)
+    of_earlier = torch.empty(batch, length, heads, slices, dtype=torch.float32, device=x.device)
     of_states = torch.empty(before.shape[0], heads, slices, dtype=torch.float32, device=x.device)
     strides = [strides_in_units(t) for t in (x, y, z, w)]
     _gradients[((group + 1) * slices, heads, before.shape[0])](
@@ -64,9 +64,8 @@ def gradients_per_head(
         grad_states,
         dx,
         dy,
-        of_dx,
-        of_pairs,
-        of_dy,
+        of_later,
+        of_earlier,
         of_states,
         plan.chunks,
         scale,
@@ -92,23 +91,21 @@ def gradients_per_head(
         # Three programs at once on a multiprocessor are worth the few registers that then spill.
         **({"maxnreg": 168} if x.is_cuda else {}),
     )
-    return dx, dy, gate_gradients(of_dx, of_pairs, of_dy, of_states, log_decay, plan)
+    return dx, dy, gate_gradients(of_later, of_earlier, of_states, log_decay, plan)
 
 
-def gate_gradients(
-    of_dx: Tensor, of_pairs: Tensor, of_dy: Tensor, of_states: Tensor, log_decay: Tensor, plan: Plan
-) -> Tensor:
+def gate_gradients(of_later: Tensor, of_earlier: Tensor, of_states: Tensor, log_decay: Tensor, plan: Plan) -> Tensor:
     """The gradient of log_decay [B, T, H] float32, from what was found on the way to those of q and k, in parts.
 
-    of_dx, of_pairs, of_dy: [B, T, H, any number]. of_states: [num_chunks, H, as many as of_dy].
+    of_later, of_earlier: [B, T, H, any number], what a token gives to the gates before it and after it in its chunk.
+    of_states: [num_chunks, H, any number], what all gates of a chunk get.
     """
-    _, length, heads, parts = of_dy.shape
-    grad_gates = torch.empty(of_dy.shape[:3], dtype=torch.float32, device=of_dy.device)
+    _, length, heads, _ = of_later.shape
+    grad_gates = torch.empty(of_later.shape[:3], dtype=torch.float32, device=of_later.device)
     block = 8
     _gate_gradients[(of_states.shape[0], triton.cdiv(heads, block))](
-        of_dx,
-        of_pairs,
-        of_dy,
+        of_later,
+        of_earlier,
         of_states,
         log_decay,
         grad_gates,
@@ -116,8 +113,9 @@ def gate_gradients(
         heads,
         *log_decay.stride(),
         length,
-        OF_DX=of_dx.shape[3],
-        SLICES=parts,
+        OF_LATER=of_later.shape[3],
+        OF_EARLIER=of_earlier.shape[3],
+        OF_STATES=of_states.shape[2],
         CHUNK=CHUNK,
         FIELDS=FIELDS,
         BLOCK=block,
@@ -130,7 +128,7 @@ def gate_gradients(
     do_not_specialize=["x_b", "x_t", "x_h", "y_b", "y_t", "y_h", "z_b", "z_t", "z_h", "w_b", "w_t", "w_h", "length"]
 )
 def _gradients(
-    x_in, y_in, z_in, w_in, before_in, states, grad_states, dx_out, dy_out, of_dx, of_pairs, of_dy, of_states,
+    x_in, y_in, z_in, w_in, before_in, states, grad_states, dx_out, dy_out, of_later, of_earlier, of_states,
     chunks, scale, x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, length,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, Z_UNIT: tl.constexpr, W_UNIT: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
@@ -178,7 +176,7 @@ def _gradients(
         pairs = tl.where(row > column, pairs * decay, 0.0).to(dtype)
         dx = dx * (tl.exp2(before.to(tl.float32)) * scale)[:, None]
         dx = tl.dot(pairs, y.to(dtype), dx, input_precision=PRECISION)
-        tl.store(of_dx + position * (GROUP * SLICES) + part, tl.sum(x * dx, 1), mask=held)
+        tl.store(of_later + position * ((GROUP + 1) * SLICES) + part, tl.sum(x * dx, 1), mask=held)
         dx += diagonal[:, None] * y
         address = dx_out + (position * GROUP + member)[:, None] * WIDTH + channel[None, :]
         tl.store(address, dx.to(dx_out.dtype.element_ty), mask=mask)
@@ -212,16 +210,17 @@ def _gradients(
             dy += own + diagonal[:, None] * x
         address = dy_out + position[:, None] * WIDTH + channel[None, :]
         tl.store(address, dy.to(dy_out.dtype.element_ty), mask=mask)
-        tl.store(of_pairs + position * SLICES + number, in_pairs, mask=held)
-        tl.store(of_dy + position * SLICES + number, in_state, mask=held)
+        tl.store(of_later + position * ((GROUP + 1) * SLICES) + part, -in_pairs, mask=held)
+        tl.store(of_earlier + position * SLICES + number, in_state, mask=held)
         between = tl.sum(between, 0) * tl.exp2(total.to(tl.float32))
         tl.store(of_states + index * SLICES + number, between)
 
 
 @triton.jit(do_not_specialize=["heads", "g_b", "g_t", "g_h", "length"])
 def _gate_gradients(
-    of_dx, of_pairs, of_dy, of_states, gates, grad_gates, chunks, heads, g_b, g_t, g_h, length,
-    OF_DX: tl.constexpr, SLICES: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    of_later, of_earlier, of_states, gates, grad_gates, chunks, heads, g_b, g_t, g_h, length,
+    OF_LATER: tl.constexpr, OF_EARLIER: tl.constexpr, OF_STATES: tl.constexpr, CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums over a chunk's tokens, for a block of heads."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -236,14 +235,14 @@ def _gate_gradients(
     later = tl.zeros((CHUNK, BLOCK), tl.float32)
     earlier = tl.zeros((CHUNK, BLOCK), tl.float32)
     kept = tl.zeros((1, BLOCK), tl.float32)
-    for number in tl.static_range(OF_DX):
-        later += tl.load(of_dx + position * OF_DX + number, mask=mask, other=0.0)
-    for number in tl.static_range(SLICES):
-        later -= tl.load(of_pairs + position * SLICES + number, mask=mask, other=0.0)
+    for number in tl.static_range(OF_LATER):
+        later += tl.load(of_later + position * OF_LATER + number, mask=mask, other=0.0)
+    for number in tl.static_range(OF_EARLIER):
         # Of the token before: a sum of all less the token's own would not be right where that is far larger.
-        before = of_dy + (position - heads) * SLICES + number
+        before = of_earlier + (position - heads) * OF_EARLIER + number
         earlier += tl.load(before, mask=mask & (token > 0), other=0.0)
-        kept += tl.load(of_states + (chunk * heads + head) * SLICES + number, mask=head < heads, other=0.0)
+    for number in tl.static_range(OF_STATES):
+        kept += tl.load(of_states + (chunk * heads + head) * OF_STATES + number, mask=head < heads, other=0.0)
     result = tl.cumsum(later, 0, reverse=True) + tl.cumsum(earlier, 0) + kept
     g = tl.load(gates + row * g_b + (begin + token) * g_t + head * g_h, mask=mask, other=0.0)
     tl.store(grad_gates + position, tl.where(in_log2(g) > CLOSED, result, 0.0), mask=mask)

@@ -14,13 +14,13 @@ from kernels.gated_recurrence.triton_decays import (
     CENTRED,
     CENTRED_TRANSPOSED,
     CLOSED,
-    FAINTEST,
     FROM,
     LEVEL,
     LEVEL_TRANSPOSED,
     UNTIL,
     bounded,
     in_log2,
+    left_out,
     matrix,
     neighbours,
     same_block,
@@ -62,26 +62,80 @@ def rough_sums(weights, x, dtype: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "x_b", "x_t", "x_h", "y_b", "y_t", "y_h", "z_b", "z_t", "z_h", "w_b", "w_t", "w_h", "g_b", "g_t", "g_h",
-        "length",
+        "length", "num_chunks",
     ]
 )  # fmt: skip
 def gradients_of_strong(
     x_in, y_in, z_in, w_in, gates, levels_in, states, grad_states, dx_out, dy_out, grad_gates_out, matrices, chunks,
-    scale, x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, g_b, g_t, g_h, length,
+    num_chunks, scale, x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, g_b, g_t, g_h, length,
+    X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, Z_UNIT: tl.constexpr, W_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_E: tl.constexpr, PARTS: tl.constexpr, OF_X: tl.constexpr, OF_Y: tl.constexpr,
+    IN_HALVES: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    head, first_chunk = tl.program_id(1), tl.program_id(2).to(tl.int64) * RUN
+    heads = tl.num_programs(1)
+    # Mostly no chunk is strong: all is read at once that decides it. Where there is no chunk, levels hold anything.
+    of_run = first_chunk + tl.arange(0, RUN)
+    found = tl.load(levels_in + of_run * heads + head, mask=of_run < num_chunks, other=0)
+    counts = tl.load(chunks + of_run * FIELDS + 3, mask=of_run < num_chunks, other=0)
+    if tl.max(tl.where(counts > 0, found, 0), 0) <= 0:
+        return
+    if RUN == 1:
+        chunk = first_chunk
+        _of_chunk(
+            x_in, y_in, z_in, w_in, gates, levels_in, states, grad_states, dx_out, dy_out, grad_gates_out,
+            matrices, chunks, scale, chunk, head, heads,
+            x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, g_b, g_t, g_h, length,
+            X_UNIT, Y_UNIT, Z_UNIT, W_UNIT, GATE_UNIT, GROUP, WIDTH, STORED, BLOCK, WIDTH_E, BLOCK_E, PARTS,
+            OF_X, OF_Y, IN_HALVES, PRECISION, CHUNK, FIELDS,
+        )  # fmt: skip
+    else:
+        for chunk in range(first_chunk, tl.minimum(first_chunk + RUN, num_chunks)):
+            is_strong = tl.load(levels_in + chunk * heads + head) > 0
+            if is_strong & (tl.load(chunks + chunk * FIELDS + 3) > 0):
+                _of_chunk_called(
+                    x_in, y_in, z_in, w_in, gates, levels_in, states, grad_states, dx_out, dy_out, grad_gates_out,
+                    matrices, chunks, scale, chunk, head, heads,
+                    x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, g_b, g_t, g_h, length,
+                    X_UNIT, Y_UNIT, Z_UNIT, W_UNIT, GATE_UNIT, GROUP, WIDTH, STORED, BLOCK, WIDTH_E, BLOCK_E, PARTS,
+                    OF_X, OF_Y, IN_HALVES, PRECISION, CHUNK, FIELDS,
+                )  # fmt: skip
+
+
+@triton.jit(noinline=True)
+def _of_chunk_called(
+    x_in, y_in, z_in, w_in, gates, levels_in, states, grad_states, dx_out, dy_out, grad_gates_out, matrices, chunks,
+    scale, chunk, head, heads, x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, g_b, g_t, g_h, length,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, Z_UNIT: tl.constexpr, W_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, WIDTH_E: tl.constexpr,
     BLOCK_E: tl.constexpr, PARTS: tl.constexpr, OF_X: tl.constexpr, OF_Y: tl.constexpr,
     IN_HALVES: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    head, chunk = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
+    """In a loop, a call: else addresses are computed once for all chunks, and there are no registers for them."""
+    _of_chunk(
+        x_in, y_in, z_in, w_in, gates, levels_in, states, grad_states, dx_out, dy_out, grad_gates_out,
+        matrices, chunks, scale, chunk, head, heads,
+        x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, g_b, g_t, g_h, length,
+        X_UNIT, Y_UNIT, Z_UNIT, W_UNIT, GATE_UNIT, GROUP, WIDTH, STORED, BLOCK, WIDTH_E, BLOCK_E, PARTS,
+        OF_X, OF_Y, IN_HALVES, PRECISION, CHUNK, FIELDS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _of_chunk(
+    x_in, y_in, z_in, w_in, gates, levels_in, states, grad_states, dx_out, dy_out, grad_gates_out, matrices, chunks,
+    scale, chunk, head, heads, x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, g_b, g_t, g_h, length,
+    X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, Z_UNIT: tl.constexpr, W_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, WIDTH_E: tl.constexpr,
+    BLOCK_E: tl.constexpr, PARTS: tl.constexpr, OF_X: tl.constexpr, OF_Y: tl.constexpr,
+    IN_HALVES: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head of y, for a slice of the decaying axis."""
     index = chunk * heads + head
-    # Mostly no chunk is strong: all is read at once that decides it. Where there is no chunk, levels hold anything.
     levels = tl.load(levels_in + index)
     line = chunks + chunk * FIELDS
     batch_row, begin, count = tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64), tl.load(line + 3)
-    if (count <= 0) | (levels <= 0):
-        return
     if x_in is not None:
         x_in += (batch_row * x_b + begin * x_t + head * GROUP * x_h) * X_UNIT
     y_in += (batch_row * y_b + begin * y_t + head * y_h) * Y_UNIT
@@ -104,7 +158,7 @@ def gradients_of_strong(
     size = CHUNK >> levels
     same = same_block(row, column, size)
     after, before = after & same, before & same
-    faint = bounded(g)
+    faint = bounded(g, IN_HALVES)
     centred = weighted_sums(matrix(matrices, CENTRED + levels, row, column), faint, IN_HALVES)
     if GRADIENTS:
         dy = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -193,7 +247,7 @@ def gradients_of_strong(
         tile = ((first + token[:, None]) * heads + head) * WIDTH + channel[None, :]
         if OF_Y:
             tl.store(dy_out + tile, dy.to(dy_out.dtype.element_ty), mask=mask)
-        of_gate += of_pairs * tl.exp2(tl.minimum(g - FAINTEST, 0.0))
+        of_gate += of_pairs * left_out(g, IN_HALVES)
         if not OF_X:
             of_gate += tl.load(grad_gates_out + tile, mask=mask, other=0.0)
         tl.store(grad_gates_out + tile, tl.where(g > CLOSED, of_gate, 0.0), mask=mask)

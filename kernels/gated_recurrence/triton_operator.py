@@ -15,11 +15,19 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from kernels.gated_recurrence.hopper_backward_per_head import backward_in_one_scan, supports
+from kernels.gated_recurrence.hopper_backward_per_head import backward_in_one_scan
+from kernels.gated_recurrence.hopper_forward_per_head import forward_in_one_scan
+from kernels.gated_recurrence.hopper_per_head import supports
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_gradients import gradients
 from kernels.gated_recurrence.triton_gradients_per_head import gate_gradients, gradients_per_head
-from kernels.gated_recurrence.triton_per_head import backward_scan, forward_scan, joined_states, sum_gates
+from kernels.gated_recurrence.triton_per_head import (
+    backward_scan,
+    forward_scan,
+    joined_states,
+    segment_per_head,
+    sum_gates,
+)
 from kernels.gated_recurrence.triton_plan import Plan, make_plan
 from kernels.gated_recurrence.triton_scan import scan
 from kernels.gated_recurrence.triton_scores import Chunks, decay_chunks, padded, stored_dtype
@@ -45,19 +53,12 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Plan:
+def _plan(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> Plan:
     batch, length, heads, _ = k.shape
-    width = min(k.shape[3], v.shape[3])
-    return make_plan(batch, length, cu_seqlens, _segment(batch, length, heads, width, cu_seqlens is not None), q.device)
-
-
-def _plan_of_one_scan(k: Tensor, cu_seqlens: Tensor | None) -> Plan:
-    """For hopper_backward_per_head.py, of whose programs a multiprocessor has one: segments for all of these."""
-    batch, length, heads, _ = k.shape
-    processors = torch.cuda.get_device_properties(k.device).multi_processor_count
-    segments = max(processors // (batch * heads), 1)
-    whole = triton.cdiv(length, CHUNK) * CHUNK
-    segment = min(max(triton.cdiv(length, segments * CHUNK) * CHUNK, LEAST_SEGMENT), whole)
+    if log_decay.ndim == 3:
+        segment = segment_per_head(k, v)
+    else:
+        segment = _segment(batch, length, heads, min(k.shape[3], v.shape[3]), cu_seqlens is not None)
     return make_plan(batch, length, cu_seqlens, segment, k.device)
 
 
@@ -90,9 +91,9 @@ def _kept_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens:
         ((chunks, *x, CHUNK, width) if x else (0, 0), dtype),
         ((chunks, heads, CHUNK, width), dtype),
         ((chunks, *x, CHUNK, CHUNK) if x else (0, 0), dtype),
-        ((chunks, heads, 1 if log_decay.ndim == 3 else width), torch.float32),
-        ((chunks, heads, width) if log_decay.ndim == 4 else (0, 0), torch.float32),
-        ((chunks, heads) if log_decay.ndim == 4 else (0, 0), torch.int32),
+        ((chunks, heads, width), torch.float32),
+        ((chunks, heads, width), torch.float32),
+        ((chunks, heads), torch.int32),
         ((chunks, heads, width, z.shape[3]), dtype),
     )
 
@@ -146,11 +147,15 @@ def _recurrence(
     heads = k.shape[2]
     per_head = log_decay.ndim == 3
     with torch.cuda.device_of(q):
-        plan = _plan(q, k, v, cu_seqlens)
+        plan = _plan(k, v, log_decay, cu_seqlens)
         start = _state_in(initial_state, by_value)
         if per_head:
             before = sum_gates(log_decay, plan, q.dtype)
-            out, states, end = forward_scan(q, k, v, before, plan, start, scale, states=keeps)
+            if supports(q, k, v):
+                start = joined_states(k, v, before, plan, start, 1.0, backward=False)
+                out, states, end = forward_in_one_scan(q, k, v, before, plan, start, scale, states=keeps)
+            else:
+                out, states, end = forward_scan(q, k, v, before, plan, start, scale, states=keeps)
             kept = None, None, None, before, None, None, states
         elif by_value:
             chunks = decay_chunks(None, v, log_decay, plan, scale)
@@ -223,15 +228,14 @@ def _recurrence_backward(
     heads = k.shape[2]
     per_head = log_decay.ndim == 3
     with torch.cuda.device_of(q):
-        plan = _plan(q, k, v, cu_seqlens)
+        plan = _plan(k, v, log_decay, cu_seqlens)
         start, grad_end = _state_in(initial_state, by_value), _state_in(grad_final, by_value)
         wants_start = initial_state is not None
         if per_head:
             before = total if states.numel() else sum_gates(log_decay, plan, q.dtype)
             if not states.numel():
                 _, states, _ = forward_scan(q, k, v, before, plan, start, scale, out=False, end=False)
-            if supports(q, k, v, grad_out):
-                plan = _plan_of_one_scan(k, cu_seqlens)
+            if supports(q, k, v):
                 grad_end = joined_states(q, grad_out, before, plan, grad_end, scale, backward=True)
                 dq, dk, dv, of_gates, grad_start = backward_in_one_scan(
                     q, k, v, grad_out, before, states, plan, grad_end, scale, wants_start

@@ -16,12 +16,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gated_recurrence.hopper_per_head import supports
 from kernels.gated_recurrence.triton_decays import CHUNK, in_log2, sums_until
 from kernels.gated_recurrence.triton_gradients_strong import tokens_of
 from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, Plan
 from kernels.gated_recurrence.triton_scan import join
 from kernels.gated_recurrence.triton_scan_per_head import scan_backward_per_head, scan_forward_per_head
 from kernels.gated_recurrence.triton_scores import padded, stored_dtype, strides_in_units
+
+LEAST_SEGMENT = 256  # tokens
+
+
+def segment_per_head(k: Tensor, v: Tensor) -> int:
+    """Tokens of a segment: so many that all the programs of a scan run at once. k: [B, T, H, Dk]. v: [B, T, H, Dv]."""
+    batch, length, heads, width = k.shape
+    processors = 132  # of an H200, where there is no GPU to ask
+    if k.is_cuda:
+        processors = torch.cuda.get_device_properties(k.device).multi_processor_count
+    slices = 1 if supports(k, k, v) else triton.cdiv(v.shape[3], 64)
+    programs = batch * heads * slices
+    segments = max(processors * (2 if width <= 64 else 1) // max(programs, 1), 1)
+    whole = triton.cdiv(length, CHUNK) * CHUNK
+    return min(max(triton.cdiv(length, segments * CHUNK) * CHUNK, LEAST_SEGMENT), whole)
 
 
 def sum_gates(log_decay: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:

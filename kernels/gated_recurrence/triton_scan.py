@@ -48,7 +48,6 @@ def scan(
     """
     batch, length, heads_z, width_e = z.shape
     num_chunks, _, _, width = chunks.y.shape
-    per_head = chunks.total.shape[2] == 1
     heads_x = heads_z if backward else (chunks.x.shape[1] if chunks.x is not None else heads)
     results = (
         z.new_empty(batch, length, heads if backward else heads_x, width_e) if out else None,
@@ -85,7 +84,6 @@ def scan(
             WIDTH_E=width_e,
             BLOCK_D=block_d,
             BLOCK_E=block_e,
-            PER_HEAD=per_head,
             JOINED=plan.in_segments,
             LOCAL=LOCAL,
             PRECISION="tf32" if z.dtype == torch.float16 else "ieee",
@@ -154,11 +152,9 @@ def _rows(base, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.con
 
 
 @triton.jit
-def _total(total, index, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_HEAD: tl.constexpr):
-    """The sum of a chunk's gates, [BLOCK], or [1] where all channels have one gate."""
-    if PER_HEAD:
-        sums = tl.load(total + index + tl.zeros((1,), tl.int32))
-    elif WIDTH == BLOCK:
+def _total(total, index, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of a chunk's gates, [BLOCK]."""
+    if WIDTH == BLOCK:
         sums = tl.load(total + index * WIDTH + channel)
     else:
         sums = tl.load(total + index * WIDTH + channel, mask=channel < WIDTH, other=0.0)
@@ -182,7 +178,7 @@ def _scan_forward(
     z_stride_b, z_stride_t, z_stride_h, out_stride_b, out_stride_t, out_stride_h,
     start_n, start_h, start_d, start_e, end_n, end_h, end_d, end_e,
     Z_UNIT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PER_HEAD: tl.constexpr, JOINED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, JOINED: tl.constexpr,
     LOCAL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -204,7 +200,7 @@ def _scan_forward(
     state_mask = (channel < WIDTH)[:, None] & held_e[None, :]
     if LOCAL:
         state = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
-        totals = tl.zeros((1 if PER_HEAD else BLOCK_D,), tl.float32)
+        totals = tl.zeros((BLOCK_D,), tl.float32)
     else:
         state = state_at_start(
             start, segment, sequence, head, channel, e, state_mask, start_n, start_h, start_d, start_e, JOINED
@@ -217,7 +213,7 @@ def _scan_forward(
         z_address = z_base + position[:, None].to(tl.int64) * (z_stride_t * Z_UNIT) + e[None, :]
         values = tl.load(z_address, mask=held[:, None] & held_e[None, :], other=0.0).to(dtype)
         added = _rows(y + slot * (CHUNK * WIDTH), channel, WIDTH, BLOCK_D, CHUNK)
-        decay = _total(total, slot, channel, WIDTH, BLOCK_D, PER_HEAD)
+        decay = _total(total, slot, channel, WIDTH, BLOCK_D)
         if states is not None or out is not None:
             narrow = state.to(dtype)
         if out is not None:
@@ -239,20 +235,12 @@ def _scan_forward(
     if LOCAL:
         address = end + segment.to(tl.int64) * end_n + head * end_h + channel[:, None] * end_d + e[None, :] * end_e
         tl.store(address, state, mask=state_mask)
-        _store_totals(totals_out, totals, segment * heads + head, channel, part, WIDTH, PER_HEAD)
+        address = totals_out + (segment * heads + head) * WIDTH + channel
+        tl.store(address, totals, mask=(channel < WIDTH) & (part == 0))
     elif end is not None:  # noqa: SIM102
         if flags & LAST:
             address = end + sequence.to(tl.int64) * end_n + head * end_h + channel[:, None] * end_d + e[None, :] * end_e
             tl.store(address, state, mask=state_mask)
-
-
-@triton.jit
-def _store_totals(totals_out, totals, index, channel, part, WIDTH: tl.constexpr, PER_HEAD: tl.constexpr):
-    if part == 0:
-        if PER_HEAD:
-            tl.store(totals_out + index + tl.zeros((1,), tl.int32), totals)
-        else:
-            tl.store(totals_out + index * WIDTH + channel, totals, mask=channel < WIDTH)
 
 
 @triton.jit(do_not_specialize=[*STRIDES, *OUT_STRIDES, *STATE_STRIDES])
@@ -261,7 +249,7 @@ def _scan_backward(
     z_stride_b, z_stride_t, z_stride_h, out_stride_b, out_stride_t, out_stride_h,
     start_n, start_h, start_d, start_e, end_n, end_h, end_d, end_e,
     Z_UNIT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PER_HEAD: tl.constexpr, JOINED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, JOINED: tl.constexpr,
     LOCAL: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -283,7 +271,7 @@ def _scan_backward(
     state_mask = (channel < WIDTH)[:, None] & held_e[None, :]
     if LOCAL:
         state = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
-        totals = tl.zeros((1 if PER_HEAD else BLOCK_D,), tl.float32)
+        totals = tl.zeros((BLOCK_D,), tl.float32)
     else:
         state = state_at_start(
             start, segment, sequence, head, channel, e, state_mask, start_n, start_h, start_d, start_e, JOINED
@@ -294,7 +282,7 @@ def _scan_backward(
         slot = (first_chunk + number) * heads + head
         position = begin + number * CHUNK + token
         held = number * CHUNK + token < count
-        decay = _total(total, slot, channel, WIDTH, BLOCK_D, PER_HEAD)
+        decay = _total(total, slot, channel, WIDTH, BLOCK_D)
         if states is not None or out is not None:
             narrow = state.to(dtype)
         if states is not None:
@@ -323,7 +311,8 @@ def _scan_backward(
     if LOCAL:
         address = end + segment.to(tl.int64) * end_n + head * end_h + channel[:, None] * end_d + e[None, :] * end_e
         tl.store(address, state, mask=state_mask)
-        _store_totals(totals_out, totals, segment * heads + head, channel, part, WIDTH, PER_HEAD)
+        address = totals_out + (segment * heads + head) * WIDTH + channel
+        tl.store(address, totals, mask=(channel < WIDTH) & (part == 0))
     elif end is not None:  # noqa: SIM102
         if flags & FIRST:
             address = end + sequence.to(tl.int64) * end_n + head * end_h + channel[:, None] * end_d + e[None, :] * end_e

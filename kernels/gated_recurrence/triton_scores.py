@@ -25,6 +25,7 @@ from kernels.gated_recurrence.triton_decays import (
     LARGEST_WEAK,
     LEVEL,
     LEVELS_OF_OPEN,
+    LEVELS_OF_OPEN_IN_HALVES,
     MOST_LEVELS,
     UNTIL,
     bounded,
@@ -34,7 +35,6 @@ from kernels.gated_recurrence.triton_decays import (
     neighbours,
     same_block,
     sum_matrices,
-    sums_until,
     weighted_sums,
 )
 from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
@@ -43,9 +43,8 @@ from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
 @dataclass(frozen=True)
 class Chunks:
     """x and y: decayed, [num_chunks, heads, 64, D rounded up to 16], 0 where there is no token; scores
-    [num_chunks, Hx, 64, 64]; total [num_chunks, Hy, D rounded up, or 1] float32, the sum of all gates in log 2, and
-    middle, that of the first half; levels [num_chunks, Hy] int32, 0 for weak chunks (triton_decays.py). The last two
-    are None with a gate per head.
+    [num_chunks, Hx, 64, 64]; total [num_chunks, Hy, D rounded up] float32, the sum of all gates in log 2, and middle,
+    that of the first half; levels [num_chunks, Hy] int32, 0 for weak chunks (triton_decays.py).
 
     x, y and scores are bfloat16 for bfloat16 inputs, otherwise float32. x and scores are None where not asked for.
     """
@@ -54,8 +53,8 @@ class Chunks:
     y: Tensor
     scores: Tensor | None
     total: Tensor
-    middle: Tensor | None
-    levels: Tensor | None
+    middle: Tensor
+    levels: Tensor
 
 
 @functools.cache
@@ -95,33 +94,31 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
     """Decayed x and y and their scores, for every chunk.
 
     x: [B, T, Hx, D], or None where y and the totals are all that is wanted. y: [B, T, Hy, D]. log_decay: [B, T, Hy, D]
-    or [B, T, Hy] float32.
+    float32.
     """
     heads_y, width = y.shape[2], padded(y.shape[3])
     heads_x = heads_y if x is None else x.shape[2]
-    per_head = log_decay.ndim == 3
     dtype = stored_dtype(y.dtype)
     chunks = Chunks(
         None if x is None else y.new_empty(plan.chunks.shape[0], heads_x, CHUNK, width, dtype=dtype),
         y.new_empty(plan.chunks.shape[0], heads_y, CHUNK, width, dtype=dtype),
         None if x is None else y.new_empty(plan.chunks.shape[0], heads_x, CHUNK, CHUNK, dtype=dtype),
-        y.new_empty(plan.chunks.shape[0], heads_y, 1 if per_head else width, dtype=torch.float32),
-        None if per_head else y.new_empty(plan.chunks.shape[0], heads_y, width, dtype=torch.float32),
-        None if per_head else y.new_empty(plan.chunks.shape[0], heads_y, dtype=torch.int32),
+        y.new_empty(plan.chunks.shape[0], heads_y, width, dtype=torch.float32),
+        y.new_empty(plan.chunks.shape[0], heads_y, width, dtype=torch.float32),
+        y.new_empty(plan.chunks.shape[0], heads_y, dtype=torch.int32),
     )
-    gates = log_decay[..., None] if per_head else log_decay
     x_strides = (0, 0, 0, 1) if x is None else strides_in_units(x)
-    y_strides, gate_strides = strides_in_units(y), strides_in_units(gates)
+    y_strides, gate_strides = strides_in_units(y), strides_in_units(log_decay)
     in_bfloat16 = dtype == torch.bfloat16
     # Slices of 64 channels, for which the registers of four warps suffice: as many as 64 rows of a product occupy.
     block = 64 if in_bfloat16 else min(triton.next_power_of_2(width), 64)
     slices = triton.cdiv(width, block)
     # Two kernels, each for its own chunks: one for all would take the registers of both.
-    for strong in (False,) if per_head else (False, True):
+    for strong in (False, True):
         _decay_chunks[(heads_x, triton.cdiv(plan.chunks.shape[0], RUN if strong else 1))](
             x,
             y,
-            gates,
+            log_decay,
             chunks.x,
             chunks.y,
             chunks.scores,
@@ -143,13 +140,12 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
             STORED=width,
             BLOCK=block,
             SLICES=slices,
-            PER_HEAD=per_head,
             STRONG=strong,
             IN_HALVES=in_bfloat16,
             PRECISION="tf32" if y.dtype == torch.float16 else "ieee",
             CHUNK=CHUNK,
             MOST_LEVELS=MOST_LEVELS,
-            LEVELS_OF_OPEN=LEVELS_OF_OPEN,
+            LEVELS_OF_OPEN=LEVELS_OF_OPEN_IN_HALVES if in_bfloat16 else LEVELS_OF_OPEN,
             FIELDS=FIELDS,
             RUN=RUN,
             NUM_STAGES=3 if in_bfloat16 and not strong and shared_memory(y.device) >= 2**17 else 1,
@@ -170,7 +166,7 @@ def _decay_chunks(
     x_stride_b, x_stride_t, x_stride_h, y_stride_b, y_stride_t, y_stride_h, g_stride_b, g_stride_t, g_stride_h,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr,
     WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
-    PER_HEAD: tl.constexpr, STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, LEVELS_OF_OPEN: tl.constexpr, FIELDS: tl.constexpr,
     RUN: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -201,15 +197,42 @@ def _decay_chunks(
             x_base = x_in
             if x_in is not None:
                 x_base = x_in + (row * x_stride_b + begin * x_stride_t + head * x_stride_h) * X_UNIT
-            _decay_chunk(
-                x_base,
-                y_in + (row * y_stride_b + begin * y_stride_t + head_y * y_stride_h) * Y_UNIT,
-                gates + (row * g_stride_b + begin * g_stride_t + head_y * g_stride_h) * GATE_UNIT,
-                x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
-                count, index_x, index_y, x_stride_t * X_UNIT, y_stride_t * Y_UNIT, g_stride_t * GATE_UNIT,
-                WIDTH, STORED, BLOCK, SLICES, PER_HEAD, STRONG, IN_HALVES, PRECISION, CHUNK, MOST_LEVELS,
-                LEVELS_OF_OPEN, NUM_STAGES,
-            )  # fmt: skip
+            if STRONG:
+                _decay_strong_chunk(
+                    x_base,
+                    y_in + (row * y_stride_b + begin * y_stride_t + head_y * y_stride_h) * Y_UNIT,
+                    gates + (row * g_stride_b + begin * g_stride_t + head_y * g_stride_h) * GATE_UNIT,
+                    x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
+                    count, index_x, index_y, x_stride_t * X_UNIT, y_stride_t * Y_UNIT, g_stride_t * GATE_UNIT,
+                    WIDTH, STORED, BLOCK, SLICES, STRONG, IN_HALVES, PRECISION, CHUNK, MOST_LEVELS,
+                    LEVELS_OF_OPEN, NUM_STAGES,
+                )  # fmt: skip
+            else:
+                _decay_chunk(
+                    x_base,
+                    y_in + (row * y_stride_b + begin * y_stride_t + head_y * y_stride_h) * Y_UNIT,
+                    gates + (row * g_stride_b + begin * g_stride_t + head_y * g_stride_h) * GATE_UNIT,
+                    x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
+                    count, index_x, index_y, x_stride_t * X_UNIT, y_stride_t * Y_UNIT, g_stride_t * GATE_UNIT,
+                    WIDTH, STORED, BLOCK, SLICES, STRONG, IN_HALVES, PRECISION, CHUNK, MOST_LEVELS,
+                    LEVELS_OF_OPEN, NUM_STAGES,
+                )  # fmt: skip
+
+
+@triton.jit(noinline=True)
+def _decay_strong_chunk(
+    x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
+    count, index_x, index_y, x_stride, y_stride, g_stride,
+    WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
+    STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, LEVELS_OF_OPEN: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Called, since in a loop of its caller addresses would take registers between chunks."""
+    _decay_chunk(
+        x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale,
+        leads, count, index_x, index_y, x_stride, y_stride, g_stride, WIDTH, STORED, BLOCK, SLICES,
+        STRONG, IN_HALVES, PRECISION, CHUNK, MOST_LEVELS, LEVELS_OF_OPEN, NUM_STAGES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -217,86 +240,77 @@ def _decay_chunk(
     x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
     count, index_x, index_y, x_stride, y_stride, g_stride,
     WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
-    PER_HEAD: tl.constexpr, STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, LEVELS_OF_OPEN: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One chunk: also how many levels it needs. If a weak one does, what it stores is replaced."""
+    """One chunk: also how many levels it needs. A weak one that needs any stores no more than that and its sums."""
     token = tl.arange(0, CHUNK)
     levels = 0
     held = token < count
     row, column = token[:, None], token[None, :]
     stored_dtype = y_out.dtype.element_ty
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
-    if PER_HEAD:
-        g = in_log2(tl.load(gates + token * g_stride, mask=held, other=0.0))
-        before = sums_until(g, IN_HALVES)
-        exp_before = tl.exp2(before.to(tl.float32))[:, None]
-        exp_after = tl.exp2(tl.cumsum(g, 0, reverse=True) - g)[:, None]
-        if leads:
-            tl.store(total_out + index_y, tl.sum(g, 0))
     for number in tl.range(0, SLICES, num_stages=NUM_STAGES):
         channel = number * BLOCK + tl.arange(0, BLOCK)
         mask = held[:, None] & (channel < WIDTH)[None, :]
         y = tl.load(y_in + token[:, None] * y_stride + channel[None, :], mask=mask, other=0.0)
         if x_in is not None:
             x = tl.load(x_in + token[:, None] * x_stride + channel[None, :], mask=mask, other=0.0)
-        if PER_HEAD:
-            if x_in is not None:
-                scores = tl.dot(x.to(stored_dtype), tl.trans(y.to(stored_dtype)), scores, input_precision=PRECISION)
+        g = in_log2(tl.load(gates + token[:, None] * g_stride + channel[None, :], mask=mask, other=0.0))
+        total = tl.sum(g, 0)
+        if STRONG:
+            faint = bounded(g, IN_HALVES)
+            needed = fewest_levels(matrices, faint, row, column, IN_HALVES, MOST_LEVELS, LEVELS_OF_OPEN)
+            levels = tl.maximum(levels, needed)
+            exp_before = tl.exp2(weighted_sums(matrix(matrices, UNTIL, row, column), g, IN_HALVES))
+            exp_after = tl.exp2(weighted_sums(matrix(matrices, AFTER, row, column), g, IN_HALVES))
+            centred = weighted_sums(matrix(matrices, CENTRED + needed, row, column), faint, IN_HALVES)
+            grow, shrink = tl.exp2(centred), tl.exp2(-centred)
         else:
-            g = in_log2(tl.load(gates + token[:, None] * g_stride + channel[None, :], mask=mask, other=0.0))
-            total = tl.sum(g, 0)
-            if STRONG:
-                faint = bounded(g)
-                needed = fewest_levels(matrices, faint, row, column, IN_HALVES, MOST_LEVELS, LEVELS_OF_OPEN)
-                levels = tl.maximum(levels, needed)
-                exp_before = tl.exp2(weighted_sums(matrix(matrices, UNTIL, row, column), g, IN_HALVES))
-                exp_after = tl.exp2(weighted_sums(matrix(matrices, AFTER, row, column), g, IN_HALVES))
-                centred = weighted_sums(matrix(matrices, CENTRED + needed, row, column), faint, IN_HALVES)
-                grow, shrink = tl.exp2(centred), tl.exp2(-centred)
-            else:
-                centred = weighted_sums(matrix(matrices, CENTRED, row, column), g, IN_HALVES)
-                middle = tl.sum(tl.where(row < CHUNK // 2, g, 0.0), 0)
-                # Of fewer tokens less: with a strong gate among few, its gradient would be lost in the others' sums.
-                a_token = LARGEST_WEAK / (CHUNK // 2)
-                first, second = tl.minimum(count, CHUNK // 2), tl.maximum(count - CHUNK // 2, 0)
-                excess = tl.maximum(-middle - a_token * first, middle - total - a_token * second)
-                levels = tl.maximum(levels, (tl.max(excess, 0) > 0).to(tl.int32))
-                grow, shrink = tl.exp2(centred), tl.exp2(-centred)
-                exp_before, exp_after = grow * tl.exp2(middle)[None, :], shrink * tl.exp2(total - middle)[None, :]
-                if leads:
-                    tl.store(middle_out + index_y * STORED + channel, middle, mask=channel < STORED)
+            centred = weighted_sums(matrix(matrices, CENTRED, row, column), g, IN_HALVES)
+            middle = tl.sum(tl.where(row < CHUNK // 2, g, 0.0), 0)
+            # Of fewer tokens less: with a strong gate among few, its gradient would be lost in the others' sums.
+            a_token = LARGEST_WEAK / (CHUNK // 2)
+            first, second = tl.minimum(count, CHUNK // 2), tl.maximum(count - CHUNK // 2, 0)
+            excess = tl.maximum(-middle - a_token * first, middle - total - a_token * second)
+            levels = tl.maximum(levels, (tl.max(excess, 0) > 0).to(tl.int32))
+            grow, shrink = tl.exp2(centred), tl.exp2(-centred)
+            exp_before, exp_after = grow * tl.exp2(middle)[None, :], shrink * tl.exp2(total - middle)[None, :]
             if leads:
-                tl.store(total_out + index_y * STORED + channel, total, mask=channel < STORED)
-            if x_in is not None:
-                inside = row >= column
-                if STRONG:
-                    inside = inside & same_block(row, column, CHUNK >> needed)
-                    for level in tl.range(0, needed, num_stages=1):
-                        size = (CHUNK // 2) >> level
-                        decay = tl.exp2(weighted_sums(matrix(matrices, LEVEL + level, row, column), faint, IN_HALVES))
-                        level_scores = tl.dot(
-                            (x * decay).to(stored_dtype),
-                            tl.trans((y * decay).to(stored_dtype)),
-                            input_precision=PRECISION,
-                        )
-                        scores += tl.where((row > column) & neighbours(row, column, size), level_scores, 0.0)
-                block_scores = tl.dot(
-                    (x * grow).to(stored_dtype), tl.trans((y * shrink).to(stored_dtype)), input_precision=PRECISION
-                )
-                scores += tl.where(inside, block_scores, 0.0)
+                tl.store(middle_out + index_y * STORED + channel, middle, mask=channel < STORED)
+        if leads:
+            tl.store(total_out + index_y * STORED + channel, total, mask=channel < STORED)
+        if x_in is not None:
+            inside = row >= column
+            if STRONG:
+                inside = inside & same_block(row, column, CHUNK >> needed)
+                for level in tl.range(0, needed, num_stages=1):
+                    size = (CHUNK // 2) >> level
+                    decay = tl.exp2(weighted_sums(matrix(matrices, LEVEL + level, row, column), faint, IN_HALVES))
+                    level_scores = tl.dot(
+                        (x * decay).to(stored_dtype),
+                        tl.trans((y * decay).to(stored_dtype)),
+                        input_precision=PRECISION,
+                    )
+                    scores += tl.where((row > column) & neighbours(row, column, size), level_scores, 0.0)
+            block_scores = tl.dot(
+                (x * grow).to(stored_dtype), tl.trans((y * shrink).to(stored_dtype)), input_precision=PRECISION
+            )
+            scores += tl.where(inside, block_scores, 0.0)
         stored = (channel < STORED)[None, :]
+        if not STRONG:
+            stored = stored & (levels == 0)  # another pass stores what is strong
         tile = token[:, None] * STORED + channel[None, :]
         if leads:
             tl.store(y_out + index_y * (CHUNK * STORED) + tile, (y * exp_after).to(stored_dtype), mask=stored)
         if x_in is not None:
             decayed = (x * (exp_before * scale)).to(stored_dtype)
             tl.store(x_out + index_x * (CHUNK * STORED) + tile, decayed, mask=stored)
-    if not PER_HEAD:  # noqa: SIM102
-        if leads:
-            tl.store(levels_out + index_y, levels)
+    if leads:
+        tl.store(levels_out + index_y, levels)
     if x_in is not None:
-        if PER_HEAD:
-            scores = tl.where(row >= column, scores * tl.exp2((before[:, None] - before[None, :]).to(tl.float32)), 0.0)
         tile = index_x * (CHUNK * CHUNK) + row * CHUNK + column
-        tl.store(scores_out + tile, (scores * scale).to(stored_dtype))
+        if STRONG:
+            tl.store(scores_out + tile, (scores * scale).to(stored_dtype))
+        else:
+            tl.store(scores_out + tile, (scores * scale).to(stored_dtype), mask=(row < CHUNK) & (levels == 0))

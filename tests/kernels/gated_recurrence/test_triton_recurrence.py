@@ -93,7 +93,7 @@ def agree(check, out_and_gradients, defined, on_device):
 
 def num_segments(inputs, cu_seqlens=None):
     """How many segments sequences are cut into, all together."""
-    plan = triton_operator._plan(inputs["q"], inputs["k"], inputs["v"], cu_seqlens)
+    plan = triton_operator._plan(inputs["k"], inputs["v"], inputs["log_decay"], cu_seqlens)
     return int((plan.segments[:, 3] > 0).sum()) if plan.in_segments else plan.num_sequences
 
 
