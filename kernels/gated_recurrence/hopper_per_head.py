@@ -19,13 +19,12 @@ store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether these kernels can: bfloat16 on Hopper, heads of some WIDTHS, a state for each head."""
-    return (
-        q.is_cuda
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-        and q.dtype == torch.bfloat16
-        and q.shape == k.shape
-        and (k.shape[3], v.shape[3]) in WIDTHS
-    )
+    alike = q.dtype == torch.bfloat16 and q.shape == k.shape
+    return alike and (k.shape[3], v.shape[3]) in WIDTHS and _is_hopper(q.device)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def aligned(x: Tensor) -> Tensor:

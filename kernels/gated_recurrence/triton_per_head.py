@@ -22,7 +22,7 @@ from kernels.gated_recurrence.triton_gradients_strong import tokens_of
 from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, Plan
 from kernels.gated_recurrence.triton_scan import join
 from kernels.gated_recurrence.triton_scan_per_head import scan_backward_per_head, scan_forward_per_head
-from kernels.gated_recurrence.triton_scores import padded, stored_dtype, strides_in_units
+from kernels.gated_recurrence.triton_scores import padded, shared_memory, stored_dtype, strides_in_units
 
 LEAST_SEGMENT = 256  # tokens
 
@@ -178,17 +178,22 @@ def _sizes(k: Tensor, z: Tensor, group: int) -> dict:
     # Matrix instructions have 64 rows; with fewer, Triton 3.6 makes kernels that read out of bounds.
     block_d = max(64 if in_bfloat16 else 16, triton.next_power_of_2(width))
     block_e = (64 if in_bfloat16 else 32) // (1 if block_d <= 128 else 2)
+    block_e = min(block_e, max(16, triton.next_power_of_2(width_e)))
+    # As many stages, up to 3, as fit into shared memory beside the state and what leaves.
+    stage = 2 * CHUNK * ((1 + group) * block_d + group * block_e)
+    own = 4 * (block_d + CHUNK) * block_e + 2 * CHUNK * CHUNK
+    stages = min(max((shared_memory(k.device) - own) // stage, 1), 3)
     return {
         "GROUP": group,
         "WIDTH": width,
         "STORED": padded(width),
         "WIDTH_E": width_e,
         "BLOCK_D": block_d,
-        "BLOCK_E": min(block_e, max(16, triton.next_power_of_2(width_e))),
+        "BLOCK_E": block_e,
         "PRECISION": "tf32" if k.dtype == torch.float16 else "ieee",
         "CHUNK": CHUNK,
         "FIELDS": FIELDS,
-        "NUM_STAGES": 3 if in_bfloat16 else 1,
+        "NUM_STAGES": stages if in_bfloat16 else 1,
         "num_warps": 4,
     }
 

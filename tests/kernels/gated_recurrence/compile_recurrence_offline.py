@@ -2,8 +2,9 @@
 
     python compile_recurrence_offline.py 90:key:128 89:head:64 ...
 
-Each argument is an architecture, what gates are of, and the head_dim of keys and values. The kernels' own host code
-runs, forward and backward, on CPU tensors; where it would launch a kernel, the kernel is compiled instead.
+Each argument is an architecture, what gates are of ("alone": heads, each with a state of its own), and the head_dim of
+keys and values. The kernels' own host code runs, forward and backward, on CPU tensors; where it would launch a kernel,
+the kernel is compiled instead.
 """
 
 import json
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "forgetting_attenti
 
 from compile_offline import Compiler
 
-from kernels.gated_recurrence import triton_scan, triton_scores
+from kernels.gated_recurrence import hopper_per_head, triton_per_head, triton_scan, triton_scores
 from kernels.gated_recurrence.triton_operator import triton_recurrence, triton_recurrence_backward
 
 # Bytes of shared memory that a program may use, by architecture (CUDA programming guide, compute capabilities).
@@ -26,8 +27,11 @@ LENGTH, HEADS = 600, (4, 2)  # long enough for segments, with heads that share s
 
 
 def compile_case(gate: str, head_dim: int) -> None:
-    q, k, v = (torch.zeros(1, LENGTH, heads, head_dim, dtype=torch.bfloat16) for heads in (*HEADS, HEADS[1]))
-    log_decay = torch.zeros(k.shape[:3] if gate == "head" else k.shape)
+    query_heads = HEADS[gate == "alone"]
+    q, k, v = (
+        torch.zeros(1, LENGTH, heads, head_dim, dtype=torch.bfloat16) for heads in (query_heads, HEADS[1], HEADS[1])
+    )
+    log_decay = torch.zeros(k.shape[:3] if gate in ("head", "alone") else k.shape)
     state = torch.zeros(1, HEADS[1], head_dim, head_dim)
     options = ("value" if gate == "value" else "key", 1.0)
     out, final, *kept = triton_recurrence(q, k, v, log_decay, state, None, *options, 2**40)
@@ -36,8 +40,9 @@ def compile_case(gate: str, head_dim: int) -> None:
 
 def main(cases: list[str]) -> None:
     compiler = Compiler()
-    for module in (triton_scores, triton_scan):
+    for module in (triton_scores, triton_scan, triton_per_head):
         module.shared_memory = lambda device: SHARED[compiler.driver.architecture]
+    hopper_per_head._is_hopper = lambda device: compiler.driver.architecture == 90
     for case in cases:
         architecture, gate, head_dim = case.split(":")
         compiler.driver.architecture = int(architecture)

@@ -14,7 +14,9 @@ from kernels import gated_recurrence
 
 FORMS = ["key", "value", "head"]
 # Each kernel of each form for Hopper; for Ada, which holds least, and for Ampere what takes most.
-CASES = ["90:key:128", "90:value:128", "90:head:128", "89:key:256", "80:key:64"]
+CASES = [
+    "90:key:128", "90:value:128", "90:head:128", "90:alone:128", "90:alone:64", "89:key:256", "89:head:256", "80:key:64"
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +36,20 @@ def compiled(tmp_path_factory) -> list[dict]:
 
 def test_every_kernel_compiles_and_fits_into_shared_memory(compiled):
     assert {record["case"] for record in compiled} == set(CASES)
-    scans = {"_fill_tables", "_decay_chunks", "_scan_forward", "_scan_backward", "_join"}
-    gradients = {"_gradients_of_weak", "gradients_of_strong", "gradients_per_head"}
-    assert {record["kernel"] for record in compiled} == scans | gradients
+    by_channel = {"_decay_chunks", "_scan_forward", "_scan_backward", "_gradients_of_weak", "gradients_of_strong"}
+    by_head = {"_sum_gates", "scan_forward_per_head", "scan_backward_per_head", "_gradients", "_gate_gradients"}
+    on_hopper, shared = {"_forward", "_backward"}, {"_fill_tables", "_segment_sums", "_join"}
+    assert {record["kernel"] for record in compiled} == by_channel | by_head | on_hopper | shared
     for record in compiled:
         assert record["shared"] <= record["allowed"], record
 
 
 def test_matrix_products_on_hopper_are_not_serialized(compiled):
-    assert not [record for record in compiled if record["architecture"] == 90 and record["serialized"]]
+    on_hopper = [record for record in compiled if record["architecture"] == 90]
+    serialized = {record["kernel"] for record in on_hopper if record["serialized"]}
+    # Strong chunks are called, and a call ends what is in flight: there each product waits for the last one anyway.
+    assert serialized <= {"gradients_of_strong", "_decay_chunks"}
+    assert not all(record["serialized"] for record in on_hopper if record["kernel"] == "_decay_chunks")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="launches compiled kernels: needs CUDA")
