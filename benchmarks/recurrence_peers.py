@@ -103,8 +103,11 @@ def random_problem(case: Case, device: torch.device) -> Problem:
     heads = case.key_heads or case.heads
     dims = {"key": (case.key_dim,), "value": (case.value_dim,), "head": (), "slots": (case.slots,)}[case.gate]
 
+    # Its own: a peer whose capture into a graph fails leaves the device's generator in it.
+    generator = torch.Generator(device).manual_seed(0)
+
     def normal(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*sizes, dtype=dtype, device=device)
+        return torch.randn(*sizes, dtype=dtype, device=device, generator=generator)
 
     tokens = (case.batch, case.length)
     gates = F.logsigmoid(normal(*tokens, heads, *dims, dtype=torch.float32))
@@ -117,7 +120,7 @@ def random_problem(case: Case, device: torch.device) -> Problem:
     if case.gate == "slots":
         inputs["slots"] = -torch.expm1(min(case.strength, 1.0) * gates).to(torch.bfloat16)
     if case.closed:
-        log_decay = log_decay.masked_fill(torch.rand_like(log_decay) < case.closed, -math.inf)
+        log_decay = log_decay.masked_fill(torch.rand(log_decay.shape, device=device, generator=generator) < case.closed, -math.inf)
     inputs["log_decay"] = log_decay
 
     rows = case.batch if case.documents is None else len(case.documents) - 1
