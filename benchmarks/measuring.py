@@ -93,7 +93,9 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 def copy_rate(device: torch.device) -> float:
     """GB/s of a large copy within the device, read and written."""
-    source = torch.randn(2**30 if device.type == "cuda" else 2**24, device=device)
+    # A generator of its own: a capture that failed leaves the device's one in it.
+    generator = torch.Generator(device).manual_seed(0)
+    source = torch.randn(2**30 if device.type == "cuda" else 2**24, device=device, generator=generator)
     target = torch.empty_like(source)
     # A kernel that copies can be faster than the driver's copy: the better of the two.
     ways = (lambda: target.copy_(source), lambda: torch.mul(source, 1.0, out=target))

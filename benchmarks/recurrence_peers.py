@@ -120,7 +120,8 @@ def random_problem(case: Case, device: torch.device) -> Problem:
     if case.gate == "slots":
         inputs["slots"] = -torch.expm1(min(case.strength, 1.0) * gates).to(torch.bfloat16)
     if case.closed:
-        log_decay = log_decay.masked_fill(torch.rand(log_decay.shape, device=device, generator=generator) < case.closed, -math.inf)
+        chance = torch.rand(log_decay.shape, device=device, generator=generator)
+        log_decay = log_decay.masked_fill(chance < case.closed, -math.inf)
     inputs["log_decay"] = log_decay
 
     rows = case.batch if case.documents is None else len(case.documents) - 1
