@@ -131,13 +131,14 @@ def left_out(log_decay, IN_HALVES: tl.constexpr):
 def fewest_levels(matrices, log_decay, row, column, IN_HALVES: tl.constexpr, MOST: tl.constexpr, OPEN: tl.constexpr):
     """How many levels a strong chunk needs before |c| of what is left is small. log_decay: `bounded`."""
     levels = tl.where(tl.min(tl.min(log_decay, 1), 0) <= CLOSED, MOST, OPEN)
-    narrow = log_decay.to(tl.bfloat16) if IN_HALVES else log_decay
+    # Half precision is enough; of the gates as they are, Triton 3.6 with TF32 cannot compile what follows the loop.
+    narrow = log_decay.to(tl.bfloat16 if IN_HALVES else tl.float16)
     most = levels
     for step in range(most - 1):
         halvings = most - 1 - step
         weights = matrix(matrices, CENTRED + halvings, row, column).to(narrow.dtype)
         centred = tl.dot(weights, narrow, input_precision="ieee")
-        # One bfloat16 for a sum: within a hundredth, which is left for it.
+        # Of rounded gates: within a hundredth, which is left for it.
         fits = tl.max(tl.max(tl.abs(centred), 1), 0) <= 0.99 * LARGEST_STRONG
         levels = tl.where(fits, halvings, levels)
     return levels

@@ -1,9 +1,9 @@
 """Compile the kernels for GPUs that are not there, and print as JSON what each took: a program, run by its test.
 
-    python compile_recurrence_offline.py 90:key:128 89:head:64 ...
+    python compile_recurrence_offline.py 90:key:128:bfloat16 89:head:64:float16 ...
 
-Each argument is an architecture, what gates are of ("alone": heads, each with a state of its own), and the head_dim of
-keys and values. The kernels' own host code runs, forward and backward, on CPU tensors; where it would launch a kernel,
+Each argument is an architecture, what gates are of ("alone": heads, each with a state of its own), the head_dim of keys
+and values, and their dtype. The kernels' own host code runs, forward and backward, on CPU tensors; where it would launch a kernel,
 the kernel is compiled instead.
 """
 
@@ -26,11 +26,9 @@ SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 LENGTH, HEADS = 600, (4, 2)  # long enough for segments, with heads that share states
 
 
-def compile_case(gate: str, head_dim: int) -> None:
+def compile_case(gate: str, head_dim: int, dtype: torch.dtype) -> None:
     query_heads = HEADS[gate == "alone"]
-    q, k, v = (
-        torch.zeros(1, LENGTH, heads, head_dim, dtype=torch.bfloat16) for heads in (query_heads, HEADS[1], HEADS[1])
-    )
+    q, k, v = (torch.zeros(1, LENGTH, heads, head_dim, dtype=dtype) for heads in (query_heads, HEADS[1], HEADS[1]))
     log_decay = torch.zeros(k.shape[:3] if gate in ("head", "alone") else k.shape)
     state = torch.zeros(1, HEADS[1], head_dim, head_dim)
     options = ("value" if gate == "value" else "key", 1.0)
@@ -44,9 +42,9 @@ def main(cases: list[str]) -> None:
         module.shared_memory = lambda device: SHARED[compiler.driver.architecture]
     hopper_per_head._is_hopper = lambda device: compiler.driver.architecture == 90
     for case in cases:
-        architecture, gate, head_dim = case.split(":")
+        architecture, gate, head_dim, dtype = case.split(":")
         compiler.driver.architecture = int(architecture)
-        compile_case(gate, int(head_dim))
+        compile_case(gate, int(head_dim), getattr(torch, dtype))
         for record in compiler.records:
             record.setdefault("case", case)
             record.setdefault("allowed", SHARED[int(architecture)])

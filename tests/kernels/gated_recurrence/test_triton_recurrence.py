@@ -93,7 +93,9 @@ def agree(check, out_and_gradients, defined, on_device):
 
 def num_segments(inputs, cu_seqlens=None):
     """How many segments sequences are cut into, all together."""
-    plan = triton_operator._plan(inputs["k"], inputs["v"], inputs["log_decay"], cu_seqlens)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    k, v, log_decay = (inputs[name].to(device) for name in ("k", "v", "log_decay"))
+    plan = triton_operator._plan(k, v, log_decay, None if cu_seqlens is None else cu_seqlens.to(device))
     return int((plan.segments[:, 3] > 0).sum()) if plan.in_segments else plan.num_sequences
 
 
