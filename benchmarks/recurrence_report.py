@@ -76,5 +76,5 @@ def draw_lengths(rows: Sequence[Row], path: Path) -> Path:
         axes.set_xlabel("tokens in a sequence")
         axes.set_ylabel("milliseconds, forward + backward")
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(0, 0.3))
+        axes.legend(fontsize=8, loc="center", bbox_to_anchor=(0.5, 0.72))
     return save(figure, path)

@@ -3,8 +3,8 @@
     python compile_recurrence_offline.py 90:key:128:bfloat16 89:head:64:float16 ...
 
 Each argument is an architecture, what gates are of ("alone": heads, each with a state of its own), the head_dim of keys
-and values, and their dtype. The kernels' own host code runs, forward and backward, on CPU tensors; where it would launch a kernel,
-the kernel is compiled instead.
+and values, and their dtype. The kernels' own host code runs, forward and backward, on CPU tensors; where it would
+launch a kernel, the kernel is compiled instead.
 """
 
 import json
