@@ -6,6 +6,7 @@ Nothing heavy is imported here: `palimpsest --help` and a mistake in an override
 import contextlib
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,9 +62,26 @@ def one_line_errors() -> Iterator[None]:
             raise
         print(f"palimpsest: {one_line(error)}", file=sys.stderr)
         sys.exit(1 if isinstance(error, runs.RunStopped) else USER_ERROR)
+    except ModuleNotFoundError as error:
+        extra = extra_with(error.name or "")
+        if extra is None:
+            raise
+        mend = f"it belongs to an extra: run `pip install 'palimpsest-lm[{extra}]'`, or -e '.[{extra}]' in a checkout"
+        print(f"palimpsest: the package {error.name} is not installed; {mend}", file=sys.stderr)
+        sys.exit(USER_ERROR)
     except KeyboardInterrupt as interrupt:
         print(f"palimpsest: interrupted{interrupt}", file=sys.stderr)
         sys.exit(130)
+
+
+def extra_with(module: str) -> str | None:
+    """The extra of ours, the smallest, that installs a module; None where there is none."""
+    name = module.partition(".")[0].replace("_", "-").lower()
+    found = re.compile(rf'{re.escape(name)}\b[^;]*; extra == "(\w+)"')
+    requirements = importlib.metadata.requires("palimpsest-lm") or []
+    extras = [match[1] for line in requirements if (match := found.match(line.replace("_", "-").lower()))]
+    sizes = {extra: sum(f'extra == "{extra}"' in line for line in requirements) for extra in extras}
+    return min(sizes, key=sizes.get, default=None)
 
 
 def refuse_the_other_kernels_package() -> None:

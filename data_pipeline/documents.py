@@ -44,13 +44,14 @@ class Document:
 class Problems:
     """What a source could not read: one log line each, counted by kind; with `strict` the first one raises.
 
-    Only the first `LOGGED` lines are logged and kept, so that a file of a million broken lines does not drown a log.
+    key: what says `strict` on the command line. Only the first `LOGGED` lines are logged and kept, so that a file of a
+    million broken lines does not drown a log.
     """
 
     LOGGED = 100
 
-    def __init__(self, strict: bool = False) -> None:
-        self.strict = strict
+    def __init__(self, strict: bool = False, key: str = "data.strict") -> None:
+        self.strict, self.key = strict, key
         self.counts: Counter[str] = Counter()
         self.lines: list[str] = []
 
@@ -61,7 +62,7 @@ class Problems:
         """
         line = f"{where}: {kind}{f' ({detail})' if detail else ''}: skipped"
         if self.strict:
-            raise ValueError(f"{line.removesuffix(': skipped')}; mend it, or set data.strict=false to skip it")
+            raise ValueError(f"{line.removesuffix(': skipped')}; mend it, or set {self.key}=false to skip it")
         self.counts[kind] += 1
         if len(self.lines) < self.LOGGED:
             self.lines.append(line)

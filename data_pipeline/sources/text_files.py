@@ -82,11 +82,11 @@ class TextFiles:
         if name.endswith(".parquet"):
             yield from self._records(path, self._parquet(path, problems), problems)
             return
-        with _open(path) as stream:
+        with open_file(path) as stream:
             if name.removesuffix(".gz").removesuffix(".zst").endswith(PLAIN):
                 yield from self._plain(path, stream, problems)
             else:
-                yield from self._records(path, _json_lines(path, stream, problems), problems)
+                yield from self._records(path, json_records(path, stream, problems), problems)
 
     def _plain(self, path: Path, stream: BinaryIO, problems: Problems) -> Iterator[Document]:
         """Yield a file's text, piece by piece; from a byte that is not text on, the file is left out."""
@@ -171,7 +171,7 @@ def _metadata(record: dict, origin: str) -> dict[str, str]:
     return {"origin": origin, **{name: str(value) for name, value in known.items() if value}}
 
 
-def _open(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BinaryIO:
     """Open a file for reading bytes, through its decompressor.
 
     Arrow's, because it tells a truncated archive from one that ends, and reads several in one file.
@@ -181,7 +181,7 @@ def _open(path: Path) -> BinaryIO:
     return io.BufferedReader(pa.CompressedInputStream(file, codec), 1 << 20) if codec else file
 
 
-def _json_lines(path: Path, stream: BinaryIO, problems: Problems) -> Iterator[tuple[str, dict]]:
+def json_records(path: Path, stream: BinaryIO, problems: Problems) -> Iterator[tuple[str, dict]]:
     """Yield ("line n", object) for every line that holds one, counting from 1."""
     number = 0
     lines = iter(stream)

@@ -8,6 +8,7 @@ import time
 import pytest
 from hydra.errors import InstantiationException
 
+import palimpsest
 from tests.conftest import ROOT
 
 
@@ -122,3 +123,21 @@ def test_every_experiment_composes_and_builds_its_parts(path):
     assert schedule(cfg.schedule.warmup_tokens) == 1
     with torch.device("meta"):
         PalimpsestForCausalLM(hydra.utils.instantiate(cfg.model, _convert_="all"))
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("warcio", "corpus"), ("openai.types", "rewrite"), ("lxml_html_clean", "corpus")]
+)
+def test_a_package_that_is_missing_is_one_line_that_names_the_extra(capsys, module, extra):
+    with pytest.raises(SystemExit) as ended, palimpsest.one_line_errors():
+        raise ModuleNotFoundError(f"No module named '{module}'", name=module)
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert module in line
+    assert f"palimpsest-lm[{extra}]" in line
+
+
+def test_a_module_of_no_extra_keeps_its_traceback():
+    with pytest.raises(ModuleNotFoundError), palimpsest.one_line_errors():
+        raise ModuleNotFoundError("No module named 'nowhere'", name="nowhere")

@@ -1,12 +1,14 @@
 """The backends that need no server of one's own: a model in this process, and a server that the job starts."""
 
+import asyncio
+import multiprocessing
+import os
 import sys
 import time
 
-import psutil
 import pytest
 
-from data_pipeline.rewriting.backends import RewritingStopped
+from data_pipeline.rewriting.backends import Request, RewritingStopped
 from data_pipeline.rewriting.backends.in_process import InProcess
 from data_pipeline.rewriting.backends.served import Served
 from data_pipeline.rewriting.job import rewrite
@@ -44,8 +46,6 @@ def test_a_model_in_this_process_answers_each_document(tmp_path, tiny):
 
 
 def answers(backend, requests, folder):
-    import asyncio
-
     async def ask():
         await backend.start(folder, 0, 0)
         try:
@@ -57,8 +57,6 @@ def answers(backend, requests, folder):
 
 
 def test_greedy_answers_do_not_depend_on_the_batch_and_the_longest_are_refused(tmp_path, tiny):
-    from data_pipeline.rewriting.backends import Request
-
     texts = ["a short one", "one that is longer by far " * 8, "x" * 1000]
     requests = [Request([{"role": "user", "content": text}], 0.0, 1.0, 40 + n, n) for n, text in enumerate(texts)]
     together = answers(InProcess(model=str(tiny), batch_size=3, device="cpu"), requests, tmp_path)
@@ -66,6 +64,29 @@ def test_greedy_answers_do_not_depend_on_the_batch_and_the_longest_are_refused(t
     assert together == alone
     assert [answer.problem for answer in together] == ["", "", "too_long_for_model"]
     assert all(answer.tokens_out == 40 + n or answer.finish == "stop" for n, answer in enumerate(together[:2]))
+
+
+def test_a_long_prompt_beside_a_long_answer_does_not_pass_the_models_end(tmp_path, tiny):
+    widest = []
+
+    class Measured(InProcess):
+        def _load(self):
+            super()._load()
+            generate = self._network.generate
+
+            def measured(input_ids, max_new_tokens, **others):
+                widest.append(input_ids.shape[1] + max_new_tokens)
+                return generate(input_ids=input_ids, max_new_tokens=max_new_tokens, **others)
+
+            self._network.generate = measured
+
+    requests = [
+        Request([{"role": "user", "content": "x" * 900}], 0.0, 1.0, 10, 0),
+        Request([{"role": "user", "content": "y"}], 0.0, 1.0, 300, 0),
+    ]
+    found = answers(Measured(model=str(tiny), batch_size=2, device="cpu"), requests, tmp_path)
+    assert [answer.problem for answer in found] == ["", ""]
+    assert max(widest) <= 1024
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
@@ -102,7 +123,15 @@ def server_processes(output):
     """The servers that were started, as their log names them, and are still alive."""
     numbers = [int(line.split()[1]) for line in (output / "server.log").read_text().splitlines() if "server " in line]
     assert numbers
-    return [n for n in numbers if psutil.pid_exists(n) and psutil.Process(n).status() != psutil.STATUS_ZOMBIE]
+    return [number for number in numbers if is_alive(number)]
+
+
+def is_alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_server_is_started_watched_started_again_and_stopped(tmp_path):
@@ -140,8 +169,6 @@ def test_a_command_without_a_port_is_refused():
 
 
 def test_a_server_does_not_outlive_a_killed_job(tmp_path):
-    import multiprocessing
-
     output = tmp_path / "out"
     plan = read_plan(settings_for(write_corpus(tmp_path / "in", 200), output))
     backend = served(tmp_path)

@@ -1,16 +1,24 @@
 import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from data_pipeline.documents import Problems
+from data_pipeline.rewriting.backends import Answer, Backend
+from data_pipeline.rewriting.backends.endpoint import Endpoint
+from data_pipeline.rewriting.inputs import Corpus
+from data_pipeline.rewriting.job import rewrite
+from data_pipeline.rewriting.plan import read_plan
 from tests.data_pipeline.rewriting.conftest import (
     STYLE,
     TEXT,
     left_out_of,
     rows_of,
     run_rewriting,
+    settings_for,
     swapped,
     write_corpus,
 )
@@ -51,7 +59,8 @@ def test_a_document_carries_where_it_comes_from(tmp_path, server):
     assert (row["id"], row["rewritten_from"], row["style"], row["model"]) == ("forum:2#short", "forum:2", "short", "m")
     assert (row["licence"], row["category"], row["source"], row["split"]) == ("CC-BY-SA-4.0", "debug", "forum", "train")
     assert (row["parts"], row["source_parts"], len(row["prompt_hash"])) == ("0", 1, 16)
-    assert json.loads(row["sampling"]) == {"temperature": 0.7, "top_p": 0.95, "seeds": server.seeds["DOC2"]}
+    settings = {"temperature": 0.7, "top_p": 0.95, "max_tokens_ratio": 2.0}
+    assert json.loads(row["sampling"]) == {**settings, "seeds": server.seeds["DOC2"]}
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["documents"] == 3
     assert manifest["identity"]["backend"]["model"] == "m"
@@ -121,6 +130,17 @@ def test_styles_take_the_documents_that_suit_them_and_pairs_are_kept_apart(tmp_p
     assert summary["styles"]["pairs"]["left_out_by_reason"] == {"malformed": 1}
 
 
+@pytest.mark.parametrize(
+    "answer", [r'[{"task": "a \ud800", "command": "b"}]', r'[{"task": "a\u0000", "command": "b"}]']
+)
+def test_an_answer_that_escapes_what_no_text_may_hold_is_left_out(tmp_path, server, answer):
+    server.script = lambda name, n: answer
+    settings = {**STYLE, "form": "pairs", "pair_keys": ["task", "command"], "pair_text": "$task: `$command`"}
+    source = write_corpus(tmp_path / "in", 2)
+    run_rewriting(source, tmp_path / "out", server, styles={"pairs": settings}, screens={})
+    assert left_out_of(tmp_path / "out") == {"forum:0": ["broken_text"], "forum:1": ["broken_text"]}
+
+
 def test_a_finished_folder_asks_for_nothing_again(tmp_path, server):
     source = write_corpus(tmp_path / "in", 20)
     first = run_rewriting(source, tmp_path / "out", server)
@@ -139,10 +159,7 @@ def test_chunks_do_not_wait_for_one_slow_document(tmp_path, server):
 def test_two_tasks_under_datatroves_executor_make_one_corpus(tmp_path, server):
     from datatrove.executor import LocalPipelineExecutor
 
-    from data_pipeline.rewriting.backends.endpoint import Endpoint
-    from data_pipeline.rewriting.plan import read_plan
     from data_pipeline.rewriting.step import RewriteStep
-    from tests.data_pipeline.rewriting.conftest import settings_for
 
     source = write_corpus(tmp_path / "in", 100)
     plan = read_plan(settings_for(source, tmp_path / "out", tasks=2))
@@ -156,17 +173,74 @@ def test_two_tasks_under_datatroves_executor_make_one_corpus(tmp_path, server):
     assert (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_what_is_too_long_is_left_out_by_name_and_costs_nothing(tmp_path, server):
+    source = tmp_path / "in"
+    source.mkdir()
+    texts = {"good": TEXT.format(n=1), "log": "```\n" + "x y\n" * 1500 + "```\n", "book": "word " * 30_000}
+    (source / "a.jsonl").write_text("".join(json.dumps({"id": k, "text": t}) + "\n" for k, t in texts.items()))
+    run_rewriting(source, tmp_path / "out", server)
+    assert left_out_of(tmp_path / "out") == {"log": ["part_too_long"], "book": ["document_too_long"]}
+    assert server.asked.total() == 1
+
+
+def test_a_line_without_an_end_is_not_held_in_memory(tmp_path):
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        file.write(b'{"text": "first"}\n{"text": "')
+        for _ in range(100):
+            file.write(b"x" * 1_000_000)
+        file.write(b'"}\n{"text": "last"}\n')
+    problems = Problems()
+    tracemalloc.start()
+    texts = [document.text for document in Corpus(tmp_path).documents(problems)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert texts == ["first", "last"]
+    assert "a.jsonl: line 2: line too long" in problems.lines[0]
+    assert peak < 60e6
+
+
+class Instant(Backend):
+    """Answers at once, for measuring everything else."""
+
+    model, in_flight = "m", 16
+
+    async def start(self, folder, requests, tokens):
+        pass
+
+    async def complete(self, request):
+        return Answer(swapped(request.messages[-1]["content"]), "stop", 1, 1)
+
+    async def close(self):
+        pass
+
+
+def test_memory_does_not_grow_with_the_number_of_documents(tmp_path):
+    peaks, text = [], TEXT * 4
+    for documents in (150, 600):
+        source = write_corpus(tmp_path / f"in{documents}", documents, text=text)
+        plan = read_plan(settings_for(source, tmp_path / f"out{documents}", chunk_documents=32, screens={}))
+        tracemalloc.start()
+        rewrite(plan, Instant(), {})
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 450 * len(text) / 3  # not even the text, let alone the text and what is made of it
+
+
 def test_json_lines_are_rewritten_and_broken_records_named(tmp_path, server):
     source = tmp_path / "in"
     source.mkdir()
-    good = [json.dumps({"id": f"a{n}", "text": TEXT.format(n=n), "metadata": {"url": "http://x"}}) for n in range(3)]
-    (source / "a.jsonl").write_text("\n".join([good[0], '{"text": ', good[1], '{"id": "b"}', good[2]]) + "\n")
+    metadata = {"url": "http://x", "license": "MIT"}
+    good = [json.dumps({"id": f"a{n}", "text": TEXT.format(n=n), "metadata": metadata}) for n in range(3)]
+    (source / "a.jsonl").write_text(
+        "\n".join([good[0], '{"text": ', good[1], '{"id": "b"}', r'{"id": "\ud800", "text": "c"}', good[2]]) + "\n"
+    )
     Path(source / "b.parquet").write_bytes(b"PAR1 nothing PAR1")
     summary = run_rewriting(source, tmp_path / "out", server)
     rows = rows_of(tmp_path / "out")
     assert [row["rewritten_from"] for row in rows] == ["a0", "a1", "a2"]
-    assert rows[0]["url"] == "http://x"
-    assert summary["skipped"] == {"corrupt Parquet": 1, "broken JSON": 1, "no column 'text'": 1}
+    assert (rows[0]["url"], rows[0]["licence"]) == ("http://x", "MIT")
+    broken = ("corrupt Parquet", "broken JSON", "no column 'text'", "not UTF-8")
+    assert summary["skipped"] == dict.fromkeys(broken, 1)
     assert any("a.jsonl: line 2: broken JSON" in line for line in summary["problems"])
 
 

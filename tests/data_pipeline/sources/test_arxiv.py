@@ -3,8 +3,11 @@ import io
 import json
 import tarfile
 import tracemalloc
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from data_pipeline.documents import Problems
 from data_pipeline.sources import arxiv
@@ -304,6 +307,15 @@ def test_parts_are_archives_and_read_alone(tmp_path):
     assert parts == ["arXiv_src_2301_001.tar", "arXiv_src_2302_001.tar"]
     (document,) = source.read(parts[1], tmp_path, Problems(strict=True))
     assert document.id == "arxiv:2302.00001"
+
+
+def test_the_settings_file_gives_every_argument_its_default():
+    settings = OmegaConf.load(Path(__file__).parents[3] / "conf/source/arxiv.yaml")
+    assert settings.pop("_target_") == f"{Arxiv.__module__}.{Arxiv.__name__}"
+    assert list(settings) == [field.name for field in fields(Arxiv)]
+    for field in fields(Arxiv):
+        if not OmegaConf.is_missing(settings, field.name):
+            assert settings[field.name] == (list(field.default) if isinstance(field.default, tuple) else field.default)
 
 
 def test_mistakes_in_settings_name_the_key(tmp_path):

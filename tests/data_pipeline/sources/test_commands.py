@@ -96,13 +96,16 @@ End.
     assert found.markdown == (
         "# my-tool(1)\n\n## NAME\n\nmy-tool - does it\n\n## SYNOPSIS\n\n"
         "```\n#include <x.h>\n\nint f(int a);\n```\n\n## OPTIONS\n\n"
-        "- `-a, --all`: Everything, even hidden_files ones.\n- `-b, --block=SIZE`: Of `that' size.\n- `-c num`: Count.\n"
-        "- A bullet.\n\n## EXAMPLES\n\nRun\n\n```\nmy-tool -a |\n    grep x\n\nmy-tool\n```\n\n### More\n\nEnd."
+        "- `-a, --all`: Everything, even hidden_files ones.\n- `-b, --block=SIZE`: Of `that' size.\n"
+        "- `-c num`: Count.\n- A bullet.\n\n"
+        "## EXAMPLES\n\nRun\n\n```\nmy-tool -a |\n    grep x\n\nmy-tool\n```\n\n### More\n\nEnd."
     )
 
 
 def test_mdoc_pages_become_markdown():
-    page = ".Dd March 4, 2021\n.Dt CAT 1\n.Sh NAME\n.Nm cat\n.Nd print files\n.Sh OPTIONS\n.Bl -tag\n.It Fl n\nNumber.\n.El\n"
+    page = (
+        ".Dd March 4, 2021\n.Dt CAT 1\n.Sh NAME\n.Nm cat\n.Nd print files\n.Sh OPTIONS\n.Bl\n.It Fl n\nNumber.\n.El\n"
+    )
     found = read_manual_page(page, "cat")
     assert found.date == "2021-03-04"
     assert found.markdown == "# cat(1)\n\n## NAME\n\ncat - print files\n\n## OPTIONS\n\n- `-n`: Number."
@@ -195,6 +198,13 @@ def test_a_program_without_end_is_named_and_ended(program, monkeypatch, script, 
     assert time.monotonic() - start < 8
     assert not found
     assert f"{name} --help: {words}" in problems.lines[0]
+
+
+def test_a_program_that_prints_without_end_is_ended_before_its_time(program, monkeypatch):
+    monkeypatch.setattr(commands, "HELP_SECONDS", 60)
+    start = time.monotonic()
+    assert "no end" in read(run_help=[program("tool", "yes")])[1].lines[0]
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize(

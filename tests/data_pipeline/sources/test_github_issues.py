@@ -238,6 +238,11 @@ def test_stack_traces_are_kept_within_their_limit():
     ]
 
 
+def test_backticks_that_end_on_their_line_begin_no_block():
+    assert cleaned("```x``` and @stranger\n![a](b)") == "```x``` and someone"
+    assert cleaned("~~~\n@stranger") == "~~~\n@stranger\n~~~"
+
+
 def test_short_blocks_and_code_are_not_folded():
     code = "```python\n" + "\n".join(f"x{n} = {n}" for n in range(150)) + "\n```"
     assert cleaned(code) == code
@@ -307,6 +312,9 @@ BROKEN = {
     "list.json": (b'["IssuesEvent"]\n', "line 1: not a JSON object"),
     "no_payload.json": (b'{"type":"IssuesEvent","repo":{"name":"a/b"}}\n', "line 1: incomplete event"),
     "no_number.json": (json.dumps(opened(number=None)).encode(), "line 1: incomplete event"),
+    "huge_number.json": (json.dumps(opened(number=10**30)).encode(), "line 1: incomplete event"),
+    "dict_name.json": (json.dumps(opened(repository={})).encode(), "line 1: incomplete event"),
+    "dict_date.json": (json.dumps({**opened(), "created_at": {}}).encode(), "line 1: incomplete event"),
     "number_body.json": (json.dumps(opened(body=7)).encode(), "line 1: incomplete event"),
     "no_user_login.json": (json.dumps(opened(user={"id": 1})).encode(), "line 1: incomplete event"),
     "bomb.json.gz": (gzip.compress(b"x" * (80 * 1024 * 1024)), "line 1: decompression bomb"),

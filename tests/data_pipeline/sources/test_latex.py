@@ -233,6 +233,11 @@ def test_files_that_take_each_other_in_twice_are_refused():
         body(r"\input{f0}", **files, f15="x" * 10_000)
 
 
+def test_a_verbatim_text_is_one_argument():
+    assert body(r"\section\verb|x| \ref{\verb|y|}", r"\newcommand{\f}[1]{(#1)}").startswith("## 1 `x`")
+    assert body(r"\f\verb|x| y", r"\newcommand{\f}[1]{(#1)}") == "(`x`) y"
+
+
 UNCLOSED = [
     "{",
     "$",

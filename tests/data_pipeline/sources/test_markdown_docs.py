@@ -114,19 +114,23 @@ def test_includes_come_from_the_repository_and_from_nowhere_else(repository, tmp
             {"page.md": "[!INCLUDE [x](includes/0.md)]"}
             | {f"includes/{n}.md": f"[!INCLUDE [x]({n + 1}.md)]" * 9 for n in range(9)}
             | {"includes/9.md": "end"},
-            "includes without end",
+            "includes without end (over 1000 of them)",
         ),
         (
             {"page.md": "[!INCLUDE [x](includes/0.md)]"}
             | {f"includes/{n}.md": f"[!INCLUDE [x]({n + 1}.md)]" for n in range(30)},
             "includes without end (over 10 deep)",
         ),
-        ({"page.md": "[!INCLUDE [x](includes/a.md)]" * 99, "includes/a.md": "x" * 90_000}, "includes without end"),
+        (
+            {"page.md": "[!INCLUDE [x](includes/a.md)]" * 99, "includes/a.md": "x" * 90_000},
+            "includes without end (over 1000000 bytes)",
+        ),
         ({"page.md": b"caf\xe9 " * 99}, "not UTF-8 (byte 3)"),
         ({"page.md": "nul \0" * 99}, "NUL byte (byte 4)"),
         ({"page.md": "word " * 300_000}, "file too large (over 1000000 bytes)"),
         ({"page.md": "---\ntitle: [a\n---\nx"}, "broken front matter"),
-        ({"page.md": f"---\ntitle: {'[' * 5000}\n---\nx"}, "broken front matter (RecursionError)"),
+        ({"page.md": f"---\n{'- ' * 5000}\n---\nx"}, "broken front matter (RecursionError)"),
+        ({"page.md": f"---\ntitle: {'[' * 9000}\n---\nx"}, "broken front matter (over 2000 brackets)"),
         ({"page.md": f"---\ntitle: {'a' * 70_000}\n---\nx"}, "broken front matter (over 65536"),
     ],
 )
@@ -165,44 +169,74 @@ def test_links_out_of_a_repository_are_not_followed(repository, tmp_path):
     assert set(read(repository)[0]) == {"page.md"}
 
 
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        ("> [!NOTE]\n> Mind this.", "> **Note:**\n> Mind this."),
-        ("> [!div class=\"next\"]\n> [Next](x.md)", "> Next"),
-        ("# [Azure CLI](#tab/azure-cli)\n\nRun it.\n\n# [Portal](#tab/portal)\n\nClick.\n\n---\n\nEnd.\n\n---", None),
-        ('=== "Linux"\n\n    Run\n\n    ```sh\n    ls\n      -l\n    ```\n\n=== "Other"\n\n    !!! note\n\n        Deep.\n\nOut', None),
-        ("::: zone pivot=\"csharp\"\n\nText.\n\n::: zone-end\n:::row:::", "Text."),
-        (":::note Mind\nthis\n:::", "**Mind**\nthis"),
-        (':::image type="content" source="m/x.png" alt-text="A picture.":::', "A picture."),
-        ('{{< tabs name="x" >}}\n{{% tab name="Linux" %}}\nrun\n{{% /tab %}}\n{{< /tabs >}}', "**Linux**\nrun"),
-        ('## {{% heading "whatsnext" %}}', "## What's next"),
-        ('a {{< glossary_tooltip text="Pod" term_id="pod" >}} and {{< glossary_tooltip term_id="api-server" >}}', "a Pod and api server"),
-        ("{{< note >}}\nText\n{{< /note >}}", "**Note:**\nText"),
-        ("{% ifversion ghes %}Text{% endif %} {{ site.name }} `{{ kept }}` ${{ kept.too }}", "Text  `{{ kept }}` ${{ kept.too }}"),
-        ("{% highlight sh %}\nls {{ x }}\n{% endhighlight %}", "```sh\nls {{ x }}\n```"),
-        ("```yaml\n{% raw %}a: ${{ b }}{% endraw %}\n<!-- kept -->\n# [t](#tab/t)\n```", "```yaml\na: ${{ b }}\n<!-- kept -->\n# [t](#tab/t)\n```"),
-        ("a <!-- one --> b <!-- two\nthree\n--> c `<!-- code -->`", "a  b\n c `<!-- code -->`"),
-        ("[text](../x.md#y) [web](https://a.org/(x)) ![alt](p.png) [![badge](b.svg)](https://c) [r][ref] [`co[d]e`](x.md)\n\n[ref]: x.md", None),
-        ('<a name="x"></a>T <kbd>K</kbd><br/>U <img src="x" alt="pic"> <b> <T>', "T K U pic <b> <T>"),
-        ("## Title {#custom-id}\n{: .class}", "## Title"),
-        ("````md\n```\n<!-- x -->\n```\n````\n<!-- y -->z", "````md\n```\n<!-- x -->\n```\n````\nz"),
-        ("- a\n\n  ```sh\n  <!-- x -->\n  ```\n- b <!-- y -->", "- a\n\n  ```sh\n  <!-- x -->\n  ```\n- b"),
-        ("~~~\n``` <!-- x -->\n~~~", "~~~\n``` <!-- x -->\n~~~"),
-        ("a\n\n\n\n\nb\n\n```\nx\n\n\n\ny\n```", "a\n\nb\n\n```\nx\n\n\n\ny\n```"),
-    ],
-)  # fmt: skip
-def test_what_site_generators_add_becomes_text_or_goes(text, plain):
-    expected = {
-        "# [A": "**Azure CLI**\n\nRun it.\n\n**Portal**\n\nClick.\n\nEnd.\n\n---",
-        "=== ": "**Linux**\n\nRun\n\n```sh\nls\n  -l\n```\n\n**Other**\n\n**Note**\n\nDeep.\n\nOut",
-        "[tex": "text [web](https://a.org/(x)) alt [badge](https://c) r `co[d]e`",
-    }
-    assert plain_markdown(text) == (plain if plain is not None else expected[text[:4]])
+CHANGES = {
+    "a call-out": ("> [!NOTE]\n> Mind this.", "> **Note:**\n> Mind this."),
+    "a next step": ('> [!div class="next"]\n> [Next](x.md)', "> Next"),
+    "docfx tabs": (
+        "# [Azure CLI](#tab/azure-cli)\n\nRun it.\n\n# [Portal](#tab/portal)\n\nClick.\n\n---\n\nEnd.\n\n---",
+        "**Azure CLI**\n\nRun it.\n\n**Portal**\n\nClick.\n\nEnd.\n\n---",
+    ),
+    "mkdocs tabs": (
+        '=== "Linux"\n\n    Run\n\n    ```sh\n    ls\n      -l\n    ```\n\n'
+        '=== "Other"\n\n    !!! note\n\n        Deep.\n\nOut',
+        "**Linux**\n\nRun\n\n```sh\nls\n  -l\n```\n\n**Other**\n\n**Note**\n\nDeep.\n\nOut",
+    ),
+    "zones": ('::: zone pivot="csharp"\n\nText.\n\n::: zone-end\n:::row:::', "Text."),
+    "a Docusaurus call-out": (":::note Mind\nthis\n:::", "**Mind**\nthis"),
+    "a docfx image": (':::image type="content" source="m/x.png" alt-text="A picture.":::', "A picture."),
+    "Hugo tabs": (
+        '{{< tabs name="x" >}}\n{{% tab name="Linux" %}}\nrun\n{{% /tab %}}\n{{< /tabs >}}',
+        "**Linux**\nrun",
+    ),
+    "a Hugo heading": ('## {{% heading "whatsnext" %}}', "## What's next"),
+    "Hugo terms": (
+        'a {{< glossary_tooltip text="Pod" term_id="pod" >}} of {{< glossary_tooltip term_id="api-server" >}}',
+        "a Pod of api server",
+    ),
+    "a Hugo note": ("{{< note >}}\nText\n{{< /note >}}", "**Note:**\nText"),
+    "Liquid": (
+        "{% ifversion ghes %}Text{% endif %} {{ site.name }} `{{ kept }}` ${{ kept.too }}",
+        "Text  `{{ kept }}` ${{ kept.too }}",
+    ),
+    "Liquid code": ("{% highlight sh %}\nls {{ x }}\n{% endhighlight %}", "```sh\nls {{ x }}\n```"),
+    "code": (
+        "```yaml\n{% raw %}a: ${{ b }}{% endraw %}\n<!-- kept -->\n# [t](#tab/t)\n[a](b.md)\n```",
+        "```yaml\na: ${{ b }}\n<!-- kept -->\n# [t](#tab/t)\n[a](b.md)\n```",
+    ),
+    "comments": ("a <!-- one --> b <!-- two\nthree\n--> c `<!-- code -->`", "a  b\n c `<!-- code -->`"),
+    "links": (
+        "[text](../x.md#y) [web](https://a.org/(x)) ![alt](p.png) [![badge](b.svg)](https://c.org) [`co[d]e`](x.md)",
+        "text [web](https://a.org/(x)) alt [badge](https://c.org) `co[d]e`",
+    ),
+    "references": (
+        "[r][ref] [Ref] ![ref] [other] a[0]\n\n```\n[ref]\n```\n\n[ref]: x.md",
+        "r Ref ref [other] a[0]\n\n```\n[ref]\n```",
+    ),
+    "code spans": ("`a[0][1]` `Map[K](x)` [ref][1] [`f[0](x)`](y.md)\n\n[1]: x", "`a[0][1]` `Map[K](x)` ref `f[0](x)`"),
+    "elements": ('<a name="x"></a>T <kbd>K</kbd><br/>U <img src="x" alt="pic"> <b> <T>', "T K U pic <b> <T>"),
+    "attributes": ("## Title {#custom-id}\n{: .class}", "## Title"),
+    "a fence in a fence": (
+        "````md\n```\n<!-- x -->\n```\n````\n<!-- y -->z",
+        "````md\n```\n<!-- x -->\n```\n````\nz",
+    ),
+    "a fence in a list": (
+        "- a\n\n  ```sh\n  <!-- x -->\n  ```\n- b <!-- y -->",
+        "- a\n\n  ```sh\n  <!-- x -->\n  ```\n- b",
+    ),
+    "tildes": ("~~~\n``` <!-- x -->\n~~~", "~~~\n``` <!-- x -->\n~~~"),
+    "empty lines": ("a\n\n\n\n\nb\n\n```\nx\n\n\n\ny\n```", "a\n\nb\n\n```\nx\n\n\n\ny\n```"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_site_generators_add_becomes_text_or_goes(name):
+    text, plain = CHANGES[name]
+    assert plain_markdown(text) == plain
 
 
 def test_mdx_loses_imports_and_elements(repository):
-    text = 'import Tabs from \'@theme/Tabs\';\n\n<Tabs>\n<TabItem value="a" label="Linux">\n\nRun.\n\n</TabItem>\n</Tabs>\n'
+    element = '<TabItem value="a" label="Linux">'
+    text = f"import Tabs from '@theme/Tabs';\n\n<Tabs>\n{element}\n\nRun.\n\n</TabItem>\n</Tabs>\n"
     write(repository, "page.mdx", text + PROSE)
     assert read(repository)[0]["page.mdx"].text == f"**Linux**\n\nRun.\n\n{PROSE}"
 

@@ -75,6 +75,11 @@ def test_encrypted_broken_and_scanned_files_are_refused_by_kind(tmp_path, name):
     assert "\n" not in error.value.detail
 
 
+def test_a_file_that_has_gone_is_refused(tmp_path):
+    with pytest.raises(UnreadablePaper, match="unreadable file"):
+        read_pdf(tmp_path / "nowhere.pdf")
+
+
 def test_a_pdf_that_takes_too_long_is_stopped(tmp_path):
     (tmp_path / "a.pdf").write_bytes(pdf([["Words " * 20] * 3000] * 100))
     with pytest.raises(UnreadablePaper) as error:

@@ -1,9 +1,12 @@
 import tracemalloc
+from dataclasses import fields
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
 import py7zr
+import pyarrow as pa
 import pytest
+from omegaconf import OmegaConf
 
 from data_pipeline.documents import Problems
 from data_pipeline.sources import stackexchange, stackexchange_dump
@@ -302,13 +305,22 @@ def test_bad_archives_are_named_and_the_good_one_read(tmp_path):
     for name in ("cut", "flipped", "noise"):
         assert "corrupt or truncated archive" in said[name]
     for name in ("secret", "hidden"):
-        assert "encrypted" in said[name]
+        assert "the archive is encrypted" in said[name]
     for name in ("other", "nested", "link"):
         assert "no Posts.xml" in said[name]
     assert "2 Posts.xml" in said["two"]
     assert not any("\n" in line for line in problems.lines)
     with pytest.raises(ValueError, match="broken dump"):
         read(tmp_path, strict=True)
+
+
+def test_answers_to_questions_that_are_not_wanted_take_no_disk(tmp_path):
+    rows = [question(1, tags="<c>"), question(2, tags="<java>"), question(3, tags="<java>")]
+    dump(tmp_path, *rows, *(answer(n, 1 + n % 3) for n in range(4, 40)))
+    scratch = tmp_path / "scratch"
+    StackExchange(str(tmp_path / "unix.stackexchange.com"), tags=["c"]).prepare(scratch, Problems())
+    kept = pa.CompressedInputStream(str(scratch / "unix.stackexchange.com" / "000000.answers"), "zstd").read().decode()
+    assert {line.split('ParentId="')[1][0] for line in kept.splitlines()} == {"1"}
 
 
 def test_an_unfinished_index_is_made_again_and_a_finished_one_kept(tmp_path):
@@ -321,6 +333,15 @@ def test_an_unfinished_index_is_made_again_and_a_finished_one_kept(tmp_path):
         source.prepare(scratch, Problems())
         assert len(list(source.read("unix.stackexchange.com/000000", scratch, Problems(strict=True)))) == 1
     assert [path.name for path in scratch.iterdir()] == ["unix.stackexchange.com"]
+
+
+def test_the_settings_file_gives_every_argument_its_default():
+    settings = OmegaConf.load(Path(__file__).parents[3] / "conf/source/stackexchange.yaml")
+    assert settings.pop("_target_") == f"{StackExchange.__module__}.{StackExchange.__name__}"
+    assert list(settings) == [field.name for field in fields(StackExchange)]
+    for field in fields(StackExchange):
+        if not OmegaConf.is_missing(settings, field.name):
+            assert settings[field.name] == field.default
 
 
 @pytest.mark.parametrize(

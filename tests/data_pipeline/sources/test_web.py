@@ -183,7 +183,7 @@ def broken(name, tmp_path):
         record = (
             b"WARC/1.0\r\nWARC-Type: resource\r\nWARC-Target-URI: http://a.org/q\r\nContent-Length: 99999999999\r\n\r\n"
         )
-        content, words, left = content[: places[1]] + record + content[places[1] :], "bytes are missing", [0, 1, 2]
+        content, words, left = content[: places[1]] + record + content[places[1] :], "over 99999", [0, 1, 2]
     path.write_bytes(content)
     return path, words, left
 

@@ -31,14 +31,15 @@ HIGHLIGHTED = {
     "breaks": f"<pre>{'<br>'.join(LINES)}</pre>",
     "divs": "<pre>" + "".join(f"<div>{line}</div>" for line in LINES) + "</pre>",
     "list": f'<pre><ol class="linenums">{"".join(f"<li>{line}</li>" for line in LINES)}</ol></pre>',
-    "gutter table": '<table class="highlighttable"><tr><td class="linenos"><div class="linenodiv"><pre>1\n2\n3</pre></div></td>'
+    "gutter table": '<table class="highlighttable"><tr><td class="linenos"><div class="linenodiv"><pre>1\n2</pre></div>'
+    "</td>"
     f'<td class="code"><div><pre><span></span>{ESCAPED}\n</pre></div></td></tr></table>',
     "table without pre": '<table><tr><td class="gutter"><div class="line">1</div></td><td class="code"><div>'
     + "".join(f'<div class="line"><code>{line}</code></div>' for line in LINES)
     + "</div></td></tr></table>",
     "nested pre": f"<pre><pre>{ESCAPED}</pre></pre>",
     "copy button": f"<pre><button>Copy</button>{ESCAPED}</pre>",
-    "in a quotation": f"<blockquote><div><p>So:</p><div class='highlight'><pre>{ESCAPED}</pre></div></div></blockquote>",
+    "in a quotation": f"<blockquote><div><p>So:</p><div><pre>{ESCAPED}</pre></div></div></blockquote>",
     "in a layout table": f"<table><tr><td>Note</td><td><pre>{ESCAPED}</pre></td></tr></table>",
     "in a definition": f"<dl><dt>run</dt><dd>Runs it:<pre>{ESCAPED}</pre></dd></dl>",
 }
@@ -82,7 +83,8 @@ def test_tables_keep_their_cells_and_boxes_around_text_are_no_tables():
 
 def test_headings_stay_whatever_the_boxes_and_ids_around_them():
     sections = "".join(
-        f'<div class="sect1"><div class="titlepage"><div><div><h2 class="title">{name}<a href="#x">¶</a></h2></div></div></div>'
+        f'<div class="sect"><div class="meta-tags"><div><div><h2 class="t">{name}<a href="#x">¶</a></h2></div></div>'
+        "</div>"
         f'<p>{PROSE}</p></div><section id="shared-{name.lower()}"><h3>On {name}</h3><p>{name}: {PROSE}</p></section>'
         for name in ("Menu", "Footers", "Tags")
     )
@@ -108,11 +110,18 @@ def test_names_are_written_as_they_are():
     )
 
 
+def test_characters_that_xml_has_not_are_dropped():
+    body = "<main><p>" + PROSE * 3 + "</p><div>a&#1;b&#x1f;c&#11;d\x02e &#123;&#x41;</div><pre>p&#8;q\x1br</pre></main>"
+    found = extract(decode(f"<html><body>{body}</body></html>".encode(), ""), 99).markdown
+    assert "abcde {A" in found
+    assert "```\npqr\n```" in found
+
+
 def test_loose_text_between_blocks_and_terms_stays():
-    text = page(
-        "<dl><dt><code>-d</code></dt><dd>Daemonize, exclusive with <code>-v</code> and <em>not</em> more.</dd></dl>"
-    )
-    assert "`-d`\n\nDaemonize, exclusive with `-v` and *not* more." in text
+    term = "<dl><dt><code>-d</code></dt><dd>Daemonize, exclusive with <code>-v</code> and <em>not</em> more.</dd></dl>"
+    text = page(f"<p>{PROSE * 9}</p>{term}<div>Before <b>it</b><p>{PROSE}</p>after <code>it</code> all</div>")
+    assert "`-d`\n\nDaemonize, exclusive with `-v` and *not* more.\n\nBefore **it**\n\n" in text
+    assert "\n\nafter `it` all\n\n" in text
 
 
 def test_a_title_outside_the_main_part_is_put_above_it():
@@ -183,9 +192,12 @@ def test_one_broken_character_is_dropped_and_noise_is_refused():
 
 
 def test_date_and_licence_are_what_the_page_says():
-    head = '<meta property="article:published_time" content="2021-03-04T05:06:07Z"><link rel="license" href="{}">'
+    address = "https://creativecommons.org/licenses/by-sa/4.0/"
+    head = (
+        f'<meta property="article:published_time" content="2021-03-04T05:06:07Z"><link rel="license" href="{address}">'
+    )
     found = extract(
-        f"<html><head>{head.format('https://creativecommons.org/licenses/by-sa/4.0/')}</head><body><p>{PROSE * 3}</p></body></html>",
+        f"<html><head>{head}</head><body><p>{PROSE * 3}</p></body></html>",
         99,
     )
     assert (found.date, found.licence) == ("2021-03-04", "CC-BY-SA-4.0")
@@ -197,6 +209,7 @@ def test_date_and_licence_are_what_the_page_says():
 
 def test_http_dates_become_iso_ones_and_others_nothing():
     assert http_date("Wed, 21 Oct 2015 07:28:00 GMT") == "2015-10-21T07:28:00Z"
+    assert http_date("Wed, 21 Oct 2015 09:28:00 +0200") == "2015-10-21T07:28:00Z"
     assert [http_date(wrong) for wrong in ("", "yesterday", "Wed, 99 Oct 2015 07:28:00 GMT")] == ["", "", ""]
 
 

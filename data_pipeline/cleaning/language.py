@@ -1,0 +1,130 @@
+"""Language: identified on the prose alone, since code, commands and logs look like no language or like a wrong one."""
+
+import functools
+from pathlib import Path
+from typing import Protocol
+
+from datatrove.data import Document
+from datatrove.pipeline.filters.base_filter import BaseFilter
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from data_pipeline.cleaning.prose import plain_words, split_prose
+
+READ_CHARACTERS = 200_000  # of a document, in search of prose
+JUDGED_CHARACTERS = 1_300  # of prose, from its beginning, middle and end each: more changes no verdict
+
+
+class Identifier(Protocol):
+    """What tells languages: a probability for each code it knows."""
+
+    def probabilities(self, text: str) -> dict[str, float]:
+        """Return {language code: probability}."""
+
+
+class Langid:
+    """py3langid, whose model of 140 languages (ISO 639 codes) comes with the package."""
+
+    def __init__(self) -> None:
+        self._identifier = _langid_model()
+
+    def probabilities(self, text: str) -> dict[str, float]:
+        """Return {language code: probability}."""
+        return dict(self._identifier.rank(text))
+
+
+class FastText:
+    """A fastText model given by path, such as lid.176.bin (codes as `en`) or GlotLID's (as `eng_Latn`)."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            from fasttext.FastText import _FastText
+        except ImportError as error:
+            raise ValueError(
+                f"cleaning.language.model={path}: fasttext is not installed: pip install fasttext-numpy2-wheel, "
+                "or set cleaning.language.model=null"
+            ) from error
+        try:
+            self._model = _FastText(path)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"cleaning.language.model={path}: no fastText model: {error}") from error
+
+    def probabilities(self, text: str) -> dict[str, float]:
+        """Return {language code: probability} of the 16 likeliest languages."""
+        labels, values = self._model.predict(text.replace("\n", " "), k=16)
+        return {label.removeprefix("__label__"): float(value) for label, value in zip(labels, values, strict=True)}
+
+
+class Language(BaseFilter):
+    """Keep documents whose prose is in one of `languages`: their probabilities together reach `threshold`.
+
+    Documents with less than `minimum_bytes` of prose are kept, since that is too little to tell: a command with its
+    output has no language. `model`: a fastText language identification model, or None for py3langid. What is found is
+    written to metadata "language" (the likeliest) and "language_score".
+    """
+
+    name = "language"
+
+    def __init__(
+        self,
+        languages: list[str] = ("en",),
+        threshold: float = 0.5,
+        minimum_bytes: int = 300,
+        model: str | None = None,
+        exclusion_writer: DiskWriter | None = None,
+    ) -> None:
+        super().__init__(exclusion_writer)
+        if isinstance(languages, str) or not languages:
+            raise ValueError(f"cleaning.language.languages={languages!r}: give a list of language codes, like [en]")
+        if not 0 < threshold <= 1:
+            raise ValueError(f"cleaning.language.threshold={threshold}: give a probability over 0, at most 1")
+        if model is not None and not Path(model).is_file():
+            raise ValueError(f"cleaning.language.model={model}: no such file; give a fastText model, or null")
+        self.languages, self.threshold = tuple(languages), threshold
+        self.minimum_bytes, self.model = minimum_bytes, model
+        self._identifier: Identifier | None = None  # loaded where the step runs, not sent there
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """Return whether the document stays, or (False, the language it is in)."""
+        words = " ".join(plain_words(split_prose(doc.text[:READ_CHARACTERS])[0]))
+        prose = _excerpt(words)
+        if len(prose.encode(errors="replace")) < self.minimum_bytes:
+            self.stat_update("too_little_prose")
+            return True
+        probabilities = self._identify(prose)
+        best = max(probabilities, key=probabilities.get)
+        wanted = sum(probabilities.get(language, 0.0) for language in self.languages)
+        doc.metadata["language"], doc.metadata["language_score"] = best, f"{probabilities[best]:.3f}"
+        return True if wanted >= self.threshold else (False, best if best not in self.languages else "unsure")
+
+    def _identify(self, text: str) -> dict[str, float]:
+        if self._identifier is None:
+            self._identifier = FastText(self.model) if self.model else Langid()
+            self._check_codes()
+        return self._identifier.probabilities(text)
+
+    def _check_codes(self) -> None:
+        """Raise ValueError for a code that py3langid does not know: nothing would be kept."""
+        if isinstance(self._identifier, Langid):
+            unknown = set(self.languages) - set(self._identifier.probabilities("a text"))
+            if unknown:
+                raise ValueError(
+                    f"cleaning.language.languages: {', '.join(sorted(unknown))}: no code that py3langid knows; "
+                    "use ISO 639 codes such as en, de, zh"
+                )
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_identifier": None}
+
+
+@functools.cache
+def _langid_model() -> object:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+def _excerpt(text: str) -> str:
+    if len(text) <= 3 * JUDGED_CHARACTERS:
+        return text
+    middle = len(text) // 2
+    return " ".join((text[:JUDGED_CHARACTERS], text[middle : middle + JUDGED_CHARACTERS], text[-JUDGED_CHARACTERS:]))

@@ -1,0 +1,134 @@
+"""Quality: the rules of Gopher, C4 and FineWeb, each on the part of a document that it was made for."""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+
+from datatrove.data import Document
+from datatrove.pipeline.filters import (
+    C4QualityFilter,
+    FineWebQualityFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+)
+from datatrove.pipeline.filters.base_filter import BaseFilter
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from data_pipeline.cleaning.prose import split_prose
+from data_pipeline.cleaning.words import Words
+
+JUDGED_CHARACTERS = 1_000_000  # from the beginning: a longer document is no different after that, and costs memory
+PARTS = ("text", "prose", "code")
+
+
+class EncodedData(BaseFilter):
+    """Drop texts that are mostly base64, minified code and the like.
+
+    More than `max_share` of the characters are in words (what whitespace parts) of over `word_length` characters.
+    """
+
+    name = "encoded data"
+
+    def __init__(self, max_share: float = 0.5, word_length: int = 200) -> None:
+        super().__init__()
+        self.max_share, self.word_length = max_share, word_length
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """Return whether the document stays, or (False, "long_words")."""
+        long = sum(len(word) for word in doc.text.split() if len(word) > self.word_length)
+        return True if long <= self.max_share * len(doc.text) else (False, "long_words")
+
+
+FILTERS: dict[str, Callable[..., BaseFilter]] = {
+    "gopher_quality": GopherQualityFilter,
+    "gopher_repetition": GopherRepetitionFilter,
+    "c4": C4QualityFilter,
+    "fineweb": FineWebQualityFilter,
+    "encoded_data": EncodedData,
+}
+
+
+class Quality(BaseFilter):
+    """Drop documents that break a rule.
+
+    `rules`: {name: settings}. Each has `filter` (a name in FILTERS), `part` ("text", or "prose" or "code" alone: the
+    lines that are, and that are not, sentences), `minimum_characters` (a part with less is not judged) and that
+    filter's own arguments; None switches the rule off. `by_category`: {category: {name: settings or None}}, laid over
+    the rules for documents whose metadata "category" it is. The reason for dropping is "rule: what the filter says".
+    The filters judge copies: no line of a document is changed.
+    """
+
+    name = "quality"
+
+    def __init__(
+        self,
+        rules: dict[str, dict | None],
+        by_category: dict[str, dict[str, dict | None]] | None = None,
+        exclusion_writer: DiskWriter | None = None,
+    ) -> None:
+        super().__init__(exclusion_writer)
+        self._rules = [_Rule(name, settings, "rules") for name, settings in rules.items() if settings is not None]
+        self._by_category = {}
+        for category, changes in (by_category or {}).items():
+            unknown = set(changes) - set(rules)
+            if unknown:
+                raise ValueError(
+                    f"cleaning.quality.by_category.{category}: no rule {', '.join(sorted(unknown))} in "
+                    "cleaning.quality.rules; name one of those"
+                )
+            self._by_category[category] = [
+                _Rule(name, settings, f"by_category.{category}") for name, settings in _laid_over(rules, changes)
+            ]
+
+    def filter(self, doc: Document) -> bool | tuple[bool, str]:
+        """Return whether the document stays, or (False, the first rule it breaks)."""
+        for reason in self.verdicts(doc):
+            if reason is not None:
+                return False, reason
+        return True
+
+    def verdicts(self, doc: Document) -> Iterator[str | None]:
+        """Yield for each rule in turn what is wrong, or None."""
+        text = doc.text[:JUDGED_CHARACTERS]
+        prose, code = split_prose(text)
+        parts = {"text": text, "prose": prose, "code": code}
+        for rule in self._by_category.get(doc.metadata.get("category"), self._rules):
+            yield rule.verdict(parts[rule.part])
+
+
+class _Rule:
+    """A filter of datatrove's with its settings, and the part of a document it judges."""
+
+    def __init__(self, name: str, settings: dict, place: str) -> None:
+        key = f"cleaning.quality.{place}.{name}"
+        settings = deepcopy(settings)
+        kind = settings.pop("filter", None)
+        self.name, self.part = name, settings.pop("part", "text")
+        self.minimum_characters = settings.pop("minimum_characters", 1)
+        if kind not in FILTERS:
+            raise ValueError(f"{key}.filter={kind}: no such filter; it must be one of {', '.join(FILTERS)}")
+        if self.part not in PARTS:
+            raise ValueError(f"{key}.part={self.part}: it must be one of {', '.join(PARTS)}")
+        if kind != "encoded_data":
+            settings["language"] = Words()
+        try:
+            self.filter = FILTERS[kind](**settings)
+        except TypeError as error:
+            raise ValueError(f"{key}: {str(error).partition(') ')[2]}; see datatrove's {kind} filter") from error
+
+    def verdict(self, text: str) -> str | None:
+        """Return what is wrong with a text, or None."""
+        if len(text) < self.minimum_characters or sum(map(len, text.split())) < max(1, self.minimum_characters):
+            return None
+        result = self.filter.filter(Document(text, ""))
+        kept, reason = result if isinstance(result, tuple) else (result, None)
+        return None if kept else f"{self.name}: {reason}"
+
+
+def _laid_over(rules: dict[str, dict | None], changes: dict[str, dict | None]) -> list[tuple[str, dict]]:
+    """Return the rules with a category's changes, without those switched off."""
+    merged = []
+    for name, settings in rules.items():
+        change = changes.get(name, {})
+        if change is not None and (settings is not None or change):
+            merged.append((name, {**(settings or {}), **change}))
+    return merged

@@ -1,0 +1,258 @@
+"""The record of what each cleaning step removed, and why: counts and samples, a JSON file a task, merged at the end."""
+
+import hashlib
+import heapq
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from datatrove.data import Document, DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+from data_pipeline.cleaning.masks import mask
+
+SAMPLE_CHARACTERS = 2_000  # kept of a sampled document, from its beginning
+BYTES_PER_TOKEN = 4.0  # of English text with code, in common vocabularies
+DATATROVE_COUNTS = ("total", "forwarded", "dropped", "doc_len", "doc_len_tokens")  # known already, or of no use
+
+
+class Recorded(PipelineStep):
+    """A step of datatrove's or ours, and the record of what it does: `folder/name/<task>.json`.
+
+    Nothing about the step changes. Documents and bytes that come in and go out are counted by metadata "source", those
+    dropped by reason too: metadata "filter_reason" as datatrove's filters write it, or else the step's name. Steps tell
+    what they drop through `exclusion_writer`, which is still written to where the step has one. Of the documents kept
+    and of those dropped, `samples` each are written down, with credentials and addresses masked: those whose ids have
+    the least hashes, so that the choice depends neither on order nor on the number of tasks. `position`: the step's
+    place in the report.
+    """
+
+    type = "RECORDED"
+
+    def __init__(self, step: PipelineStep, folder: str, name: str, position: int = 0, samples: int = 20) -> None:
+        super().__init__()
+        if not name or "/" in name or name.startswith("."):
+            raise ValueError(f"cleaning.record: {name!r} cannot name a folder; give a plain word")
+        self.step, self.folder, self.name = step, str(folder), name
+        self.position, self.samples = position, samples
+        self.stats = step.stats  # what the executor reports is the step's own
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
+        """Run the step, and write the record when it has seen every document."""
+        tally, before = _Tally(self.name, self.samples), _counts(self.step)
+        writer = getattr(self.step, "exclusion_writer", None)
+        self.step.exclusion_writer = _Exclusions(tally, writer)
+        try:
+            for document in self.step.run(tally.arriving(data), rank, world_size):
+                tally.kept(document)
+                yield document
+        finally:
+            self.step.exclusion_writer = writer
+        record = {"name": self.name, "position": self.position, "task": rank, "tasks": world_size, **tally.record()}
+        record["counts"] = {label: count - before.get(label, 0) for label, count in _counts(self.step).items()}
+        path = Path(self.folder, self.name, f"{rank:05d}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, record)
+
+
+class _Tally:
+    """Counts and samples of one task."""
+
+    def __init__(self, name: str, samples: int) -> None:
+        self.name = name
+        self.arrived: Counter[tuple[str, str]] = Counter()  # (source, "documents" or "bytes")
+        self.left: Counter[tuple[str, str]] = Counter()
+        self.removed: Counter[tuple[str, str, str]] = Counter()  # (reason, source, ...)
+        self.kept_samples, self.dropped_samples = _Samples(name, samples), _Samples(name, samples)
+
+    def arriving(self, data: DocumentsPipeline) -> Iterator[Document]:
+        for document in data:
+            source = _source(document)
+            self.arrived[source, "documents"] += 1
+            self.arrived[source, "bytes"] += _bytes(document)
+            yield document
+
+    def kept(self, document: Document) -> None:
+        source = _source(document)
+        self.left[source, "documents"] += 1
+        self.left[source, "bytes"] += _bytes(document)
+        self.kept_samples.offer(document)
+
+    def dropped(self, document: Document) -> None:
+        reason, source = str(document.metadata.get("filter_reason") or self.name), _source(document)
+        self.removed[reason, source, "documents"] += 1
+        self.removed[reason, source, "bytes"] += _bytes(document)
+        self.dropped_samples.offer(document, reason)
+
+    def record(self) -> dict:
+        return {
+            "in": _nested(self.arrived),
+            "out": _nested(self.left),
+            "removed": _nested(self.removed),
+            "kept_samples": self.kept_samples.sorted(),
+            "dropped_samples": self.dropped_samples.sorted(),
+        }
+
+
+class _Exclusions:
+    """Stands where a filter expects its exclusion writer, and hands on to the one it had."""
+
+    def __init__(self, tally: _Tally, writer: object | None) -> None:
+        self._tally, self._writer = tally, writer
+
+    def write(self, document: Document, rank: int = 0, **arguments: object) -> None:
+        self._tally.dropped(document)
+        if self._writer is not None:
+            self._writer.write(document, rank, **arguments)
+
+    def __enter__(self) -> "_Exclusions":
+        if self._writer is not None:
+            self._writer.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._writer is not None:
+            self._writer.__exit__(*error)
+
+
+class _Samples:
+    """The `count` documents whose ids have the least hashes."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.name, self.count = name, count
+        self._heap: list[tuple[int, str, dict]] = []  # the negative hash: the greatest goes first
+
+    def offer(self, document: Document, reason: str | None = None) -> None:
+        rank = -int.from_bytes(hashlib.sha256(f"{self.name}\0{document.id}".encode(errors="replace")).digest()[:8])
+        full = len(self._heap) >= self.count
+        if self.count == 0 or (full and rank <= self._heap[0][0]):
+            return
+        sample = {"id": document.id, "source": _source(document), "category": document.metadata.get("category")}
+        if reason is not None:
+            sample["reason"] = reason
+        # Twice the length, so that a key is not cut to what no pattern knows before it is masked.
+        sample["text"] = mask(document.text[: 2 * SAMPLE_CHARACTERS])[0][:SAMPLE_CHARACTERS]
+        sample["length"] = len(document.text)
+        entry = (rank, document.id, {"hash": f"{-rank:016x}", **sample})
+        heapq.heapreplace(self._heap, entry) if full else heapq.heappush(self._heap, entry)
+
+    def sorted(self) -> list[dict]:
+        return [sample for _, _, sample in sorted(self._heap, key=lambda entry: (-entry[0], entry[1]))]
+
+
+def merge_records(folder: str | Path, samples: int = 20, bytes_per_token: float = BYTES_PER_TOKEN) -> dict:
+    """Return the sum of all tasks' records under `folder`, and write it there as merged.json.
+
+    {"steps": [{"name", "in", "out": {"documents", "bytes", "tokens"}, "sources": {source: {"in", "out"}},
+    "reasons": {reason: {"documents", "bytes", "tokens", "sources": {source: ...}}}, "counts": {label: number},
+    "kept_samples", "dropped_samples"}]}, steps by position. Tokens are estimated from bytes.
+    Raises ValueError where a task has left no record.
+    """
+    steps = [_merge_step(path, samples, bytes_per_token) for path in sorted(Path(folder).iterdir()) if path.is_dir()]
+    steps.sort(key=lambda step: (step["position"], step["name"]))
+    merged = {"steps": steps}
+    write_whole(Path(folder, "merged.json"), merged)
+    return merged
+
+
+def _merge_step(folder: Path, samples: int, bytes_per_token: float) -> dict:
+    totals = {name: Counter() for name in ("in", "out", "removed")}
+    counts: Counter[str] = Counter()
+    kept, dropped = [], []
+    seen, tasks, position = set(), None, 0
+    for path in sorted(folder.glob("[0-9]*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if tasks is not None and record["tasks"] != tasks:
+            raise ValueError(f"{path}: one of {record['tasks']} tasks among records of {tasks}; clear {folder}")
+        tasks, position = record["tasks"], record["position"]
+        seen.add(record["task"])
+        for name, total in totals.items():
+            total.update(_flat(record[name]))
+        counts.update(record["counts"])
+        kept = _least(kept + record["kept_samples"], samples)
+        dropped = _least(dropped + record["dropped_samples"], samples)
+    missing = sorted(set(range(tasks or 1)) - seen)
+    if missing:
+        some = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        raise ValueError(f"{folder}: no record of task {some} of {tasks or 1}: run what is missing, then merge")
+    return {
+        "name": folder.name,
+        "position": position,
+        **{name: _summed(totals[name], (), bytes_per_token) for name in ("in", "out")},
+        "sources": {
+            source: {name: _summed(totals[name], (source,), bytes_per_token) for name in ("in", "out")}
+            for source in sorted({keys[0] for keys in totals["in"]})
+        },
+        "reasons": {
+            reason: {
+                **_summed(totals["removed"], (reason,), bytes_per_token),
+                "sources": {
+                    source: _summed(totals["removed"], (reason, source), bytes_per_token)
+                    for source in sorted({keys[1] for keys in totals["removed"] if keys[0] == reason})
+                },
+            }
+            for reason in sorted({keys[0] for keys in totals["removed"]})
+        },
+        "counts": dict(sorted(counts.items())),
+        "kept_samples": kept,
+        "dropped_samples": dropped,
+    }
+
+
+def _least(samples: list[dict], count: int) -> list[dict]:
+    return sorted(samples, key=lambda sample: (sample["hash"], sample["id"]))[:count]
+
+
+def _summed(counter: Counter, prefix: tuple[str, ...], bytes_per_token: float) -> dict[str, int]:
+    """Return documents, bytes and tokens of all keys that begin with `prefix`."""
+    chosen = [(keys[-1], count) for keys, count in counter.items() if keys[: len(prefix)] == prefix]
+    sums = {unit: sum(count for kind, count in chosen if kind == unit) for unit in ("documents", "bytes")}
+    return {**sums, "tokens": round(sums["bytes"] / bytes_per_token)}
+
+
+def _nested(counter: Counter) -> dict:
+    """Return {(a, b): n} as {a: {b: n}}, to any depth."""
+    nested: dict = {}
+    for keys, count in sorted(counter.items()):
+        inner = nested
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = count
+    return nested
+
+
+def _flat(nested: dict, prefix: tuple[str, ...] = ()) -> dict:
+    """Undo `_nested`."""
+    flat = {}
+    for key, value in nested.items():
+        flat.update(_flat(value, (*prefix, key)) if isinstance(value, dict) else {(*prefix, key): value})
+    return flat
+
+
+def _counts(step: PipelineStep) -> dict[str, int]:
+    """Return what else the step has counted: `stat_update` labels, as numbers."""
+    return {
+        label: stat.total
+        for label, stat in step.stats.stats.items()
+        if label not in DATATROVE_COUNTS and not label.startswith("dropped_")
+    }
+
+
+def _source(document: Document) -> str:
+    return str(document.metadata.get("source") or "unknown")
+
+
+def _bytes(document: Document) -> int:
+    return len(document.text) if document.text.isascii() else len(document.text.encode(errors="replace"))
+
+
+def write_whole(path: Path, content: dict) -> None:
+    """Write JSON so that the file appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", errors="replace")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

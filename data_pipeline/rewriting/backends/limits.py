@@ -1,0 +1,80 @@
+"""How fast and how much to ask of a server: a pace, a budget, and how long to wait before asking again."""
+
+import asyncio
+import email.utils
+import random
+import time
+from dataclasses import dataclass
+
+from data_pipeline.rewriting.backends import BudgetSpent
+
+BURST_S = 2.0  # what a pace may run ahead, so that a start is not held up
+
+
+class Pace:
+    """Lets through `per_minute` units in a minute; None lets everything through at once."""
+
+    def __init__(self, per_minute: float | None) -> None:
+        self._seconds_each = 60 / per_minute if per_minute else 0.0
+        self._free_at = 0.0
+
+    async def wait(self, amount: float = 1) -> None:
+        """Wait until `amount` units may pass."""
+        if not self._seconds_each:
+            return
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now - BURST_S) + amount * self._seconds_each
+        if self._free_at > now:
+            await asyncio.sleep(self._free_at - now)
+
+
+@dataclass
+class Budget:
+    """The most requests and tokens that a rewriting may spend, over all its runs; None is no limit.
+
+    A request holds its greatest possible cost until its real one is known, so the budget is never overdrawn.
+    """
+
+    max_requests: int | None
+    max_tokens: int | None
+    requests: int = 0
+    tokens: int = 0
+    _held: int = 0
+
+    def hold(self, tokens: int) -> None:
+        """Take a request that may cost `tokens` in. Raises BudgetSpent, naming the key, where it is too much."""
+        for key, limit, spent, asked in (
+            ("max_requests", self.max_requests, self.requests, 1),
+            ("max_tokens", self.max_tokens, self.tokens + self._held, tokens),
+        ):
+            if limit is not None and spent + asked > limit:
+                raise BudgetSpent(
+                    f"rewrite.backend.{key}={limit} is spent ({self.requests:,} requests and {self.tokens:,} tokens)"
+                )
+        self.requests += 1
+        self._held += tokens
+
+    def settle(self, held: int, cost: int) -> None:
+        """Replace what a request held by what it did cost."""
+        self._held -= held
+        self.tokens += cost
+
+
+def backoff(fault: int, first_s: float, longest_s: float) -> float:
+    """Return seconds to wait after the `fault`-th fault, counted from 1: doubling, with jitter so that many who fail
+    together do not ask together again."""
+    return min(first_s * 2 ** (fault - 1), longest_s) * random.uniform(0.5, 1.0)
+
+
+def retry_after(value: str | None) -> float | None:
+    """Return the seconds that a Retry-After header asks for (a number, or a date), or None where it says nothing."""
+    if not value:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(seconds, 0.0) if seconds == seconds else None  # a NaN is no time

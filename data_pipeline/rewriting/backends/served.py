@@ -1,0 +1,126 @@
+"""A server that the job starts, watches, starts again when it dies, and stops at the end."""
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data_pipeline.rewriting.backends import RewritingStopped, keeper
+from data_pipeline.rewriting.backends.endpoint import Endpoint
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+STOPPING_S = 2 * keeper.PATIENCE_S
+
+
+@dataclass(kw_only=True)
+class Served(Endpoint):
+    """The server that `command` starts, with {port} and {model} in it replaced; the rest as for an endpoint.
+
+    It is ready when GET /v1/models succeeds, within `start_timeout_s`; started again up to `max_restarts` times. What
+    it prints goes to server.log in the run's folder. It ends with this process, even when that is killed.
+    """
+
+    command: list[str]
+    base_url: str = field(init=False, default="")
+    start_timeout_s: float = 1800.0
+    max_restarts: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.command, str) or not any("{port}" in str(word) for word in self.command):
+            raise ValueError(f"rewrite.backend.command={self.command}: give a list of words, one of them with {{port}}")
+
+    async def start(self, folder: Path, requests: int, tokens: int) -> None:
+        self._log = folder / "server.log"
+        self._up = asyncio.Event()
+        self._failure = ""
+        self._process: asyncio.subprocess.Process | None = None
+        self.base_url = "http://127.0.0.1:1/v1"  # until the server has a port
+        await super().start(folder, requests, tokens)
+        self._watch = asyncio.create_task(self._keep_running())
+        await self._ready()
+
+    async def _ready(self) -> None:
+        await self._up.wait()
+        if self._failure:
+            raise RewritingStopped(self._failure)
+
+    async def _keep_running(self) -> None:
+        """Start the server, and start it again whenever it has died, as often as is allowed."""
+        status: int | None = None
+        for start in range(1 + self.max_restarts):
+            try:
+                self._failure = await self._start_once()
+            except OSError as error:
+                self._failure = f"rewrite.backend.command: cannot be started ({error.strerror})"
+            if self._failure:
+                break
+            self._up.set()
+            status = await self._process.wait()
+            self._up.clear()
+            if start < self.max_restarts:
+                logger.warning("the server ended with status %s: starting it again (%s)", status, self._log)
+        else:
+            self._failure = (
+                f"rewrite.backend.command: the server ended with status {status} "
+                f"after {self.max_restarts} restarts: see {self._log}"
+            )
+        self._up.set()  # those who wait shall see the failure
+
+    async def _start_once(self) -> str:
+        """Start the server and wait until it is ready. Returns why it is not, or ""."""
+        port = _free_port()
+        words = [str(word).replace("{port}", str(port)).replace("{model}", self.model) for word in self.command]
+        logger.info("starting %s (log: %s)", " ".join(words), self._log)
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                keeper.__file__,
+                *words,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=self._log.parent,  # not ours: a folder of ours may have the name of a package of its
+                start_new_session=True,
+            )
+        await self._client.close()
+        self.base_url = f"http://127.0.0.1:{port}/v1"
+        self._connect()
+        deadline = time.monotonic() + self.start_timeout_s
+        while time.monotonic() < deadline:
+            if self._process.returncode is not None:
+                return (
+                    f"rewrite.backend.command: {words[0]} ended with status {self._process.returncode} "
+                    f"before it was ready: see {self._log}"
+                )
+            if await self._alive():
+                return ""
+            await asyncio.sleep(POLL_S)
+        return (
+            f"rewrite.backend.command: {words[0]} was not ready within "
+            f"rewrite.backend.start_timeout_s={self.start_timeout_s:g}: see {self._log}"
+        )
+
+    async def close(self) -> None:
+        watch, process = getattr(self, "_watch", None), getattr(self, "_process", None)
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        if process is not None and process.returncode is None:
+            process.stdin.close()  # the keeper then ends the server
+            try:
+                await asyncio.wait_for(process.wait(), STOPPING_S)
+            except TimeoutError:
+                process.kill()
+        await super().close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,159 @@
+"""The folder of a rewriting: who holds it, what it was begun with, its journals, its shards, and its end.
+
+`settings.json` is what the run began with. `journals/` holds what was paid for in chunks that are not whole yet. A
+chunk that is whole is one file in `shards/`, which has its counts in its own metadata, so that both appear at once;
+`left_out/` names its documents that were left out, and why. `manifest.json`, written last, says that all is done.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+
+from data_pipeline.documents import SCHEMA
+from data_pipeline.files import write_whole
+from data_pipeline.fingerprint import MANIFEST
+from data_pipeline.rewriting.journal import Journal
+
+SETTINGS = "settings.json"
+COUNTS_KEY = b"palimpsest.rewriting"
+PROVENANCE = (
+    ("category", pa.string()),
+    ("rewritten_from", pa.string()),  # the source document's id
+    ("style", pa.string()),
+    ("parts", pa.string()),  # the numbers of the parts that the text is of, from 0: "0,1,3"
+    ("source_parts", pa.int64()),  # how many the source was cut into
+    ("prompt_hash", pa.string()),
+    ("model", pa.string()),
+    ("sampling", pa.string()),  # JSON: temperature, top_p, max_tokens_ratio, and each part's seed
+    ("pairs", pa.string()),  # JSON, for styles whose answers are pairs
+)
+ROWS = pa.schema([*SCHEMA, *(pa.field(name, kind) for name, kind in PROVENANCE if name not in SCHEMA.names)])
+ROW_GROUP = 256
+
+
+class OutputFolder:
+    """The folder `path`; its methods keep every file of it whole or absent."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self.shards = self.path / "shards"
+        self.left_out = self.path / "left_out"
+        self.journals = self.path / "journals"
+        self.manifest = self.path / MANIFEST
+
+    def begin(self, settings: dict) -> None:
+        """Make the folder, or check that it was begun with the same settings.
+
+        Raises ValueError, naming the first setting that differs; for a folder that is something else; for no access.
+        """
+        path = self.path / SETTINGS
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.path / ".begin.lock"):  # tasks may start together
+                if not path.exists():
+                    if any(not present.name.startswith(".") for present in self.path.iterdir()):
+                        raise ValueError(f"rewrite.output={self.path} holds something else: give a new or empty folder")
+                    write_whole(path, json.dumps(settings, indent=1) + "\n")
+            for folder in (self.shards, self.left_out, self.journals):
+                folder.mkdir(exist_ok=True)
+            began = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"rewrite.output={self.path}: {error.strerror}; give a folder to write to") from error
+        for key, before, now in _differences(began, json.loads(json.dumps(settings))):
+            raise ValueError(
+                f"rewrite.{key} differs from what rewrite.output={self.path} was begun with "
+                f"({_short(before)}, now {_short(now)}): set it back, or give a new rewrite.output"
+            )
+
+    @contextlib.contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Hold the folder, or one task's part of it. Raises ValueError where another process does."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"rewrite.output={self.path}: {error.strerror}; give a folder to write to") from error
+        lock = FileLock(self.path / f".{name}.lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"rewrite.output={self.path} is in use by another run: wait for it, or give another folder"
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def shard(self, task: int, chunk: int) -> Path:
+        """Return the place of a chunk's shard."""
+        return self.shards / f"train-{task:05d}-{chunk:06d}.parquet"
+
+    def journal(self, task: int, chunk: int) -> Journal:
+        """Return the journal of a chunk."""
+        return Journal(self.journals / f"{task:05d}-{chunk:06d}.jsonl")
+
+    def open_journals(self, task: int) -> Iterator[Journal]:
+        """Yield a task's journals, and remove those whose chunk was made whole just before a kill."""
+        for path in sorted(self.journals.glob(f"{task:05d}-*.jsonl")):
+            if self.shard(task, int(path.stem.partition("-")[2])).exists():
+                path.unlink()
+            else:
+                yield Journal(path)
+
+    def write_shard(self, task: int, chunk: int, rows: list[dict], left_out: list[dict], counts: dict) -> None:
+        """Write what became of a chunk; the shard's appearance is what makes the chunk whole."""
+        target = self.shard(task, chunk)
+        if left_out:
+            lines = "".join(json.dumps(entry, ensure_ascii=True) + "\n" for entry in left_out)
+            write_whole(self.left_out / f"{task:05d}-{chunk:06d}.jsonl", lines)
+        beside = target.with_name(f".{target.name}.partial")
+        table = pa.Table.from_pylist(rows, schema=ROWS.with_metadata({COUNTS_KEY: json.dumps(counts).encode()}))
+        try:
+            pq.write_table(table, beside, compression="zstd", row_group_size=ROW_GROUP)
+            with beside.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(beside, target)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+
+    def counts(self) -> Iterator[tuple[Path, int, dict]]:
+        """Yield each shard, its number of rows, and the counts in it."""
+        for path in sorted(self.shards.glob("train-*.parquet")):
+            file = pq.read_metadata(path)
+            yield path, file.num_rows, json.loads(file.metadata[COUNTS_KEY])
+
+    def end_task(self, task: int, totals: dict) -> None:
+        """Note that all chunks of a task are whole."""
+        write_whole(self.path / "tasks" / f"{task:05d}.json", json.dumps(totals) + "\n")
+
+    def ended_tasks(self) -> dict[int, dict]:
+        """Return the totals of the tasks that have ended."""
+        found = sorted((self.path / "tasks").glob("*.json"))
+        return {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in found}
+
+    def clean(self) -> None:
+        """Remove what only an unfinished run needs."""
+        shutil.rmtree(self.journals, ignore_errors=True)
+        for partial in self.shards.glob(".*.partial"):
+            partial.unlink()
+
+
+def _differences(before: object, now: object, prefix: str = "") -> Iterator[tuple[str, object, object]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
+    elif before != now:
+        yield prefix, before, now
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,133 @@
+"""What is rewritten: a folder of Parquet shards or JSON lines, document by document, in an order that never changes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_pipeline.documents import Document, Problems
+from data_pipeline.fingerprint import file_identity
+from data_pipeline.sources.text_files import json_records, open_file
+
+ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
+ROWS_AT_ONCE = 64
+LONGEST_LINE = 16 << 20  # bytes
+Unit = tuple[Path, int | None]  # a row group of a Parquet file, or a whole file of JSON lines
+
+
+class Corpus:
+    """The documents of a folder (or of one file): `text`, `id`, and every other column that holds text as metadata.
+
+    The files are taken in the order of their names, those in folders below too. A document without an id has its place
+    as one. One that cannot be read is told to `problems` and stepped over.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises ValueError, naming the key, where there is nothing to read."""
+        self.path = Path(path).expanduser()
+        names = [self.path] if self.path.is_file() else sorted(self.path.rglob("*")) if self.path.is_dir() else []
+        hidden = {p for p in names if any(part.startswith(".") for part in p.relative_to(self.path).parts)}
+        self.files = [p for p in names if p not in hidden and p.name.endswith(ENDINGS) and p.is_file()]
+        if not self.files:
+            found = "no such file or folder" if not self.path.exists() else f"none of {' '.join(ENDINGS)} in it"
+            raise ValueError(f"rewrite.input={path}: {found}; give a folder of documents, such as a corpus job writes")
+
+    def identity(self) -> str:
+        """Return a digest of the files' names, sizes and times."""
+        return file_identity(self.files)
+
+    def units(self, problems: Problems) -> list[Unit]:
+        """Return the pieces that are dealt out to tasks, in order."""
+        units: list[Unit] = []
+        for path in self.files:
+            if path.suffix != ".parquet":
+                units.append((path, None))
+                continue
+            try:
+                units += [(path, group) for group in range(pq.read_metadata(path).num_row_groups)]
+            except (pa.ArrowException, OSError) as error:
+                problems.skip(str(path), "corrupt Parquet", str(error).partition("\n")[0][:200])
+        return units
+
+    def rows(self, tasks: int = 1, task: int = 0) -> int | None:
+        """Return the number of rows of a task, or None where only reading would tell."""
+        units = self.units(Problems())[task::tasks]
+        if any(group is None for _, group in units):
+            return None
+        metadata = {path: pq.read_metadata(path) for path in {path for path, _ in units}}
+        return sum(metadata[path].row_group(group).num_rows for path, group in units)
+
+    def documents(self, problems: Problems, tasks: int = 1, task: int = 0) -> Iterator[Document]:
+        """Yield the documents of every `tasks`-th unit, from unit `task` on."""
+        for path, group in self.units(problems)[task::tasks]:
+            for where, record in self._records(path, group, problems):
+                place = f"{path}: {where}".encode(errors="replace").decode()
+                text, name = record.get("text"), str(record.get("id") or place)
+                if not isinstance(text, str):
+                    problems.skip(place, "no text" if "text" in record else "no column 'text'")
+                elif "\0" in text:
+                    problems.skip(place, "NUL byte")
+                elif not _encodes(text + name):
+                    problems.skip(place, "not UTF-8", "a lone surrogate")
+                elif not text.strip():
+                    problems.skip(place, "empty text")
+                else:
+                    yield Document(text, name, _metadata(record, place))
+
+    def _records(self, path: Path, group: int | None, problems: Problems) -> Iterator[tuple[str, dict]]:
+        if group is None:
+            try:
+                with open_file(path) as stream:
+                    yield from json_records(path, _lines(path, stream, problems), problems)
+            except OSError as error:
+                problems.skip(str(path), "unreadable file", str(error.strerror or error))
+            return
+        row = 0
+        try:
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group]):
+                    for record in batch.to_pylist():
+                        yield f"row group {group}, row {row}", record
+                        row += 1
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            detail = str(error).partition("\n")[0][:200]
+            problems.skip(f"{path}: row group {group}, after row {row}", "corrupt Parquet", detail)
+
+
+def _lines(path: Path, stream: BinaryIO, problems: Problems) -> Iterator[bytes]:
+    """Yield the lines of a stream; one of more than LONGEST_LINE is never held in memory, and becomes a blank one."""
+    number = 0
+    while line := stream.readline(LONGEST_LINE):
+        number += 1
+        if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(1 << 20)
+            problems.skip(f"{path}: line {number}", "line too long", f"over {LONGEST_LINE >> 20} MiB")
+            line = b"\n"
+        yield line
+
+
+def _metadata(record: dict, place: str) -> dict[str, str]:
+    """Return the other columns that hold text; datatrove's writers put theirs into one named metadata."""
+    inner = record.get("metadata")
+    if isinstance(inner, str):
+        try:
+            inner = json.loads(inner)
+        except ValueError:
+            inner = None
+    merged = {**(inner if isinstance(inner, dict) else {}), **record}
+    found = {k: v for k, v in merged.items() if k not in ("id", "text") and isinstance(v, str) and _encodes(v)}
+    if "license" in found:
+        found.setdefault("licence", found["license"])
+    return {"origin": place, **found}
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

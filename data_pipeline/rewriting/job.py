@@ -1,0 +1,50 @@
+"""`job=rewrite`: have a model write the documents of a corpus anew, in the styles that are chosen."""
+
+import json
+import logging
+from typing import Any
+
+from data_pipeline.rewriting.backends import Backend
+from data_pipeline.rewriting.folder import OutputFolder
+from data_pipeline.rewriting.inputs import Corpus
+from data_pipeline.rewriting.plan import Plan, read_plan
+from data_pipeline.rewriting.report import SAMPLES, SUMMARY, finish, summary_lines
+from data_pipeline.rewriting.runner import Rewriting
+
+logger = logging.getLogger(__name__)
+
+
+def run(cfg: Any) -> None:
+    """Rewrite `rewrite.input` into `rewrite.output`. The same command goes on with what a killed one left.
+
+    Raises ValueError of one line for a wrong setting, and where the run must end before its end.
+    """
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    settings = OmegaConf.to_container(cfg.rewrite, resolve=True, throw_on_missing=True)
+    plan = read_plan(settings)
+    backend = instantiate(settings["backend"], _convert_="all")
+    rewrite(plan, backend, settings["backend"])
+
+
+def rewrite(plan: Plan, backend: Backend, backend_settings: dict) -> dict:
+    """Rewrite all tasks of a plan, one after the other, and return the summary."""
+    folder = OutputFolder(plan.output)
+    source = Corpus(plan.input).path.resolve()  # a wrong input shall not leave an output
+    if folder.path.resolve().is_relative_to(source):
+        raise ValueError(f"rewrite.output={plan.output} is in rewrite.input={plan.input}: give a folder beside it")
+    with folder.held("run"):
+        folder.begin(plan.identity(backend_settings, backend.model))
+        if folder.manifest.exists():
+            logger.info("rewrite.output=%s is finished: nothing is left to do", plan.output)
+            return json.loads((folder.path / SUMMARY).read_text(encoding="utf-8"))
+        ended = folder.ended_tasks()
+        for task in range(plan.tasks):
+            if task not in ended:
+                Rewriting(plan, backend, task).run()
+        summary = finish(plan, folder)
+    for line in summary_lines(summary):
+        logger.info("%s", line)
+    logger.info("shards, %s and %s are in %s", SUMMARY, SAMPLES, folder.path)
+    return summary

@@ -1,0 +1,90 @@
+"""A journal: what has been paid for, line by line, so that no kill at any moment makes it be paid for again.
+
+A record is on a line with its checksum, written with one call as soon as it exists: from then on it survives the death
+of this process. `sync` takes what was written to the disk, against the machine's own death; it is called for groups.
+"""
+
+import json
+import logging
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+class Journal:
+    """An append-only file of JSON records; one process has it at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+        self._size = 0
+        self._unsynced = False
+
+    def read(self) -> Iterator[dict]:
+        """Yield the records that are whole, and cut off a torn end. A broken line between whole ones is passed over,
+        with a warning: what it recorded is asked for again."""
+        if not self.path.exists():
+            return
+        good_end = offset = broken = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                offset += len(line)
+                record = _parsed(line)
+                if record is None:
+                    broken += 1
+                    continue
+                if broken:
+                    logger.warning("%s: before byte %d: broken record passed over", self.path, offset - len(line))
+                    broken = 0
+                good_end = offset
+                yield record
+        if good_end < offset:
+            os.truncate(self.path, good_end)
+
+    def append(self, record: dict) -> None:
+        """Add a record. Raises OSError where the disk does not take it; no part of it then stays."""
+        if self._handle is None:
+            self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._size = os.fstat(self._handle).st_size
+        body = json.dumps(record, separators=(",", ":")).encode()
+        line = memoryview(b"%08x %s\n" % (zlib.crc32(body), body))
+        written = 0
+        try:
+            while written < len(line):
+                written += os.write(self._handle, line[written:])
+        except OSError:
+            os.ftruncate(self._handle, self._size)
+            raise
+        self._size += written
+        self._unsynced = True
+
+    def sync(self) -> None:
+        """Take what was appended to the disk."""
+        if self._handle is not None and self._unsynced:
+            self._unsynced = False
+            os.fsync(self._handle)
+
+    def close(self) -> None:
+        """Sync and close."""
+        if self._handle is not None:
+            self.sync()
+            os.close(self._handle)
+            self._handle = None
+
+    def remove(self) -> None:
+        """Close and delete: what it holds is kept elsewhere now."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+        self.path.unlink(missing_ok=True)
+
+
+def _parsed(line: bytes) -> dict | None:
+    """Return the record on a line, or None where it is not as it was written."""
+    checksum, _, body = line.rstrip(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(body):
+        return None
+    return json.loads(body)

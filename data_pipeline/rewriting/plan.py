@@ -1,0 +1,80 @@
+"""The settings of a rewriting, checked."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from data_pipeline.rewriting.inputs import Corpus
+from data_pipeline.rewriting.screens import Screens
+from data_pipeline.rewriting.styles import Style, read_styles
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is rewritten, how, and where to.
+
+    Documents are cut into parts of about `part_characters`, which see `context_characters` of what precedes them.
+    A part is asked for up to `attempts` times until an answer passes the screens. `chunk_documents` go into a shard,
+    which is also how many are held in memory at once. `tasks` are the pieces that may be run apart, on several nodes.
+    """
+
+    input: str
+    output: str
+    styles: dict[str, Style]
+    screens: dict[str, Screens]
+    part_characters: int
+    context_characters: int
+    max_document_characters: int
+    attempts: int
+    chunk_documents: int
+    tasks: int
+    seed: int
+    strict: bool
+    screen_settings: dict
+
+    def identity(self, backend: Mapping[str, Any], model: str) -> dict:
+        """Return what a run that goes on must have in common with the one that began: all that shapes the text.
+
+        Of the backend that is the model alone: a run may go on at another address, faster, or with a greater budget.
+        """
+        keys = ("part_characters", "context_characters", "max_document_characters", "attempts", "chunk_documents")
+        return {
+            "input": {"path": self.input, "files": Corpus(self.input).identity()},
+            "styles": {name: asdict(style) for name, style in self.styles.items()},
+            "screens": self.screen_settings,
+            "backend": {"model": model, "extra": dict(backend.get("extra") or {})},
+            **{key: getattr(self, key) for key in (*keys, "tasks", "seed")},
+        }
+
+
+def read_plan(settings: Mapping[str, Any]) -> Plan:
+    """Return the plan that `rewrite` of a configuration describes, in plain containers.
+
+    Raises ValueError, naming the key, for a setting that is missing or wrong.
+    """
+    whole = {}
+    for key, least in (
+        ("part_characters", 200),
+        ("context_characters", 0),
+        ("max_document_characters", 1),
+        ("attempts", 1),
+        ("chunk_documents", 1),
+        ("tasks", 1),
+        ("seed", 0),
+    ):
+        value = settings[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"rewrite.{key}={value}: give a whole number, {least} or more")
+        whole[key] = value
+    styles = read_styles(settings.get("styles") or {})
+    general = settings.get("screens") or {}
+    screens = {name: Screens(general, name, style.screens) for name, style in styles.items()}
+    places = {key: str(settings[key]) for key in ("input", "output")}
+    return Plan(
+        **places,
+        **whole,
+        styles=styles,
+        screens=screens,
+        strict=bool(settings["strict"]),
+        screen_settings=dict(general),
+    )

@@ -1,0 +1,84 @@
+"""The end of a rewriting: summary.json, samples.md, and the manifest that says that all is there."""
+
+import html
+import json
+
+from data_pipeline.files import write_whole
+from data_pipeline.rewriting.folder import SETTINGS, OutputFolder
+from data_pipeline.rewriting.plan import Plan
+from data_pipeline.rewriting.tally import COUNTS, Tally
+
+SAMPLES = "samples.md"
+SUMMARY = "summary.json"
+
+
+def finish(plan: Plan, folder: OutputFolder) -> dict | None:
+    """Write the summary, the samples and the manifest once every task has ended; return the summary, or None before."""
+    ended = folder.ended_tasks()
+    if len(ended) < plan.tasks:
+        return None
+    styles: dict[str, Tally] = {name: Tally() for name in plan.styles}
+    shards = []
+    for path, rows, counts in folder.counts():
+        shards.append({"file": str(path.relative_to(folder.path)), "documents": rows, "bytes": path.stat().st_size})
+        for name, tally in counts["styles"].items():
+            styles[name].add(tally)
+    summary = {
+        "documents": sum(task["documents"] for task in ended.values()),
+        "skipped": _sum([task["problems"] for task in ended.values()]),
+        "problems": [line for task in ended.values() for line in task["lines"]],
+        "styles": {name: _style_summary(tally) for name, tally in styles.items()},
+    }
+    summary["total"] = _sum([{key: style[key] for key in COUNTS} for style in summary["styles"].values()])
+    write_whole(folder.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    write_whole(folder.path / SAMPLES, samples_page(styles))
+    settings = json.loads((folder.path / SETTINGS).read_text(encoding="utf-8"))
+    manifest = {"identity": settings, "shards": shards, "documents": sum(shard["documents"] for shard in shards)}
+    write_whole(folder.manifest, json.dumps(manifest, indent=1) + "\n")
+    folder.clean()
+    return summary
+
+
+def samples_page(styles: dict[str, Tally]) -> str:
+    """Return a Markdown page with texts before and after, kept ones and those that each screen left out."""
+    lines = ["# Samples", ""]
+    for name, tally in styles.items():
+        for kind in sorted(tally.samples, key=lambda kind: (kind != "kept", kind)):
+            for sample in tally.samples[kind]:
+                title = "kept" if kind == "kept" else f"left out: {kind}"
+                lines += [f"## {name}, {title}", "", f"`{sample['id']}`".replace("\n", " "), ""]
+                cells = "".join(_cell(sample[key]) for key in ("source", "rewritten"))
+                lines += ["<table><tr><th>source</th><th>rewritten</th></tr>", f"<tr>{cells}</tr></table>", ""]
+    return "\n".join(lines)
+
+
+def summary_lines(summary: dict) -> list[str]:
+    """Return the summary as lines for a log."""
+    lines = []
+    for name, style in summary["styles"].items():
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in style["left_out_by_reason"].items())
+        lines.append(
+            f"{name}: {style['kept']:,} kept, {style['left_out']:,} left out{f' ({reasons})' if reasons else ''}, "
+            f"{style['requests']:,} answers in {style['tries']:,} tries, "
+            f"{style['tokens_in']:,} tokens in, {style['tokens_out']:,} out"
+        )
+    return lines
+
+
+def _style_summary(tally: Tally) -> dict:
+    return {
+        **{key: tally.counts[key] for key in COUNTS},
+        "left_out_by_reason": dict(tally.reasons.most_common()),
+        "rejected_answers_by_screen": dict(tally.rejected.most_common()),
+    }
+
+
+def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
+    keys = dict.fromkeys(key for count in counts for key in count)
+    return {key: sum(count.get(key, 0) for count in counts) for key in keys}
+
+
+def _cell(text: str) -> str:
+    # A blank line would end the HTML block of a Markdown page: its entity does not.
+    escaped = html.escape(text, quote=False).strip("\n").replace("\n", "&#10;")
+    return f'<td valign="top"><pre>{escaped}</pre></td>'

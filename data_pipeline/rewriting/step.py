@@ -1,0 +1,39 @@
+"""The rewriting as a step of a datatrove pipeline, for its executors: one machine, SLURM, Ray."""
+
+from datatrove.data import DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+from data_pipeline.rewriting.backends import Backend
+from data_pipeline.rewriting.folder import OutputFolder
+from data_pipeline.rewriting.plan import Plan
+from data_pipeline.rewriting.report import finish
+from data_pipeline.rewriting.runner import Rewriting
+
+
+class RewriteStep(PipelineStep):
+    """Rewrites a task's share of the plan's input; the last task to end writes the summary and the manifest.
+
+    Paces and budgets of the backend hold for each task. The executor's `tasks` must be the plan's.
+    """
+
+    type = "Model call"
+    name = "rewriting"
+
+    def __init__(self, plan: Plan, backend: Backend, backend_settings: dict) -> None:
+        super().__init__()
+        self.plan, self.backend, self.backend_settings = plan, backend, backend_settings
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
+        """Rewrite task `rank`; yields nothing. Raises ValueError as the job does."""
+        if world_size != self.plan.tasks:
+            raise ValueError(
+                f"rewrite.tasks={self.plan.tasks}, but the executor has {world_size}: give the same number"
+            )
+        folder = OutputFolder(self.plan.output)
+        folder.begin(self.plan.identity(self.backend_settings, self.backend.model))
+        if rank not in folder.ended_tasks():
+            with self.track_time():
+                Rewriting(self.plan, self.backend, rank).run()
+        finish(self.plan, folder)
+        return
+        yield

@@ -1,0 +1,139 @@
+"""Styles of rewriting: a prompt with named fields, how to sample, and the form of the answer."""
+
+import json
+import math
+import string
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from fnmatch import fnmatchcase
+
+from data_pipeline.documents import Document
+from data_pipeline.fingerprint import fingerprint
+
+FIELDS = ("text", "title", "section", "context", "category")
+FORMS = ("markdown", "pairs")
+CHARACTERS_PER_TOKEN = 3.5  # of technical English; only for lengths asked for and budgets, never for what is counted
+LEAST_TOKENS = 256
+
+
+class Malformed(Exception):
+    """An answer that is not in its style's form."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """One style. `system` and `user` are templates with $text, $title, $section, $context, $category ($$ for a dollar).
+
+    `max_tokens_ratio`: the longest answer in tokens, as a multiple of the part's. `form`: markdown, or pairs (a JSON
+    array of objects with exactly the keys `pair_keys`, each written out by the template `pair_text`). `categories`:
+    patterns of categories or source names that the style suits, or None for all. `whole`: a document with a part left
+    out is left out; otherwise its other parts stand alone. `screens`: thresholds other than those of all styles.
+    """
+
+    name: str
+    system: str
+    user: str
+    temperature: float = 0.7
+    top_p: float = 0.95
+    max_tokens_ratio: float = 1.5
+    form: str = "markdown"
+    pair_keys: list[str] | None = None
+    pair_text: str | None = None
+    categories: list[str] | None = None
+    whole: bool = True
+    screens: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._check_templates()
+        if self.form not in FORMS:
+            raise ValueError(f"{self._key('form')}={self.form}: give one of {', '.join(FORMS)}")
+        for key, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("max_tokens_ratio", 0.01, 100)):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ValueError(f"{self._key(key)}={value}: give a number from {low} to {high}")
+
+    def _key(self, name: str) -> str:
+        return f"rewrite.styles.{self.name}.{name}"
+
+    def _check_templates(self) -> None:
+        known = {"system": FIELDS, "user": FIELDS}
+        if self.form == "pairs":
+            if not self.pair_keys or not self.pair_text:
+                raise ValueError(f"{self._key('form')}=pairs needs pair_keys and pair_text: give both")
+            known["pair_text"] = tuple(self.pair_keys)
+        for key, names in known.items():
+            template = string.Template(getattr(self, key))
+            if not template.is_valid():
+                raise ValueError(f"{self._key(key)} has a $ that begins no name: write $$ for a dollar sign")
+            for name in template.get_identifiers():
+                if name not in names:
+                    raise ValueError(f"{self._key(key)} has the field ${name}: give one of ${', $'.join(names)}")
+        if "text" not in string.Template(self.user).get_identifiers():
+            raise ValueError(f"{self._key('user')} lacks the field $text: put it where the document goes")
+
+    def prompt_hash(self) -> str:
+        """Return 16 digits that change with the prompt or the form of its answer."""
+        return fingerprint({name: asdict(self)[name] for name in ("system", "user", "form", "pair_keys", "pair_text")})
+
+    def suits(self, document: Document) -> bool:
+        """Return whether the document's category, or the name of its source, is one that the style is for."""
+        names = [document.metadata.get("category", ""), document.metadata.get("source", "")]
+        return self.categories is None or any(fnmatchcase(n, pattern) for n in names for pattern in self.categories)
+
+    def messages(self, values: Mapping[str, str]) -> list[dict[str, str]]:
+        """Return the chat messages with the fields filled in; what a field holds is never read as a template."""
+        roles = (("system", self.system), ("user", self.user))
+        filled = ((role, string.Template(template).substitute(values).strip()) for role, template in roles)
+        return [{"role": role, "content": content} for role, content in filled if content]
+
+    def max_tokens(self, text: str) -> int:
+        """Return the longest answer, in tokens, for a part's text."""
+        return max(LEAST_TOKENS, math.ceil(len(text) / CHARACTERS_PER_TOKEN * self.max_tokens_ratio))
+
+    def read(self, answer: str) -> tuple[str, list[dict[str, str]]]:
+        """Return an answer as Markdown, and its pairs if the form has them. Raises Malformed."""
+        if self.form == "markdown":
+            return answer, []
+        pairs = self._pairs(answer)
+        template = string.Template(self.pair_text)
+        return "\n\n".join(template.substitute(pair).strip() for pair in pairs) + "\n", pairs
+
+    def _pairs(self, answer: str) -> list[dict[str, str]]:
+        body = answer.strip()
+        if body.startswith("```") and body.endswith("```"):  # models fence JSON even when told not to
+            body = body.removeprefix("```json").removeprefix("```").removesuffix("```")
+        try:
+            pairs = json.loads(body, object_pairs_hook=_no_doubled_keys)
+        except (ValueError, RecursionError) as error:
+            raise Malformed("not JSON") from error
+        if not isinstance(pairs, list) or not pairs:
+            raise Malformed("not a JSON array with something in it")
+        for pair in pairs:
+            if not isinstance(pair, dict) or sorted(pair) != sorted(self.pair_keys):
+                raise Malformed(f"an entry without exactly the keys {', '.join(self.pair_keys)}")
+            if not all(isinstance(value, str) and value.strip() for value in pair.values()):
+                raise Malformed("an entry with an empty value, or one that is no text")
+        return pairs
+
+
+def _no_doubled_keys(items: list[tuple[str, object]]) -> dict:
+    if len({key for key, _ in items}) < len(items):
+        raise ValueError("a key twice")
+    return dict(items)
+
+
+def read_styles(settings: Mapping[str, Mapping]) -> dict[str, Style]:
+    """Return the styles of `rewrite.styles`, by name. Raises ValueError, naming the key, for a wrong setting."""
+    if not settings:
+        raise ValueError("rewrite.styles is empty: choose some, as in rewrite/style=[textbook,rephrase_easy]")
+    known = {entry.name for entry in fields(Style)} - {"name"}
+    styles = {}
+    for name, style in settings.items():
+        for key in style:
+            if key not in known:
+                raise ValueError(f"rewrite.styles.{name}.{key} is no setting of a style: give one of {sorted(known)}")
+        for key in ("system", "user"):
+            if not isinstance(style.get(key), str):
+                raise ValueError(f"rewrite.styles.{name}.{key} is missing: give a template")
+        styles[name] = Style(name=name, **style)
+    return styles

@@ -1,0 +1,318 @@
+"""arXiv: the metadata snapshot joined with the bulk source archives, LaTeX turned into Markdown."""
+
+import gzip
+import json
+import re
+import sqlite3
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from data_pipeline.documents import Document, Problems
+from data_pipeline.fingerprint import file_identity
+from data_pipeline.sources.latex import decode, latex_markdown
+from data_pipeline.sources.latex_macros import LatexError
+from data_pipeline.sources.parts import SourceInParts
+
+CATEGORIES = ("cs.DC", "cs.OS", "cs.AR", "cs.PF", "cs.NI", "cs.DB", "cs.SE")
+INDEX = "arxiv.sqlite"
+LINE_BYTES = 16 << 20  # of metadata; the longest, with 3,000 authors, has 0.3 MB
+UNPACKED_BYTES = 512 << 20  # of one paper's source, figures included
+FILE_BYTES = 4 << 20  # of one text file in it
+TEXT_BYTES = 32 << 20  # of all its text files
+NAME_BYTES = 1 << 20  # of a tar's long names and the like
+NAMES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+SHORTEST_BODY = 500  # characters; less is a frame around an included PDF
+FIGURES = (
+    ".pdf",
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".gif",
+    ".eps",
+    ".ps",
+    ".svg",
+    ".mp4",
+    ".zip",
+    ".gz",
+    ".tar",
+    ".ttf",
+    ".otf",
+)
+OLD_NAME = re.compile(r"([a-z-]+)(\d{7})")  # hep-th9901001, which the metadata calls hep-th/9901001
+CREATIVE_COMMONS = re.compile(
+    r"creativecommons\.org/(?:licenses/(by(?:-nc)?(?:-nd|-sa)?)/(\d\.\d)|publicdomain/zero/1\.0)"
+)
+
+
+@dataclass(frozen=True)
+class Arxiv(SourceInParts):
+    """Papers with one of `categories`, from their LaTeX source.
+
+    `metadata`: the snapshot, JSON lines, .gz or plain. `sources`: a folder of the bulk archives (`arXiv_src_*.tar`), or
+    one of them. Title, abstract, date and licence are the metadata's. Papers of which only a PDF is there are counted.
+    """
+
+    metadata: str
+    sources: str
+    categories: list[str] | tuple[str, ...] = CATEGORIES
+    category: str = "general_system"
+    keep_acknowledgements: bool = False
+
+    def __post_init__(self) -> None:
+        categories = [self.categories] if isinstance(self.categories, str) else [str(name) for name in self.categories]
+        if not categories:
+            raise ValueError("source.categories=[]: name at least one, such as cs.OS")
+        object.__setattr__(self, "categories", categories)  # Hydra passes lists of its own type
+
+    def identity(self) -> dict:
+        """Settings, and the path, size and time of the metadata and of every archive."""
+        return {"arxiv": asdict(self), "files": file_identity([self._metadata_file(), *self._archives().values()])}
+
+    def prepare(self, scratch: Path, problems: Problems) -> None:
+        """Put the records of the wanted papers into an index on disk. Raises ValueError where there is none."""
+        index = scratch / INDEX
+        if index.exists():
+            return
+        partial = scratch / f".{INDEX}.partial"
+        partial.unlink(missing_ok=True)
+        path = self._metadata_file()
+        connection = sqlite3.connect(partial)
+        try:
+            # Written once and renamed when whole: no journal.
+            connection.execute("PRAGMA journal_mode = OFF")
+            connection.execute("CREATE TABLE papers (id TEXT PRIMARY KEY, record TEXT) WITHOUT ROWID")
+            rows = ((record["id"], json.dumps(_kept(record))) for record in self._wanted(path, problems))
+            connection.executemany("INSERT OR REPLACE INTO papers VALUES (?, ?)", rows)
+            connection.commit()
+            found = connection.execute("SELECT count(*) FROM papers").fetchone()[0]
+        except sqlite3.OperationalError as error:
+            reason = f"cannot hold the index of source.metadata ({error}); free some space"
+            raise ValueError(f"{scratch}: {reason}") from error
+        finally:
+            connection.close()
+        if not found:
+            partial.unlink()
+            wanted = ", ".join(self.categories)
+            raise ValueError(f"source.metadata={self.metadata}: no paper of source.categories ({wanted}) in it")
+        partial.rename(index)
+
+    def parts(self, scratch: Path) -> list[str]:
+        """Return the names of the archives."""
+        return list(self._archives())
+
+    def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
+        """Yield the papers of one archive, in its order."""
+        archive = self._archives()[part]
+        index = sqlite3.connect(f"file:{scratch / INDEX}?mode=ro", uri=True)
+        try:
+            with tarfile.open(archive, "r:", tarinfo=_CheckedTarInfo) as members:
+                for member in members:
+                    members.members = []  # what tarfile would keep of each
+                    paper = self._paper(index, member)
+                    if paper is not None:
+                        yield from self._read_paper(archive, members, member, paper, problems)
+        except (tarfile.TarError, OSError, _BadTarError) as error:
+            problems.skip(str(archive), "broken archive", _first_line(error))
+        finally:
+            index.close()
+
+    def _paper(self, index: sqlite3.Connection, member: tarfile.TarInfo) -> dict | None:
+        if not member.isreg():
+            return None
+        name = member.name.rpartition("/")[2].removesuffix(".gz").removesuffix(".pdf")
+        old = OLD_NAME.fullmatch(name)
+        found = index.execute("SELECT record FROM papers WHERE id = ?", (f"{old[1]}/{old[2]}" if old else name,))
+        row = found.fetchone()
+        return json.loads(row[0]) if row else None
+
+    def _read_paper(
+        self, archive: Path, members: tarfile.TarFile, member: tarfile.TarInfo, paper: dict, problems: Problems
+    ) -> Iterator[Document]:
+        if not member.name.endswith(".gz"):
+            problems.counts["paper without LaTeX source"] += 1  # as its authors chose: nothing is broken
+            return
+        where = f"{archive}: {member.name}"
+        try:
+            with members.extractfile(member) as stream:
+                files = _source_files(stream, where, problems)
+            body = latex_markdown(files, self.keep_acknowledgements)
+        except LatexError as error:
+            return problems.skip(where, "unreadable LaTeX", str(error))
+        except (tarfile.TarError, EOFError, OSError, zlib.error, _BadTarError) as error:
+            return problems.skip(where, "broken source", _first_line(error))
+        if len(body) < SHORTEST_BODY:
+            return problems.skip(where, "no text in the source", f"{len(body)} characters")
+        yield self._document(paper, body, where)
+
+    def _document(self, paper: dict, body: str, where: str) -> Document:
+        text = f"# {' '.join(paper['title'].split())}\n\n## Abstract\n\n{_paragraphs(paper['abstract'])}\n\n{body}\n"
+        metadata = {
+            "source": "arxiv",
+            "category": self.category,
+            "origin": where,
+            "url": f"https://arxiv.org/abs/{paper['id']}",
+            "date": paper["date"],
+            "licence": _licence(paper["license"]),
+        }
+        return Document(text, f"arxiv:{paper['id']}", {key: value for key, value in metadata.items() if value})
+
+    def _metadata_file(self) -> Path:
+        path = Path(self.metadata).expanduser()
+        if not path.is_file():
+            raise ValueError(
+                f"source.metadata={self.metadata}: no such file; give arXiv's metadata snapshot, JSON lines"
+            )
+        return path
+
+    def _archives(self) -> dict[str, Path]:
+        folder = Path(self.sources).expanduser()
+        found = [folder] if folder.is_file() else sorted(folder.rglob("*.tar"))
+        if not found:
+            raise ValueError(f"source.sources={self.sources}: no .tar in it; give the folder of arXiv_src_*.tar files")
+        return {path.name if path == folder else path.relative_to(folder).as_posix(): path for path in found}
+
+    def _wanted(self, path: Path, problems: Problems) -> Iterator[dict]:
+        """Yield the records with one of the categories; others are not even parsed, which is ten times as quick."""
+        names = re.compile(rb"|".join(re.escape(name.encode()) for name in self.categories))
+        wanted = set(self.categories)
+        for number, line in _lines(path, problems):
+            if names.search(line):
+                try:
+                    record = json.loads(line)
+                    if not wanted.isdisjoint(record["categories"].split()):
+                        for key in ("id", "title", "abstract"):
+                            record[key].encode()  # a lone surrogate, or no text at all
+                        yield record
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                    detail = f"no {error}" if isinstance(error, KeyError) else _first_line(error)
+                    problems.skip(f"{path}: line {number}", "broken record", detail)
+
+
+class _BadTarError(Exception):
+    """A tar that goes wrong where tarfile would not say so, or asks for too much."""
+
+
+class _CheckedTarInfo(tarfile.TarInfo):
+    """A header, refused where tarfile would take a broken one for the end, or read a name of gigabytes."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_CheckedTarInfo":
+        try:
+            info = super().frombuf(buf, encoding, errors)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:
+            raise _BadTarError(str(error)) from error
+        if info.type in NAMES and info.size > NAME_BYTES:
+            raise _BadTarError(f"a name of {info.size:,} bytes")
+        return info
+
+
+class _Bounded:
+    """A stream that gives up after `UNPACKED_BYTES`: a bomb costs that much work, and no memory."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._left = stream, UNPACKED_BYTES
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise _BadTarError(f"it unpacks to over {UNPACKED_BYTES:,} bytes")
+        return data
+
+
+def _source_files(compressed: BinaryIO, where: str, problems: Problems) -> dict[str, str]:
+    """Return the text files of a paper's source, a gzipped tar or a gzipped file of TeX, by path."""
+    with gzip.GzipFile(fileobj=compressed) as plain:
+        head = plain.peek(tarfile.BLOCKSIZE)[: tarfile.BLOCKSIZE]
+        if not _is_tar(head):
+            if head.startswith((b"%!PS", b"%PDF", b"\x1f\x8b")):
+                return {}
+            data = plain.read(FILE_BYTES + 1)
+            if len(data) > FILE_BYTES:
+                raise _BadTarError(f"one file of over {FILE_BYTES:,} bytes")
+            return {"main.tex": decode(data)}
+        with tarfile.open(fileobj=_Bounded(plain), mode="r|", tarinfo=_CheckedTarInfo, bufsize=1 << 18) as members:
+            return _text_files(members, where, problems)
+
+
+def _text_files(members: tarfile.TarFile, where: str, problems: Problems) -> dict[str, str]:
+    """Return the files of a source that may be text. Nothing is written anywhere; links lead nowhere."""
+    files: dict[str, str] = {}
+    total = 0
+    for member in members:
+        members.members = []
+        name = member.name.removeprefix("./")
+        if not member.isreg() or member.issparse() or name.lower().endswith(FIGURES):
+            continue
+        if member.size > FILE_BYTES:
+            if name.lower().endswith(".tex"):
+                problems.skip(f"{where}: {name[:200]}", "file too long", f"{member.size:,} bytes")
+            continue
+        total += member.size
+        if total > TEXT_BYTES:
+            raise _BadTarError(f"its text files have over {TEXT_BYTES:,} bytes")
+        data = members.extractfile(member).read()
+        if b"\0" not in data or name.lower().endswith(".tex"):
+            files[name] = decode(data)
+    return files
+
+
+def _is_tar(head: bytes) -> bool:
+    try:
+        tarfile.TarInfo.frombuf(head, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True
+
+
+def _lines(path: Path, problems: Problems) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file, counted from 1; one that is too long is told and stepped over."""
+    number, overlong = 1, False
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rb") as stream:
+            while line := stream.readline(LINE_BYTES):
+                whole = line.endswith(b"\n") or len(line) < LINE_BYTES
+                if not whole and not overlong:
+                    problems.skip(f"{path}: line {number}", "line too long", f"over {LINE_BYTES:,} bytes")
+                if whole and not overlong:
+                    yield number, line
+                overlong = not whole
+                number += whole
+    except (OSError, EOFError, zlib.error) as error:
+        problems.skip(f"{path}: after line {number - 1}", "corrupt file", _first_line(error))
+
+
+def _kept(record: dict) -> dict[str, str]:
+    """Return what a document needs of a record. Its date is that of the newest version, which is the one archived."""
+    date = record.get("update_date")
+    try:
+        date = parsedate_to_datetime(record["versions"][-1]["created"]).date().isoformat()
+    except (KeyError, IndexError, TypeError, ValueError):
+        date = date if isinstance(date, str) else ""
+    licence = record.get("license")
+    kept = {name: record[name] for name in ("id", "title", "abstract")}
+    return {**kept, "date": date, "license": licence if isinstance(licence, str) else ""}
+
+
+def _licence(address: str) -> str:
+    """Return the SPDX id of a Creative Commons licence, or the address: arXiv's own licence has no id."""
+    match = CREATIVE_COMMONS.search(address)
+    if match is None:
+        return address
+    return f"CC-{match[1].upper()}-{match[2]}" if match[1] else "CC0-1.0"
+
+
+def _paragraphs(abstract: str) -> str:
+    """Return an abstract with its lines joined; a line that is indented begins a paragraph."""
+    paragraphs = re.split(r"\n[ \t]*\n|\n(?=[ \t]{2})", abstract.strip())
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__

@@ -1,0 +1,230 @@
+"""Command references: manual pages, and what programs print when asked for help."""
+
+import bz2
+import contextlib
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from data_pipeline.documents import Document, Problems
+from data_pipeline.files import write_whole
+from data_pipeline.fingerprint import file_identity
+from data_pipeline.sources.manual_pages import is_alias, read_manual_page
+from data_pipeline.sources.parts import SourceInParts
+
+OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open}
+CODING = re.compile(rb"coding:\s*([\w.-]{1,30})")
+PAGE_BYTES = 4 * 1024 * 1024
+HELP_BYTES = 256 * 1024
+HELP_SECONDS = 10
+MINIMUM_CHARACTERS = 100
+PART_BYTES = 8 * 1024 * 1024  # of stored, mostly compressed, pages
+PARTS = "commands.jsonl"
+
+
+@dataclass(frozen=True)
+class Commands(SourceInParts):
+    """Manual pages in English as Markdown, and help texts of programs.
+
+    `man_pages`: a folder with man1, man2, ... in it, or None; of `sections`, in their order. A page that only names
+    another, or whose text another file has too, is there once. `help_texts`: a folder of .txt files whose first line is
+    a command (`tar --help`) and whose other lines are what it printed, or None. `run_help`: programs to run with --help
+    and nothing else, one after the other: without a shell, in an empty folder that is also their home, with standard
+    input closed, for HELP_SECONDS, for HELP_BYTES of output. They run with this user's rights: name none that you would
+    not run yourself.
+    """
+
+    man_pages: str | None = "/usr/share/man"
+    sections: list[int] | None = None
+    help_texts: str | None = None
+    run_help: list[str] | None = None
+    category: str = "commands"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sections", [1, 8, 2, 3, 5, 7] if self.sections is None else list(self.sections))
+        object.__setattr__(self, "run_help", list(self.run_help or ()))
+        for section in self.sections:
+            if section not in range(1, 10):
+                raise ValueError(f"source.sections={self.sections}: give numbers from 1 to 9")
+        for key in ("man_pages", "help_texts"):
+            folder = getattr(self, key)
+            if folder is not None and not Path(folder).expanduser().is_dir():
+                raise ValueError(f"source.{key}={folder}: no such folder; give one, or null to leave these out")
+
+    def identity(self) -> dict:
+        """Settings, and the path, size and time of every page, help text and program."""
+        paths = [path for _, path in self._files()] + list(self._programs().values())
+        return {"commands": asdict(self), "files": file_identity(paths)}
+
+    def prepare(self, scratch: Path, problems: Problems) -> None:
+        """Read every page once, to leave out aliases and what is there twice, and write the parts into `scratch`."""
+        lines, group, size = [], [], 0
+        seen: set[bytes] = set()
+        for kind, path in self._files():
+            text = _text(path, problems)
+            if text is None or (kind == "man" and is_alias(text)):
+                continue
+            digest = hashlib.sha256(text.encode()).digest()[:16]
+            if digest in seen:
+                continue
+            seen.add(digest)
+            group.append([kind, str(path)])
+            size += path.stat().st_size
+            if size >= PART_BYTES:
+                lines.append(json.dumps(group))
+                group, size = [], 0
+        group += [["run", program] for program in self._programs()]
+        if group:
+            lines.append(json.dumps(group))
+        write_whole(scratch / PARTS, "".join(f"{line}\n" for line in lines))
+
+    def parts(self, scratch: Path) -> list[str]:
+        """Return the parts' names. Raises ValueError naming the keys where there is nothing to read."""
+        with (scratch / PARTS).open(encoding="utf-8") as lines:
+            names = [f"{number:05d}" for number, _ in enumerate(lines)]
+        if not names:
+            folders = f"source.man_pages={self.man_pages}, source.help_texts={self.help_texts}"
+            raise ValueError(f"{folders}: no page in them; give a folder with man1, man2, ..., or one with .txt files")
+        return names
+
+    def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
+        """Yield a part's pages and help texts; programs that give none are told to `problems`."""
+        with (scratch / PARTS).open(encoding="utf-8") as lines:
+            group = json.loads(next(line for number, line in enumerate(lines) if number == int(part)))
+        for kind, name in group:
+            if kind == "man":
+                document = self._page(Path(name), problems)
+            elif kind == "help":
+                command, _, output = (_text(Path(name), problems) or "").partition("\n")
+                identity = Path(name).relative_to(Path(self.help_texts).expanduser())
+                document = self._help(command, output, f"commands:help/{identity}", name)
+            else:
+                output = _run_help(self._programs()[name], problems)
+                document = self._help(f"{name} --help", output, f"commands:run/{name}", f"{name} --help")
+            if document is not None and len(document.text) >= MINIMUM_CHARACTERS:
+                yield document
+
+    def _page(self, path: Path, problems: Problems) -> Document | None:
+        text = _text(path, problems)
+        if text is None:
+            return None
+        inside = path.relative_to(Path(self.man_pages).expanduser())
+        stem = path.name.removesuffix(path.suffix) if path.suffix in OPENERS else path.name
+        page = read_manual_page(text, stem)
+        about = {"category": self.category, "origin": str(path), "date": page.date, "licence": page.licence}
+        metadata = {"source": "commands", **{key: value for key, value in about.items() if value}}
+        return Document(page.markdown, f"commands:{inside.parent}/{stem}", metadata)
+
+    def _help(self, command: str, output: str, identity: str, origin: str) -> Document | None:
+        lines = [line.rstrip() for line in output.split("\n")]
+        text = "\n".join(lines).strip("\n")
+        if not command.strip() or not text:
+            return None
+        marks = "````" if "```" in text else "```"
+        metadata = {"source": "commands", "category": self.category, "origin": origin}
+        return Document(f"# `{command.strip()}`\n\n{marks}\n{text}\n{marks}", identity, metadata)
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        """Yield ("man" or "help", path) in order; links are other names of pages, and left out."""
+        if self.man_pages is not None:
+            for section in self.sections:
+                for path in sorted(Path(self.man_pages).expanduser().glob(f"man{section}/*")):
+                    if path.is_file() and not path.is_symlink():
+                        yield "man", path
+        if self.help_texts is not None:
+            for path in sorted(Path(self.help_texts).expanduser().rglob("*.txt")):
+                if path.is_file() and not path.is_symlink():
+                    yield "help", path
+
+    def _programs(self) -> dict[str, Path]:
+        """Return the files of the programs in `run_help`. Raises ValueError for one that is not there."""
+        found = {name: shutil.which(name) for name in self.run_help}
+        for name, path in found.items():
+            if path is None:
+                raise ValueError(f"source.run_help: {name!r} is no program here: install it, or take it off the list")
+        return {name: Path(path) for name, path in found.items()}
+
+
+def _text(path: Path, problems: Problems) -> str | None:
+    """Return a file's text out of its compression, or None, and a problem told, where it is broken or too large."""
+    try:
+        with OPENERS.get(path.suffix, open)(path, "rb") as file:
+            content = file.read(PAGE_BYTES + 1)
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile):
+        return problems.skip(str(path), "corrupt file", "its compression is broken or cut off")
+    except OSError as error:
+        return problems.skip(str(path), "unreadable file", str(error.strerror or error))
+    if len(content) > PAGE_BYTES:
+        return problems.skip(str(path), "page too large", f"over {PAGE_BYTES} bytes")
+    if b"\0" in content:
+        return problems.skip(str(path), "NUL byte", f"byte {content.index(0)}")
+    named = CODING.search(content[:200])
+    try:
+        return content.decode(named[1].decode() if named else "utf-8")
+    except (UnicodeDecodeError, LookupError) as error:
+        return problems.skip(str(path), "undecodable text", str(error)[:100])
+
+
+def _run_help(program: Path, problems: Problems) -> str:
+    """Return what a program prints when it is run with --help; an empty string, and a problem told, if nothing."""
+    with tempfile.TemporaryDirectory(prefix="palimpsest-help-") as home:
+        try:
+            process = subprocess.Popen(
+                [program, "--help"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=home,
+                env={"HOME": home, "PATH": os.defpath, "LC_ALL": "C.UTF-8"},
+                start_new_session=True,  # so that what it starts can be ended with it
+            )
+        except OSError as error:
+            problems.skip(f"{program} --help", "cannot be run", str(error.strerror or error))
+            return ""
+        output, ended = _bounded_output(process)
+    if not ended:
+        problems.skip(f"{program} --help", "no end", f"after {HELP_SECONDS} s or {HELP_BYTES} bytes")
+        return ""
+    text = output.decode("utf-8", "replace").replace("\0", "")
+    if process.returncode != 0 and len(text) < MINIMUM_CHARACTERS:
+        problems.skip(f"{program} --help", "no help text", f"exit status {process.returncode}")
+        return ""
+    return text
+
+
+def _bounded_output(process: subprocess.Popen) -> tuple[bytes, bool]:
+    """Return what a process prints, and whether it came to its end within the bounds; it is ended in any case."""
+    pieces, length, end = [], 0, time.monotonic() + HELP_SECONDS
+    finished = False
+    with process.stdout as stream:
+        while length <= HELP_BYTES and (left := end - time.monotonic()) > 0:
+            if not select.select([stream], [], [], left)[0]:
+                break
+            piece = os.read(stream.fileno(), 1 << 16)
+            if not piece:
+                finished = True
+                break
+            pieces.append(piece)
+            length += len(piece)
+    if finished:
+        try:
+            process.wait(max(end - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            finished = False
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return b"".join(pieces), finished

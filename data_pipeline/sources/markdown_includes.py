@@ -1,0 +1,146 @@
+"""What Markdown pages include from their repository, in the ways of docfx, mkdocs and Liquid."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(.*?)(?:\n|\A)\1[ \t]*(?:\n|\Z)", re.DOTALL)
+FRONT_MATTER_CHARACTERS = 64 * 1024
+DOCFX = re.compile(r"\[!INCLUDE\s*\[[^\]\n]{0,200}\]\s*\(([^)\s]{1,400})(?:\s+\"[^\"\n]{0,200}\")?\)\]", re.IGNORECASE)
+SNIPPET = re.compile(r"^([ \t]*)-{1,}8<-{1,}[ \t]+[\"']([^\"'\n]{1,400})[\"'][ \t]*$", re.MULTILINE)
+LIQUID = re.compile(
+    r"\{%-?\s*(?:data|indented_data_reference)\s+(variables|reusables)\.([\w.-]{1,200})[^%\n]{0,100}%\}"
+)
+HUGO = re.compile(r"\{\{[<%]\s*include\s+(?:file\s*=\s*)?\"([^\"\n]{1,400})\"[^\n]{0,100}?[>%]\}\}")
+BRACKETS = 2000  # in front matter: PyYAML's time grows with the square of how deep they are
+DEPTH = 10
+INCLUDES = 1000  # in one page, nested ones too
+
+
+class UnusableMarkdown(ValueError):
+    """A page that cannot be read. `kind` is a few words to count it under, `detail` says more."""
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind, self.detail = kind, detail
+
+
+class Repository:
+    """The files of one repository, as far as pages include them."""
+
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        self.root, self.max_bytes = root.resolve(), max_bytes
+        self._variables: dict[str, dict] = {}  # file -> its mapping; these files are few and small
+
+    def find(self, target: str, page: Path) -> Path | None:
+        """Return the file that an include names, seen from its page, or None: missing, or outside the repository."""
+        target = target.partition("#")[0].partition("?")[0].partition(":")[0]  # mkdocs: "file.md:section"
+        near = [self.root / target.lstrip("~/")] if target[:1] in ("~", "/") else [page.parent / target]
+        for candidate in (*near, self.root / target.lstrip("~/"), self.root / "docs" / target.lstrip("~/")):
+            try:
+                resolved = candidate.resolve()
+            except (OSError, RuntimeError, ValueError):  # a circle of links, a NUL in the name
+                continue
+            if resolved.is_relative_to(self.root) and resolved.is_file():
+                return resolved
+        return None
+
+    def text(self, path: Path) -> str:
+        """Return a file's text, lines ending in \\n. Raises UnusableMarkdown where it is none, or over max_bytes."""
+        with path.open("rb") as file:
+            content = file.read(self.max_bytes + 1)
+        if len(content) > self.max_bytes:
+            raise UnusableMarkdown("file too large", f"over {self.max_bytes} bytes")
+        if b"\0" in content:
+            raise UnusableMarkdown("NUL byte", f"byte {content.index(0)}")
+        try:
+            return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError as error:
+            raise UnusableMarkdown("not UTF-8", f"byte {error.start}") from error
+
+    def variable(self, name: str) -> str | None:
+        """Return what data/variables says for `file.key.key`, or None."""
+        file, *keys = name.split(".")
+        if file not in self._variables:
+            path = self.find(f"~/data/variables/{file}.yml", self.root)
+            try:
+                self._variables[file] = front_matter(self.text(path)) if path is not None else {}
+            except UnusableMarkdown:
+                self._variables[file] = {}
+        value: object = self._variables[file]
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value.strip() if isinstance(value, str) else None
+
+
+class Includes:
+    """Resolves the includes of one page."""
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+        self.missing = self._count = self._bytes = 0
+
+    def resolve(self, text: str, page: Path) -> str:
+        """Return `text` with what it includes in place. Raises UnusableMarkdown for circles, and for includes that
+        are too many or too long together; one that is not in the repository is left out, and counted in `missing`."""
+        return self._resolve(text, page, (page.resolve(),))
+
+    def _resolve(self, text: str, page: Path, above: tuple[Path, ...]) -> str:
+        def file(target: str, indent: str = "") -> str:
+            path = self.repository.find(target, page)
+            if path is None:
+                self.missing += 1
+                return ""
+            return self._file(path, above).replace("\n", f"\n{indent}") if indent else self._file(path, above)
+
+        def data(match: re.Match) -> str:
+            kind, name = match.groups()
+            if kind == "reusables":
+                return file(f"~/data/reusables/{name.replace('.', '/')}.md").strip()
+            value = self.repository.variable(name)
+            if value is None:
+                self.missing += 1
+                return ""
+            self._add(len(value))
+            return self._resolve(value, page, (*above, Path(name))) if "{%" in value and len(above) < DEPTH else value
+
+        text = DOCFX.sub(lambda match: file(match[1]), text)
+        text = HUGO.sub(lambda match: file(match[1]), text)
+        text = SNIPPET.sub(lambda match: match[1] + file(match[2], match[1]), text)
+        return LIQUID.sub(data, text)
+
+    def _file(self, path: Path, above: tuple[Path, ...]) -> str:
+        if path in above:
+            raise UnusableMarkdown("includes in a circle", f"{path.name} includes itself")
+        if len(above) > DEPTH:
+            raise UnusableMarkdown("includes without end", f"over {DEPTH} deep")
+        text = FRONT_MATTER.sub("", self.repository.text(path), count=1)
+        self._add(len(text))
+        return self._resolve(text, path, (*above, path)).strip("\n")
+
+    def _add(self, length: int) -> None:
+        self._count += 1
+        self._bytes += length
+        if self._count > INCLUDES:
+            raise UnusableMarkdown("includes without end", f"over {INCLUDES} of them")
+        if self._bytes > self.repository.max_bytes:
+            raise UnusableMarkdown("includes without end", f"over {self.repository.max_bytes} bytes")
+
+
+def front_matter(text: str) -> dict:
+    """Return a page's front matter, every value a string, list or mapping of strings. Raises UnusableMarkdown.
+
+    Read by PyYAML's loader that knows no types and no merging of mappings: an alias is a reference in it, and nothing
+    grows; written in Python, so that nesting without end is an exception and not a crash.
+    """
+    if len(text) > FRONT_MATTER_CHARACTERS:
+        raise UnusableMarkdown("broken front matter", f"over {FRONT_MATTER_CHARACTERS} characters")
+    if text.count("[") + text.count("{") > BRACKETS:
+        raise UnusableMarkdown("broken front matter", f"over {BRACKETS} brackets")
+    try:
+        found = yaml.load(text, Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        reason = getattr(error, "problem", None) or type(error).__name__
+        raise UnusableMarkdown("broken front matter", str(reason)[:200]) from error
+    return found if isinstance(found, dict) else {}

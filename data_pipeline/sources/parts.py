@@ -1,0 +1,41 @@
+"""Sources whose input falls into parts that can be read apart: by several processes, or on several nodes."""
+
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_pipeline.documents import Document, Problems
+
+
+class SourceInParts(ABC):
+    """A source that the corpus job can split.
+
+    `prepare` is called once, before all else, for what reading needs of the whole input (an index, a join); `parts`
+    then names pieces of about equal work, the same names in the same order on every node; `read` yields the documents
+    of one of them, whatever else has been read or not. Nothing is kept in the object between these calls: they may
+    happen in different processes.
+    """
+
+    @abstractmethod
+    def identity(self) -> dict:
+        """Return a JSON-able description of settings and input files that changes whenever documents might."""
+
+    def prepare(self, scratch: Path, problems: Problems) -> None:  # noqa: B027  (most sources need nothing)
+        """Write what reading needs into the folder `scratch`: each file whole, or not at all."""
+
+    @abstractmethod
+    def parts(self, scratch: Path) -> list[str]:
+        """Return the names of the parts. Raises ValueError, naming the key, where there is no input."""
+
+    @abstractmethod
+    def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
+        """Yield the documents of a part; memory does not grow with its size."""
+
+    def documents(self, problems: Problems, processes: int) -> Iterator[Document]:
+        """Yield all documents, part by part, in this process: what `data.source` of a pretraining run asks for."""
+        with tempfile.TemporaryDirectory(prefix="palimpsest-source-") as folder:
+            scratch = Path(folder)
+            self.prepare(scratch, problems)
+            for part in self.parts(scratch):
+                yield from self.read(part, scratch, problems)
