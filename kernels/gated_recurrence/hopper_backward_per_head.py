@@ -187,7 +187,7 @@ def _backward(
     e = gl.arange(0, E, gl.SliceLayout(0, STATE))
     state = gl.zeros([D, E], gl.float32, STATE)
     if start is not None:  # noqa: SIM102  (a constant, and a number of the device)
-        if exists:
+        if count >= 0:
             plane = (segment if JOINED else sequence).to(gl.int64) * start_n + head * start_h
             state = gl.load(start + plane + channel[:, None] * start_d + e[None, :] * start_e)
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, PAIRS))
