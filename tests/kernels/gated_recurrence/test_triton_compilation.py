@@ -22,17 +22,13 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> list[dict]:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        "OMP_NUM_THREADS": "1",
-    }
-    program = Path(__file__).with_name("compile_recurrence_offline.py")
-    # On two cores side by side: most of a minute each.
-    commands = [[sys.executable, str(program), *CASES[part::2]] for part in range(2)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    processes = [subprocess.Popen(command, **pipes) for command in commands]
+    program = str(Path(__file__).with_name("compile_recurrence_offline.py"))
+    processes = []
+    for part in range(2):  # side by side, with caches of their own: what is found in one leaves no assembler's log
+        cache = str(tmp_path_factory.mktemp("triton"))
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+        processes.append(subprocess.Popen([sys.executable, program, *CASES[part::2]], **pipes))
     try:
         outputs = [process.communicate(timeout=300) for process in processes]
     finally:
