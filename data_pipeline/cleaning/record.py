@@ -3,7 +3,6 @@
 import hashlib
 import heapq
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.cleaning.masks import mask
+from data_pipeline.files import write_whole
 
 SAMPLE_CHARACTERS = 2_000  # kept of a sampled document, from its beginning
 BYTES_PER_TOKEN = 4.0  # of English text with code, in common vocabularies
@@ -53,8 +53,7 @@ class Recorded(PipelineStep):
         record = {"name": self.name, "position": self.position, "task": rank, "tasks": world_size, **tally.record()}
         record["counts"] = {label: count - before.get(label, 0) for label, count in _counts(self.step).items()}
         path = Path(self.folder, self.name, f"{rank:05d}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, record)
+        write_whole(path, _json(record))
 
 
 class _Tally:
@@ -153,7 +152,7 @@ def merge_records(folder: str | Path, samples: int = 20, bytes_per_token: float 
     steps = [_merge_step(path, samples, bytes_per_token) for path in sorted(Path(folder).iterdir()) if path.is_dir()]
     steps.sort(key=lambda step: (step["position"], step["name"]))
     merged = {"steps": steps}
-    write_whole(Path(folder, "merged.json"), merged)
+    write_whole(Path(folder, "merged.json"), _json(merged))
     return merged
 
 
@@ -248,11 +247,5 @@ def _bytes(document: Document) -> int:
     return len(document.text) if document.text.isascii() else len(document.text.encode(errors="replace"))
 
 
-def write_whole(path: Path, content: dict) -> None:
-    """Write JSON so that the file appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", errors="replace")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+def _json(content: dict) -> bytes:
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode(errors="replace")

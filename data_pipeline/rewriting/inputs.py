@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 
 from data_pipeline.documents import Document, Problems
 from data_pipeline.fingerprint import file_identity
-from data_pipeline.sources.text_files import json_records, open_file
+from data_pipeline.sources.json_lines import open_bytes
+from data_pipeline.sources.text_files import json_records
 
 ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 ROWS_AT_ONCE = 64
@@ -80,7 +81,7 @@ class Corpus:
     def _records(self, path: Path, group: int | None, problems: Problems) -> Iterator[tuple[str, dict]]:
         if group is None:
             try:
-                with open_file(path) as stream:
+                with open_bytes(path) as stream:
                     yield from json_records(path, _lines(path, stream, problems), problems)
             except OSError as error:
                 problems.skip(str(path), "unreadable file", str(error.strerror or error))

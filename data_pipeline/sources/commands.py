@@ -4,7 +4,7 @@ import bz2
 import contextlib
 import gzip
 import hashlib
-import json
+import itertools
 import lzma
 import os
 import re
@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.files import write_whole
 from data_pipeline.fingerprint import file_identity
 from data_pipeline.sources.manual_pages import is_alias, read_manual_page
-from data_pipeline.sources.parts import SourceInParts
+from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open}
 CODING = re.compile(rb"coding:\s*([\w.-]{1,30})")
@@ -71,30 +70,24 @@ class Commands(SourceInParts):
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
         """Read every page once, to leave out aliases and what is there twice, and write the parts into `scratch`."""
-        lines, group, size = [], [], 0
+        items = itertools.chain(self._pages(problems), ((["run", program], 0) for program in self._programs()))
+        write_parts(scratch / PARTS, groups(items, PART_BYTES))
+
+    def _pages(self, problems: Problems) -> Iterator[tuple[list[str], int]]:
+        """Yield ([kind, path], bytes) of the pages that are no aliases, each text once."""
         seen: set[bytes] = set()
         for kind, path in self._files():
             text = _text(path, problems)
             if text is None or (kind == "man" and is_alias(text)):
                 continue
             digest = hashlib.sha256(text.encode()).digest()[:16]
-            if digest in seen:
-                continue
-            seen.add(digest)
-            group.append([kind, str(path)])
-            size += path.stat().st_size
-            if size >= PART_BYTES:
-                lines.append(json.dumps(group))
-                group, size = [], 0
-        group += [["run", program] for program in self._programs()]
-        if group:
-            lines.append(json.dumps(group))
-        write_whole(scratch / PARTS, "".join(f"{line}\n" for line in lines))
+            if digest not in seen:
+                seen.add(digest)
+                yield [kind, str(path)], path.stat().st_size
 
     def parts(self, scratch: Path) -> list[str]:
         """Return the parts' names. Raises ValueError naming the keys where there is nothing to read."""
-        with (scratch / PARTS).open(encoding="utf-8") as lines:
-            names = [f"{number:05d}" for number, _ in enumerate(lines)]
+        names = part_names(scratch / PARTS)
         if not names:
             folders = f"source.man_pages={self.man_pages}, source.help_texts={self.help_texts}"
             raise ValueError(f"{folders}: no page in them; give a folder with man1, man2, ..., or one with .txt files")
@@ -102,9 +95,7 @@ class Commands(SourceInParts):
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
         """Yield a part's pages and help texts; programs that give none are told to `problems`."""
-        with (scratch / PARTS).open(encoding="utf-8") as lines:
-            group = json.loads(next(line for number, line in enumerate(lines) if number == int(part)))
-        for kind, name in group:
+        for kind, name in read_part(scratch / PARTS, part):
             if kind == "man":
                 document = self._page(Path(name), problems)
             elif kind == "help":

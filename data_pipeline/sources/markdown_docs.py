@@ -1,7 +1,6 @@
 """Documentation repositories: the Markdown of a checkout, without what only its site generator reads."""
 
 import itertools
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -9,12 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.files import write_whole
 from data_pipeline.fingerprint import file_identity
 from data_pipeline.sources.licences import licence_of_text
 from data_pipeline.sources.markdown_includes import Repository
 from data_pipeline.sources.markdown_pages import UnusableMarkdown, read_page
-from data_pipeline.sources.parts import SourceInParts
+from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 
 logger = logging.getLogger(__name__)
 
@@ -72,33 +70,22 @@ class MarkdownDocs(SourceInParts):
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
         """Write the list of parts into `scratch`: files in order, about PART_BYTES of them in each."""
-        lines, group, size = [], [], 0
-        for folder in self._folders():
-            for path in _walk(folder):
-                group.append([str(folder), str(path)])
-                size += path.stat().st_size
-                if size >= PART_BYTES:
-                    lines.append(json.dumps(group))
-                    group, size = [], 0
-        if group:
-            lines.append(json.dumps(group))
-        write_whole(scratch / PARTS, "".join(f"{line}\n" for line in lines))
+        files = ((folder, path) for folder in self._folders() for path in _walk(folder))
+        items = (([str(folder), str(path)], path.stat().st_size) for folder, path in files)
+        write_parts(scratch / PARTS, groups(items, PART_BYTES))
 
     def parts(self, scratch: Path) -> list[str]:
         """Return the parts' names. Raises ValueError naming `source.paths` where there is no Markdown."""
-        with (scratch / PARTS).open(encoding="utf-8") as lines:
-            names = [f"{number:05d}" for number, _ in enumerate(lines)]
+        names = part_names(scratch / PARTS)
         if not names:
             raise ValueError(f"source.paths={self.paths}: no Markdown in it; it must have {' '.join(ENDINGS)} files")
         return names
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
         """Yield a part's pages; what cannot be read is told to `problems` by file."""
-        with (scratch / PARTS).open(encoding="utf-8") as lines:
-            group = json.loads(next(line for number, line in enumerate(lines) if number == int(part)))
         repositories: dict[str, tuple[Repository, str | None]] = {}
         missing = 0
-        for folder, name in group:
+        for folder, name in read_part(scratch / PARTS, part):
             if folder not in repositories:
                 root = _root(Path(folder))
                 repositories[folder] = Repository(root, self.max_file_bytes), _licence(root)

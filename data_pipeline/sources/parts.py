@@ -1,11 +1,13 @@
 """Sources whose input falls into parts that can be read apart: by several processes, or on several nodes."""
 
+import json
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from data_pipeline.documents import Document, Problems
+from data_pipeline.files import write_whole
 
 
 class SourceInParts(ABC):
@@ -39,3 +41,33 @@ class SourceInParts(ABC):
             self.prepare(scratch, problems)
             for part in self.parts(scratch):
                 yield from self.read(part, scratch, problems)
+
+
+def groups(items: Iterable[tuple[list[str], int]], part_bytes: int) -> Iterator[list[list[str]]]:
+    """Yield the items of (item, bytes) in order, in groups of about part_bytes."""
+    group, size = [], 0
+    for item, item_bytes in items:
+        group.append(item)
+        size += item_bytes
+        if size >= part_bytes:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def write_parts(path: Path, parts: Iterable[list]) -> None:
+    """Write a list of parts, each a JSON-able list of what it holds."""
+    write_whole(path, "".join(f"{json.dumps(part)}\n" for part in parts))
+
+
+def part_names(path: Path) -> list[str]:
+    """Return the names of the parts that `write_parts` wrote: their numbers."""
+    with path.open(encoding="utf-8") as lines:
+        return [f"{number:05d}" for number, _ in enumerate(lines)]
+
+
+def read_part(path: Path, name: str) -> list:
+    """Return what a part holds."""
+    with path.open(encoding="utf-8") as lines:
+        return json.loads(next(line for number, line in enumerate(lines) if number == int(name)))

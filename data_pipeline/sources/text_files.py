@@ -1,7 +1,6 @@
 """Text from files: plain text, Markdown, JSON lines and Parquet, compressed or not."""
 
 import glob
-import io
 import json
 import logging
 from collections.abc import Iterator
@@ -14,12 +13,12 @@ import pyarrow.parquet as pq
 
 from data_pipeline.documents import Document, Problems
 from data_pipeline.fingerprint import file_identity
+from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
 
 logger = logging.getLogger(__name__)
 
 PLAIN = (".txt", ".md")
 JSON_LINES = (".jsonl", ".json")
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 ENDINGS = (*(kind + end for kind in (*PLAIN, *JSON_LINES) for end in ("", *COMPRESSED)), ".parquet")
 RECORDS_AT_ONCE = 256
 
@@ -82,7 +81,7 @@ class TextFiles:
         if name.endswith(".parquet"):
             yield from self._records(path, self._parquet(path, problems), problems)
             return
-        with open_file(path) as stream:
+        with open_bytes(path) as stream:
             if name.removesuffix(".gz").removesuffix(".zst").endswith(PLAIN):
                 yield from self._plain(path, stream, problems)
             else:
@@ -169,16 +168,6 @@ def _metadata(record: dict, origin: str) -> dict[str, str]:
         "licence": record.get("licence") or record.get("license"),
     }
     return {"origin": origin, **{name: str(value) for name, value in known.items() if value}}
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading bytes, through its decompressor.
-
-    Arrow's, because it tells a truncated archive from one that ends, and reads several in one file.
-    """
-    codec = COMPRESSED.get(path.suffix.lower())
-    file = path.open("rb")
-    return io.BufferedReader(pa.CompressedInputStream(file, codec), 1 << 20) if codec else file
 
 
 def json_records(path: Path, stream: BinaryIO, problems: Problems) -> Iterator[tuple[str, dict]]:
