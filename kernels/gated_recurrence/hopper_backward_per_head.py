@@ -34,6 +34,7 @@ from kernels.gated_recurrence.hopper_per_head import (
 )
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, Plan
+from kernels.gated_recurrence.triton_scan import strides_of_state
 
 HALVES = 2  # parts in which what the gates need is left: to gather it, all warps would wait for each other
 
@@ -83,7 +84,7 @@ def backward_in_one_scan(
         plan.segments,
         scale,
         length,
-        *((0, 0, 0, 0) if start is None else start.stride()),
+        *strides_of_state(start),
         D=width,
         E=width_e,
         WARPS=warps,

@@ -28,6 +28,7 @@ from kernels.gated_recurrence.hopper_per_head import (
 )
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_plan import FIELDS, LAST, Plan
+from kernels.gated_recurrence.triton_scan import strides_of_state
 
 
 def forward_in_one_scan(
@@ -51,7 +52,7 @@ def forward_in_one_scan(
         plan.segments,
         scale,
         length,
-        *((0, 0, 0, 0) if start is None else start.stride()),
+        *strides_of_state(start),
         D=width,
         E=width_e,
         WARPS=warps,

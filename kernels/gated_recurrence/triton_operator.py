@@ -28,13 +28,13 @@ from kernels.gated_recurrence.triton_per_head import (
     segment_per_head,
     sum_gates,
 )
-from kernels.gated_recurrence.triton_plan import Plan, make_plan
+from kernels.gated_recurrence.triton_plan import LEAST_SEGMENT, Plan, make_plan
 from kernels.gated_recurrence.triton_scan import scan
 from kernels.gated_recurrence.triton_scores import Chunks, decay_chunks, padded, stored_dtype
 from kernels.operation import empty_gradients, register_operation
 
-# Programs that a scan should have; a sequence is cut into segments of at least so many tokens to get them.
-SCAN_PROGRAMS, LEAST_SEGMENT = 96, 256
+# Programs that a scan should have: a sequence is cut into segments to get them.
+SCAN_PROGRAMS = 96
 # Of the axis that decays, which a program's state holds whole.
 MOST_CHANNELS = 256
 

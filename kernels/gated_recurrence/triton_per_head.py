@@ -19,12 +19,10 @@ from torch import Tensor
 from kernels.gated_recurrence.hopper_per_head import supports
 from kernels.gated_recurrence.triton_decays import CHUNK, in_log2, sums_until
 from kernels.gated_recurrence.triton_gradients_strong import tokens_of
-from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, Plan
-from kernels.gated_recurrence.triton_scan import join
+from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, LEAST_SEGMENT, Plan
+from kernels.gated_recurrence.triton_scan import join, strides_of_state
 from kernels.gated_recurrence.triton_scan_per_head import scan_backward_per_head, scan_forward_per_head
 from kernels.gated_recurrence.triton_scores import padded, shared_memory, stored_dtype, strides_in_units
-
-LEAST_SEGMENT = 256  # tokens
 
 
 def segment_per_head(k: Tensor, v: Tensor) -> int:
@@ -110,7 +108,7 @@ def forward_scan(
         *x_strides[:3],
         *y_strides[:3],
         *z_strides[:3],
-        *_state_strides(start),
+        *strides_of_state(start),
         length,
         X_UNIT=x_strides[3],
         Y_UNIT=y_strides[3],
@@ -159,7 +157,7 @@ def backward_scan(
         *x_strides[:3],
         *y_strides[:3],
         *w_strides[:3],
-        *_state_strides(start),
+        *strides_of_state(start),
         length,
         X_UNIT=x_strides[3],
         Y_UNIT=y_strides[3],
@@ -196,10 +194,6 @@ def _sizes(k: Tensor, z: Tensor, group: int) -> dict:
         "NUM_STAGES": stages if in_bfloat16 else 1,
         "num_warps": 4,
     }
-
-
-def _state_strides(state: Tensor | None) -> tuple[int, ...]:
-    return (0, 0, 0, 0) if state is None else state.stride()
 
 
 def joined_states(

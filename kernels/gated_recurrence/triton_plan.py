@@ -18,6 +18,7 @@ from kernels.gated_recurrence.triton_decays import CHUNK
 FIRST, LAST = 1, 2  # flags of a segment: of its sequence's segments
 FIELDS = 6
 RUN = 4  # chunks that a program looks at for strong ones
+LEAST_SEGMENT = 256  # tokens, of a sequence that is cut
 
 
 @dataclass(frozen=True)

@@ -95,17 +95,20 @@ def scan(
             num_warps=num_warps,
         )
 
-    none = (0, 0, 0, 0)
-    start_strides = none if start is None else start.stride()
-    end_strides = none if results[2] is None else results[2].stride()
+    start_strides, end_strides = strides_of_state(start), strides_of_state(results[2])
     if plan.in_segments:
         joined = z.new_empty(plan.segments.shape[0], heads, width, width_e, dtype=torch.float32)
         totals = torch.empty(plan.segments.shape[0], heads, chunks.total.shape[2], dtype=torch.float32, device=z.device)
-        launch(None, None, None, joined, none, joined.stride(), totals, LOCAL=True)
+        launch(None, None, None, joined, strides_of_state(None), joined.stride(), totals, LOCAL=True)
         join(joined, totals, start, plan, backward=backward)
         start, start_strides = joined, joined.stride()
     launch(results[0], results[1], start, results[2], start_strides, end_strides, None, LOCAL=False)
     return results
+
+
+def strides_of_state(state: Tensor | None) -> tuple[int, ...]:
+    """Of a state [N, heads, D, E]; zeros where there is none."""
+    return (0, 0, 0, 0) if state is None else state.stride()
 
 
 def join(joined: Tensor, totals: Tensor, start: Tensor | None, plan: Plan, *, backward: bool) -> None:
@@ -122,7 +125,7 @@ def join(joined: Tensor, totals: Tensor, start: Tensor | None, plan: Plan, *, ba
         start,
         plan.offsets if plan.offsets.numel() else None,
         plan.segments.shape[0] // plan.num_sequences,
-        *((0, 0, 0, 0) if start is None else start.stride()),
+        *strides_of_state(start),
         WIDTH=width,
         WIDTH_E=width_e,
         PER_HEAD=totals.shape[2] == 1,

@@ -197,26 +197,15 @@ def _decay_chunks(
             x_base = x_in
             if x_in is not None:
                 x_base = x_in + (row * x_stride_b + begin * x_stride_t + head * x_stride_h) * X_UNIT
-            if STRONG:
-                _decay_strong_chunk(
-                    x_base,
-                    y_in + (row * y_stride_b + begin * y_stride_t + head_y * y_stride_h) * Y_UNIT,
-                    gates + (row * g_stride_b + begin * g_stride_t + head_y * g_stride_h) * GATE_UNIT,
-                    x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
-                    count, index_x, index_y, x_stride_t * X_UNIT, y_stride_t * Y_UNIT, g_stride_t * GATE_UNIT,
-                    WIDTH, STORED, BLOCK, SLICES, STRONG, IN_HALVES, PRECISION, CHUNK, MOST_LEVELS,
-                    LEVELS_OF_OPEN, NUM_STAGES,
-                )  # fmt: skip
-            else:
-                _decay_chunk(
-                    x_base,
-                    y_in + (row * y_stride_b + begin * y_stride_t + head_y * y_stride_h) * Y_UNIT,
-                    gates + (row * g_stride_b + begin * g_stride_t + head_y * g_stride_h) * GATE_UNIT,
-                    x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale, leads,
-                    count, index_x, index_y, x_stride_t * X_UNIT, y_stride_t * Y_UNIT, g_stride_t * GATE_UNIT,
-                    WIDTH, STORED, BLOCK, SLICES, STRONG, IN_HALVES, PRECISION, CHUNK, MOST_LEVELS,
-                    LEVELS_OF_OPEN, NUM_STAGES,
-                )  # fmt: skip
+            y_base = y_in + (row * y_stride_b + begin * y_stride_t + head_y * y_stride_h) * Y_UNIT
+            gate_base = gates + (row * g_stride_b + begin * g_stride_t + head_y * g_stride_h) * GATE_UNIT
+            decay_chunk: tl.constexpr = _decay_strong_chunk if STRONG else _decay_chunk
+            decay_chunk(
+                x_base, y_base, gate_base, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices,
+                scale, leads, count, index_x, index_y, x_stride_t * X_UNIT, y_stride_t * Y_UNIT, g_stride_t * GATE_UNIT,
+                WIDTH, STORED, BLOCK, SLICES, STRONG, IN_HALVES, PRECISION, CHUNK, MOST_LEVELS, LEVELS_OF_OPEN,
+                NUM_STAGES,
+            )  # fmt: skip
 
 
 @triton.jit(noinline=True)
