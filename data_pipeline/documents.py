@@ -17,13 +17,11 @@ logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation")
 UNIT_BYTES = 256 * 1024  # text in a row group: the unit of work of later stages, small so that cores end together
 SHARD_BYTES = 256 * 1024 * 1024  # text in a file
-OPTIONAL_METADATA = ("licence", "date", "url")
+REQUIRED = ("id", "text", "source", "origin", "length", "split")
 SCHEMA = pa.schema(
     [
-        *((name, pa.string()) for name in ("id", "text", "source", "origin")),
-        ("length", pa.int64()),
-        ("split", pa.string()),
-        *((name, pa.string()) for name in OPTIONAL_METADATA),
+        *((name, pa.int64() if name == "length" else pa.string()) for name in REQUIRED),
+        *((name, pa.string()) for name in ("licence", "date", "url")),
     ]
 )
 
@@ -76,10 +74,15 @@ class Problems:
 
 
 class ShardWriter:
-    """Parquet shards of one split: row groups of about UNIT_BYTES of text, files of about SHARD_BYTES."""
+    """Parquet shards of one split: row groups of about UNIT_BYTES of text, files of about SHARD_BYTES.
 
-    def __init__(self, folder: Path, split: str) -> None:
-        self.folder, self.split = folder, split
+    They are `folder/<name>-00000.parquet` and so on, by default with the split as their name; `schema` may have further
+    columns, of metadata.
+    """
+
+    def __init__(self, folder: Path, split: str, name: str | None = None, schema: pa.Schema = SCHEMA) -> None:
+        self.folder, self.split, self.name, self.schema = folder, split, name or split, schema
+        self._optional = [column for column in schema.names if column not in REQUIRED]
         self.documents = self.bytes = 0
         self._shards = self._shard_bytes = self._unit_bytes = 0
         self._rows: list[dict] = []
@@ -87,7 +90,7 @@ class ShardWriter:
 
     def write(self, document: Document, length: int) -> None:
         """Add a document of `length` UTF-8 bytes."""
-        optional = {name: document.metadata.get(name) for name in OPTIONAL_METADATA}
+        optional = {name: document.metadata.get(name) for name in self._optional}
         source, origin = document.metadata.get("source", ""), document.metadata.get("origin", "")
         row = {"id": document.id, "text": document.text, "source": source, "origin": origin}
         self._rows.append({**row, "length": length, "split": self.split, **optional})
@@ -101,9 +104,9 @@ class ShardWriter:
         if not self._rows:
             return
         if self._writer is None:
-            path = self.folder / f"{self.split}-{self._shards:05d}.parquet"
-            self._writer = pq.ParquetWriter(path, SCHEMA, compression="zstd")
-        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=SCHEMA))
+            path = self.folder / f"{self.name}-{self._shards:05d}.parquet"
+            self._writer = pq.ParquetWriter(path, self.schema, compression="zstd")
+        self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self.schema))
         self._shard_bytes += self._unit_bytes
         self._rows, self._unit_bytes = [], 0
         if self._shard_bytes >= SHARD_BYTES:

@@ -72,7 +72,7 @@ def near_duplicates(
     """
     for name, value in (("ngram", ngram), ("buckets", buckets), ("hashes_per_bucket", hashes_per_bucket)):
         if value < 1:
-            raise ValueError(f"cleaning.near_duplicates.{name}={value}: give at least 1")
+            raise ValueError(f"corpus.cleaning.near_duplicates.{name}={value}: give at least 1")
     config = MinhashConfig(ngram, buckets, hashes_per_bucket, seed, hash_config=HASHES)
     signatures, pairs, found = (str(Path(folder, name)) for name in ("signatures", "pairs", "duplicates"))
     buckets_step = MinhashDedupBuckets(signatures, pairs, config=config, lines_to_buffer=LINES_BUFFERED)

@@ -40,13 +40,13 @@ class FastText:
             from fasttext.FastText import _FastText
         except ImportError as error:
             raise ValueError(
-                f"cleaning.language.model={path}: fasttext is not installed: pip install fasttext-numpy2-wheel, "
-                "or set cleaning.language.model=null"
+                f"corpus.cleaning.language.model={path}: fasttext is not installed: pip install fasttext-numpy2-wheel, "
+                "or set corpus.cleaning.language.model=null"
             ) from error
         try:
             self._model = _FastText(path)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"cleaning.language.model={path}: no fastText model: {error}") from error
+            raise ValueError(f"corpus.cleaning.language.model={path}: no fastText model: {error}") from error
 
     def probabilities(self, text: str) -> dict[str, float]:
         """Return {language code: probability} of the 16 likeliest languages."""
@@ -74,11 +74,11 @@ class Language(BaseFilter):
     ) -> None:
         super().__init__(exclusion_writer)
         if isinstance(languages, str) or not languages:
-            raise ValueError(f"cleaning.language.languages={languages!r}: give a list of language codes, like [en]")
+            raise ValueError(f"corpus.cleaning.language.languages={languages!r}: give a list of language codes, like [en]")
         if not 0 < threshold <= 1:
-            raise ValueError(f"cleaning.language.threshold={threshold}: give a probability over 0, at most 1")
+            raise ValueError(f"corpus.cleaning.language.threshold={threshold}: give a probability over 0, at most 1")
         if model is not None and not Path(model).is_file():
-            raise ValueError(f"cleaning.language.model={model}: no such file; give a fastText model, or null")
+            raise ValueError(f"corpus.cleaning.language.model={model}: no such file; give a fastText model, or null")
         self.languages, self.threshold = tuple(languages), threshold
         self.minimum_bytes, self.model = minimum_bytes, model
         self._identifier: Identifier | None = None  # loaded where the step runs, not sent there
@@ -108,7 +108,7 @@ class Language(BaseFilter):
             unknown = set(self.languages) - set(self._identifier.probabilities("a text"))
             if unknown:
                 raise ValueError(
-                    f"cleaning.language.languages: {', '.join(sorted(unknown))}: no code that py3langid knows; "
+                    f"corpus.cleaning.language.languages: {', '.join(sorted(unknown))}: no code that py3langid knows; "
                     "use ISO 639 codes such as en, de, zh"
                 )
 

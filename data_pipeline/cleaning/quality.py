@@ -72,8 +72,8 @@ class Quality(BaseFilter):
             unknown = set(changes) - set(rules)
             if unknown:
                 raise ValueError(
-                    f"cleaning.quality.by_category.{category}: no rule {', '.join(sorted(unknown))} in "
-                    "cleaning.quality.rules; name one of those"
+                    f"corpus.cleaning.quality.by_category.{category}: no rule {', '.join(sorted(unknown))} in "
+                    "corpus.cleaning.quality.rules; name one of those"
                 )
             self._by_category[category] = [
                 _Rule(name, settings, f"by_category.{category}") for name, settings in _laid_over(rules, changes)
@@ -99,7 +99,7 @@ class _Rule:
     """A filter of datatrove's with its settings, and the part of a document it judges."""
 
     def __init__(self, name: str, settings: dict, place: str) -> None:
-        key = f"cleaning.quality.{place}.{name}"
+        key = f"corpus.cleaning.quality.{place}.{name}"
         settings = deepcopy(settings)
         kind = settings.pop("filter", None)
         self.name, self.part = name, settings.pop("part", "text")

@@ -34,7 +34,7 @@ class Recorded(PipelineStep):
     def __init__(self, step: PipelineStep, folder: str, name: str, position: int = 0, samples: int = 20) -> None:
         super().__init__()
         if not name or "/" in name or name.startswith("."):
-            raise ValueError(f"cleaning.record: {name!r} cannot name a folder; give a plain word")
+            raise ValueError(f"corpus.cleaning.record: {name!r} cannot name a folder; give a plain word")
         self.step, self.folder, self.name = step, str(folder), name
         self.position, self.samples = position, samples
         self.stats = step.stats  # what the executor reports is the step's own

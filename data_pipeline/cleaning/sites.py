@@ -62,11 +62,11 @@ class Sites(BaseFilter):
 
 def _hosts(key: str, hosts: Iterable[str]) -> frozenset[str]:
     if isinstance(hosts, str):
-        raise ValueError(f"cleaning.sites.{key}={hosts}: give a list of hosts, like [{hosts}]")
+        raise ValueError(f"corpus.cleaning.sites.{key}={hosts}: give a list of hosts, like [{hosts}]")
     cleaned = frozenset(host.strip().lower().removeprefix("*.").rstrip(".") for host in hosts)
     for host in cleaned:
         if not re.fullmatch(r"[\w-]+(\.[\w-]+)*|[0-9a-f:]+", host):
-            raise ValueError(f"cleaning.sites.{key}: {host!r} is no host; give names such as docs.kernel.org")
+            raise ValueError(f"corpus.cleaning.sites.{key}: {host!r} is no host; give names such as docs.kernel.org")
     return cleaned
 
 
@@ -79,12 +79,12 @@ def _suffixes(host: str) -> list[str]:
 def _patterns(key: str, patterns: Iterable[str]) -> tuple[re.Pattern | None, re.Pattern | None]:
     """Return expressions for paths, and for hosts with paths."""
     if isinstance(patterns, str):
-        raise ValueError(f"cleaning.sites.{key}={patterns}: give a list of patterns, like ['{patterns}']")
+        raise ValueError(f"corpus.cleaning.sites.{key}={patterns}: give a list of patterns, like ['{patterns}']")
     paths = [pattern for pattern in patterns if pattern.startswith("/")]
     others = [pattern for pattern in patterns if not pattern.startswith("/")]
     for pattern in others:
         if "/" not in pattern or "://" in pattern:
-            raise ValueError(f"cleaning.sites.{key}: {pattern!r}: begin it with / or with a host and /, no scheme")
+            raise ValueError(f"corpus.cleaning.sites.{key}: {pattern!r}: begin it with / or with a host and /, no scheme")
     return _joined(paths), _joined(others)
 
 

@@ -43,7 +43,7 @@ def exact_spans(
     """
     for name, value, least in (("words", words, 2), ("buckets", buckets, 1), ("memory", memory, 1 << 20)):
         if value < least:
-            raise ValueError(f"cleaning.exact_spans.{name}={value}: give at least {least}")
+            raise ValueError(f"corpus.cleaning.exact_spans.{name}={value}: give at least {least}")
     signatures, repeats = str(Path(folder, "windows")), str(Path(folder, "repeats"))
     return [
         Stage("windows", [SpanWindows(signatures, words, buckets)], tasks, reads=True),

@@ -5,7 +5,6 @@ chunk that is whole is one file in `shards/`, which has its counts in its own me
 `left_out/` names its documents that were left out, and why. `manifest.json`, written last, says that all is done.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -14,14 +13,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from filelock import FileLock, Timeout
 
+from data_pipeline.begun_folder import BegunFolder
 from data_pipeline.documents import SCHEMA
 from data_pipeline.files import write_whole
-from data_pipeline.fingerprint import MANIFEST
 from data_pipeline.rewriting.journal import Journal
 
-SETTINGS = "settings.json"
 COUNTS_KEY = b"palimpsest.rewriting"
 PROVENANCE = (
     ("category", pa.string()),
@@ -38,58 +35,20 @@ ROWS = pa.schema([*SCHEMA, *(pa.field(name, kind) for name, kind in PROVENANCE i
 ROW_GROUP = 256
 
 
-class OutputFolder:
+class OutputFolder(BegunFolder):
     """The folder `path`; its methods keep every file of it whole or absent."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        super().__init__(path, "rewrite")
         self.shards = self.path / "shards"
         self.left_out = self.path / "left_out"
         self.journals = self.path / "journals"
-        self.manifest = self.path / MANIFEST
 
     def begin(self, settings: dict) -> None:
-        """Make the folder, or check that it was begun with the same settings.
-
-        Raises ValueError, naming the first setting that differs; for a folder that is something else; for no access.
-        """
-        path = self.path / SETTINGS
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.path / ".begin.lock"):  # tasks may start together
-                if not path.exists():
-                    if any(not present.name.startswith(".") for present in self.path.iterdir()):
-                        raise ValueError(f"rewrite.output={self.path} holds something else: give a new or empty folder")
-                    write_whole(path, json.dumps(settings, indent=1) + "\n")
-            for folder in (self.shards, self.left_out, self.journals):
-                folder.mkdir(exist_ok=True)
-            began = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"rewrite.output={self.path}: {error.strerror}; give a folder to write to") from error
-        for key, before, now in _differences(began, json.loads(json.dumps(settings))):
-            raise ValueError(
-                f"rewrite.{key} differs from what rewrite.output={self.path} was begun with "
-                f"({_short(before)}, now {_short(now)}): set it back, or give a new rewrite.output"
-            )
-
-    @contextlib.contextmanager
-    def held(self, name: str) -> Iterator[None]:
-        """Hold the folder, or one task's part of it. Raises ValueError where another process does."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"rewrite.output={self.path}: {error.strerror}; give a folder to write to") from error
-        lock = FileLock(self.path / f".{name}.lock", timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise ValueError(
-                f"rewrite.output={self.path} is in use by another run: wait for it, or give another folder"
-            ) from None
-        try:
-            yield
-        finally:
-            lock.release()
+        """As of every folder that is begun; and make the folders in it."""
+        super().begin(settings)
+        for folder in (self.shards, self.left_out, self.journals):
+            folder.mkdir(exist_ok=True)
 
     def shard(self, task: int, chunk: int) -> Path:
         """Return the place of a chunk's shard."""
@@ -144,16 +103,3 @@ class OutputFolder:
         shutil.rmtree(self.journals, ignore_errors=True)
         for partial in self.shards.glob(".*.partial"):
             partial.unlink()
-
-
-def _differences(before: object, now: object, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted({*before, *now}):
-            yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
-    elif before != now:
-        yield prefix, before, now
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

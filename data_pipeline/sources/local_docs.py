@@ -3,6 +3,7 @@
 import ast
 import gzip
 import hashlib
+import math
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -13,17 +14,20 @@ from pathlib import Path
 from data_pipeline.documents import Document, Problems
 from data_pipeline.fingerprint import file_identity
 from data_pipeline.parallel import ordered_map
+from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 from data_pipeline.sources.roff import plain_text
 
 MINIMUM_BYTES = 100  # shorter texts ("Utilities.") teach nothing
 CHANGELOG_BYTES = 16 * 1024  # the newest entries: a changelog has no other end
 ITEMS_AT_ONCE = 16
+ITEMS_IN_PART = 1024
+PARTS = "local_docs.jsonl"
 DOC_NAMES = ("readme", "news", "changelog", "changes", "todo", "faq", "authors", "howto")
 DOC_SUFFIXES = (".txt", ".md", ".rst")
 
 
 @dataclass(frozen=True)
-class LocalDocs:
+class LocalDocs(SourceInParts):
     """Docstrings of installed Python packages, manual pages in English, and texts under /usr/share/doc.
 
     `packages`: distribution names, or None for every one in the environment; they are parsed with `ast`, never
@@ -51,7 +55,26 @@ class LocalDocs:
 
     def documents(self, problems: Problems, processes: int) -> Iterator[Document]:
         """Yield documents until `max_bytes`; files that do not parse are told to `problems`."""
-        items = sorted(self._items(), key=lambda item: hashlib.sha256(item.id.encode()).digest())
+        yield from self._documents_of(self._sorted_items(), problems, processes)
+
+    def prepare(self, scratch: Path, problems: Problems) -> None:
+        """Write which files are read together: all of them, where there is a limit."""
+        items = (([item.id, str(item.path), item.metadata], 1) for item in self._sorted_items())
+        write_parts(scratch / PARTS, groups(items, ITEMS_IN_PART if self.max_bytes is None else math.inf))
+
+    def parts(self, scratch: Path) -> list[str]:
+        """Return the names of the groups of files."""
+        return part_names(scratch / PARTS)
+
+    def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
+        """Yield the documents of a group of files."""
+        items = [_Item(name, Path(path), about) for name, path, about in read_part(scratch / PARTS, part)]
+        yield from self._documents_of(items, problems, processes=1)
+
+    def _sorted_items(self) -> list["_Item"]:
+        return sorted(self._items(), key=lambda item: hashlib.sha256(item.id.encode()).digest())
+
+    def _documents_of(self, items: list["_Item"], problems: Problems, processes: int) -> Iterator[Document]:
         batches = (items[start : start + ITEMS_AT_ONCE] for start in range(0, len(items), ITEMS_AT_ONCE))
         total = 0
         for results in ordered_map(_make_reader, batches, processes):

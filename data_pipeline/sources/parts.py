@@ -43,7 +43,7 @@ class SourceInParts(ABC):
                 yield from self.read(part, scratch, problems)
 
 
-def groups(items: Iterable[tuple[list[str], int]], part_bytes: int) -> Iterator[list[list[str]]]:
+def groups(items: Iterable[tuple[object, int]], part_bytes: float) -> Iterator[list]:
     """Yield the items of (item, bytes) in order, in groups of about part_bytes."""
     group, size = [], 0
     for item, item_bytes in items:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from data_pipeline.documents import Document, Problems
 from data_pipeline.fingerprint import file_identity
 from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
+from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 
 logger = logging.getLogger(__name__)
 
@@ -21,10 +22,12 @@ PLAIN = (".txt", ".md")
 JSON_LINES = (".jsonl", ".json")
 ENDINGS = (*(kind + end for kind in (*PLAIN, *JSON_LINES) for end in ("", *COMPRESSED)), ".parquet")
 RECORDS_AT_ONCE = 256
+PART_BYTES = 64 * 1024 * 1024  # of stored, maybe compressed, text
+PARTS = "text_files.jsonl"
 
 
 @dataclass(frozen=True)
-class TextFiles:
+class TextFiles(SourceInParts):
     """Every file that a glob (`**` allowed), a list of globs, a file or a folder names.
 
     .txt and .md files are one document each; .jsonl (or .json with one object a line) and .parquet are one a record,
@@ -71,12 +74,28 @@ class TextFiles:
         One process reads: decompression and hashing keep ahead of what tokenizes.
         """
         for path in self.files():
-            try:
-                yield from self._read(path, problems)
-            except OSError as error:
-                problems.skip(str(path), "unreadable file", str(error.strerror or error))
+            yield from self._read(path, problems)
+
+    def prepare(self, scratch: Path, problems: Problems) -> None:
+        """Write which files are read together."""
+        write_parts(scratch / PARTS, groups(((str(path), path.stat().st_size) for path in self.files()), PART_BYTES))
+
+    def parts(self, scratch: Path) -> list[str]:
+        """Return the names of the groups of files."""
+        return part_names(scratch / PARTS)
+
+    def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
+        """Yield the documents of a group of files."""
+        for path in read_part(scratch / PARTS, part):
+            yield from self._read(Path(path), problems)
 
     def _read(self, path: Path, problems: Problems) -> Iterator[Document]:
+        try:
+            yield from self._documents_of(path, problems)
+        except OSError as error:
+            problems.skip(str(path), "unreadable file", str(error.strerror or error))
+
+    def _documents_of(self, path: Path, problems: Problems) -> Iterator[Document]:
         name = path.name.lower()
         if name.endswith(".parquet"):
             yield from self._records(path, self._parquet(path, problems), problems)

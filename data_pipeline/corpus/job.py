@@ -1,0 +1,54 @@
+"""`job=corpus`: build a corpus from its sources, on one machine or on many."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.begun_folder import BegunFolder
+from data_pipeline.corpus.layout import Layout
+from data_pipeline.corpus.plan import phases
+from data_pipeline.corpus.recipe import named, read_recipe
+from data_pipeline.fingerprint import read_manifest
+
+logger = logging.getLogger(__name__)
+
+
+def run(cfg: Any) -> None:
+    """Build the corpus that `corpus` describes in `corpus.output`, by `executor`.
+
+    The same command goes on with what a killed run left. Raises ValueError of one line for a mistake.
+    """
+    from hydra.utils import instantiate
+    from omegaconf import OmegaConf
+
+    settings = OmegaConf.to_container(cfg.corpus, resolve=True, throw_on_missing=True)
+    recipe = read_recipe(settings)
+    folder = BegunFolder(Path(recipe.output).expanduser().absolute(), "corpus")
+    recipe = dataclasses.replace(recipe, output=str(folder.path))
+    executor = instantiate(cfg.executor, _convert_="all")
+    files = {}
+    for name, source in recipe.sources.items():
+        with named(name):
+            files[name] = source.identity()
+    planned = phases(recipe)
+    shared = {key: value for key, value in settings.items() if key != "output"}
+    with folder.held("run"):
+        folder.begin({**shared, "files": files})
+        if folder.manifest.exists():
+            logger.info("%s is finished: nothing is left to do", folder.key)
+            return
+        layout = Layout(folder.path)
+        if not executor.run(planned, layout.logs, folder.key):
+            logger.info("%s is complete when it has a %s", folder.key, folder.manifest.name)
+            return
+    _tell(folder)
+
+
+def _tell(folder: BegunFolder) -> None:
+    manifest = read_manifest(folder.path)
+    for name, found in manifest["categories"].items():
+        documents = found["train"]["documents"] + found["validation"]["documents"]
+        size = found["train"]["bytes"] + found["validation"]["bytes"]
+        logger.info("%s: %s documents, %.1f MB", name, f"{documents:,}", size / 1e6)
+    logger.info("documents/, corpus.md and %s are in %s", folder.manifest.name, folder.path)

@@ -1,0 +1,78 @@
+"""Which phases a recipe makes."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datatrove.pipeline.base import PipelineStep
+
+from data_pipeline.cleaning.duplicates import Stage
+from data_pipeline.cleaning.record import Recorded
+from data_pipeline.corpus.finish import Finish
+from data_pipeline.corpus.layout import Layout
+from data_pipeline.corpus.reading import PrepareSources, ReadSources
+from data_pipeline.corpus.recipe import Recipe
+from data_pipeline.corpus.storing import StoredDocuments, StoreDocuments, WriteCorpus
+from data_pipeline.phases import Phase
+
+
+@dataclass
+class _Plan:
+    """Phases so far, and the pipeline that documents are flowing through now."""
+
+    recipe: Recipe
+    layout: Layout
+    phases: list[Phase] = field(default_factory=list)
+    name: str = "read"
+    flowing: list[PipelineStep] = field(default_factory=list)
+    recorded: int = 0  # steps
+    stored: int = 0  # times that the documents were written down
+
+    def close(self, steps: list[PipelineStep]) -> None:
+        """End the pipeline with `steps`."""
+        self.phases.append(Phase(self.name, [*self.flowing, *steps], self.recipe.tasks))
+        self.flowing = []
+
+    def record(self, step: PipelineStep, name: str) -> Recorded:
+        self.recorded += 1
+        return Recorded(step, str(self.layout.record), name, self.recorded, self.recipe.samples)
+
+    def place(self) -> str:
+        return str(self.layout.work / "documents" / f"{self.stored:02d}")
+
+
+def phases(recipe: Recipe) -> list[Phase]:
+    """Return the phases of a recipe, in order.
+
+    Documents flow from step to step; only where a step needs several pipelines are they written down, and then in the
+    pipeline that reads them for its first stage: each text is read, parsed and cleaned once.
+    """
+    layout = Layout(Path(recipe.output))
+    places = str(layout.work / "sources"), str(layout.problems)
+    plan = _Plan(recipe, layout)
+    plan.phases.append(Phase("prepare", [PrepareSources(recipe, *places)], len(recipe.sources)))
+    plan.flowing = [ReadSources(recipe, *places)]
+    for name, cleaning in recipe.cleaning.items():
+        if isinstance(cleaning, PipelineStep):
+            plan.flowing.append(plan.record(cleaning, name))
+        else:
+            _add_stages(plan, name, cleaning(folder=str(layout.work / name), tasks=recipe.tasks))
+    plan.close([WriteCorpus(str(layout.work / "corpus"))])
+    plan.phases.append(Phase("finish", [Finish(recipe, layout)], 1))
+    return plan.phases
+
+
+def _add_stages(plan: _Plan, name: str, stages: list[Stage]) -> None:
+    for stage in stages:
+        if not stage.reads:
+            plan.phases.append(Phase(f"{name}-{stage.name}", stage.steps, stage.tasks))
+            continue
+        if plan.flowing:
+            plan.stored += 1
+            plan.flowing.append(StoreDocuments(plan.place()))
+        else:
+            plan.name, plan.flowing = f"{name}-{stage.name}", [StoredDocuments(plan.place())]
+        if stage.gives:
+            *before, last = stage.steps
+            plan.flowing += [*before, plan.record(last, name)]
+        else:
+            plan.close(stage.steps)

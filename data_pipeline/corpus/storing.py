@@ -1,0 +1,75 @@
+"""The steps that keep documents: between phases as JSON lines, and at the end as Parquet by category."""
+
+from pathlib import Path
+
+import pyarrow as pa
+from datatrove.data import DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers import JsonlReader
+from datatrove.pipeline.writers import JsonlWriter
+
+from data_pipeline.documents import SCHEMA, SPLITS, ShardWriter
+from data_pipeline.documents import Document as Text
+
+ROWS = pa.schema([*SCHEMA, pa.field("category", pa.string()), pa.field("quality", pa.float32())])
+
+
+class StoreDocuments(JsonlWriter):
+    """datatrove's writer of JSON lines, one file a task, also where a task has no document.
+
+    What reads them again, by as many tasks, so gives each the documents that it had.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, "${rank}.jsonl", compression="zstd")
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
+        """Write the documents, and yield them."""
+        with self:
+            self.output_mg.get_file(f"{rank:05d}.jsonl.zst")
+            yield from super().run(data, rank, world_size)
+
+
+class StoredDocuments(JsonlReader):
+    """datatrove's reader, of what `StoreDocuments` wrote."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, glob_pattern="*.jsonl.zst", compression="zstd", add_file_path=False)
+
+    def read_file(self, filepath: str) -> DocumentsPipeline:
+        """Yield a file's documents: none of an empty one, which is no compressed stream."""
+        if self.data_folder.size(filepath):
+            yield from super().read_file(filepath)
+
+
+class WriteCorpus(PipelineStep):
+    """Write the documents as `folder/<category>/<split>-<task>-<n>.parquet`, in the columns of `ROWS`."""
+
+    type = "WRITER"
+    name = "write"
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
+        """Write all documents of a task, in place of what an earlier try of it wrote; nothing comes out."""
+        for split in SPLITS:
+            for stale in Path(self.folder).glob(f"*/{split}-{rank:05d}-*.parquet"):
+                stale.unlink()
+        writers: dict[tuple[str, str], ShardWriter] = {}
+        for document in data:
+            with self.track_time():
+                place = document.metadata["category"], document.metadata["split"]
+                if place not in writers:
+                    category = Path(self.folder, place[0])
+                    category.mkdir(parents=True, exist_ok=True)
+                    writers[place] = ShardWriter(category, place[1], f"{place[1]}-{rank:05d}", ROWS)
+                text = Text(document.text, document.id, document.metadata)
+                writers[place].write(text, len(document.text.encode()))
+                self.stat_update("documents")
+        with self.track_time():
+            for writer in writers.values():
+                writer.close()
+        return
+        yield
