@@ -16,6 +16,7 @@ from data_pipeline.fingerprint import file_identity, prepared_folder
 
 ENDINGS = (".json", ".jsonl", ".txt", ".md")
 JSON_BYTES = 512 * 1024 * 1024  # a .json file is parsed whole
+KEY = "corpus.cleaning.decontamination"
 SHORT_WORDS = 5  # short items are found by their first words, then compared whole
 
 
@@ -38,7 +39,7 @@ class EvaluationSet:
         files = [file for file in found if file.is_file() and file.name.lower().endswith(ENDINGS)]
         if not files:
             what = "no file in it ends in" if path.exists() else "no such file or folder; it must end in"
-            raise ValueError(f"corpus.cleaning.decontamination.sets.{self.name}.path={self.path}: {what} {' '.join(ENDINGS)}")
+            raise ValueError(f"{KEY}.sets.{self.name}.path={self.path}: {what} {' '.join(ENDINGS)}")
         return files
 
     def items(self) -> Iterator[tuple[str, str]]:
@@ -50,7 +51,7 @@ class EvaluationSet:
                 yield place, text
         if empty:
             wanted = f"no field {', '.join(self.fields)} with text" if self.fields else "no text"
-            raise ValueError(f"corpus.cleaning.decontamination.sets.{self.name}: {wanted} in {self.path}; set fields or path")
+            raise ValueError(f"{KEY}.sets.{self.name}: {wanted} in {self.path}; set fields or path")
 
     def _read(self, file: Path) -> Iterator[tuple[str, str]]:
         try:
@@ -69,7 +70,7 @@ class EvaluationSet:
                     yield from self._strings(f"{file.name}[{number}]", record)
         except (ValueError, RecursionError, OSError) as error:
             reason = str(error).partition("\n")[0][:200]
-            raise ValueError(f"corpus.cleaning.decontamination.sets.{self.name}: {file}: {reason}") from error
+            raise ValueError(f"{KEY}.sets.{self.name}: {file}: {reason}") from error
 
     def _strings(self, place: str, record: object) -> Iterator[tuple[str, str]]:
         if self.fields is None:
@@ -141,11 +142,11 @@ class Decontamination(BaseFilter):
         if not sets:
             raise ValueError("corpus.cleaning.decontamination.sets: empty; name evaluation sets, or leave the step out")
         if ngram <= SHORT_WORDS:
-            raise ValueError(f"corpus.cleaning.decontamination.ngram={ngram}: give more than {SHORT_WORDS} words; 13 is usual")
+            raise ValueError(f"{KEY}.ngram={ngram}: give more than {SHORT_WORDS} words; 13 is usual")
         for name, settings in sets.items():
             unknown = set(settings) - {"path", "fields"}
             if unknown or "path" not in settings:
-                raise ValueError(f"corpus.cleaning.decontamination.sets.{name}: give path, and maybe fields; found {settings}")
+                raise ValueError(f"{KEY}.sets.{name}: give path, and maybe fields; found {settings}")
         self.sets = [_set(name, settings) for name, settings in sets.items()]
         for evaluation in self.sets:
             evaluation.files()  # a wrong path is told now, not in a task

@@ -74,7 +74,7 @@ class Language(BaseFilter):
     ) -> None:
         super().__init__(exclusion_writer)
         if isinstance(languages, str) or not languages:
-            raise ValueError(f"corpus.cleaning.language.languages={languages!r}: give a list of language codes, like [en]")
+            raise ValueError(f"corpus.cleaning.language.languages={languages!r}: give a list of codes, like [en]")
         if not 0 < threshold <= 1:
             raise ValueError(f"corpus.cleaning.language.threshold={threshold}: give a probability over 0, at most 1")
         if model is not None and not Path(model).is_file():

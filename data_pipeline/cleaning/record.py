@@ -11,11 +11,13 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.cleaning.masks import mask
+from data_pipeline.clocked import PROCESSOR_SECONDS, Clock
 from data_pipeline.files import write_whole
 
 SAMPLE_CHARACTERS = 2_000  # kept of a sampled document, from its beginning
 BYTES_PER_TOKEN = 4.0  # of English text with code, in common vocabularies
-DATATROVE_COUNTS = ("total", "forwarded", "dropped", "doc_len", "doc_len_tokens")  # known already, or of no use
+# Known already, or of no use here.
+UNCOUNTED = ("total", "forwarded", "dropped", "doc_len", "doc_len_tokens", PROCESSOR_SECONDS)
 
 
 class Recorded(PipelineStep):
@@ -37,19 +39,22 @@ class Recorded(PipelineStep):
             raise ValueError(f"corpus.cleaning.record: {name!r} cannot name a folder; give a plain word")
         self.step, self.folder, self.name = step, str(folder), name
         self.position, self.samples = position, samples
-        self.stats = step.stats  # what the executor reports is the step's own
+        self.stats = step.stats  # what the executor reports is the step's own, by the name it has here
+        self.stats.name = f"{step.type}: {name}"
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Run the step, and write the record when it has seen every document."""
         tally, before = _Tally(self.name, self.samples), _counts(self.step)
+        waited, passed = Clock(), Clock()
         writer = getattr(self.step, "exclusion_writer", None)
         self.step.exclusion_writer = _Exclusions(tally, writer)
         try:
-            for document in self.step.run(tally.arriving(data), rank, world_size):
+            for document in passed.measured(self.step.run(tally.arriving(waited.measured(data)), rank, world_size)):
                 tally.kept(document)
                 yield document
         finally:
             self.step.exclusion_writer = writer
+        self.stat_update(PROCESSOR_SECONDS, value=passed.seconds - waited.seconds, unit="task")
         record = {"name": self.name, "position": self.position, "task": rank, "tasks": world_size, **tally.record()}
         record["counts"] = {label: count - before.get(label, 0) for label, count in _counts(self.step).items()}
         path = Path(self.folder, self.name, f"{rank:05d}.json")
@@ -235,7 +240,7 @@ def _counts(step: PipelineStep) -> dict[str, int]:
     return {
         label: stat.total
         for label, stat in step.stats.stats.items()
-        if label not in DATATROVE_COUNTS and not label.startswith("dropped_")
+        if label not in UNCOUNTED and not label.startswith("dropped_")
     }
 
 

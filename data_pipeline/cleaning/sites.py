@@ -84,7 +84,7 @@ def _patterns(key: str, patterns: Iterable[str]) -> tuple[re.Pattern | None, re.
     others = [pattern for pattern in patterns if not pattern.startswith("/")]
     for pattern in others:
         if "/" not in pattern or "://" in pattern:
-            raise ValueError(f"corpus.cleaning.sites.{key}: {pattern!r}: begin it with / or with a host and /, no scheme")
+            raise ValueError(f"corpus.cleaning.sites.{key}: {pattern!r}: begin it with / or a host and /, no scheme")
     return _joined(paths), _joined(others)
 
 

@@ -7,6 +7,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.cleaning.record import Recorded
+from data_pipeline.clocked import Clocked
 from data_pipeline.corpus.finish import Finish
 from data_pipeline.corpus.layout import Layout
 from data_pipeline.corpus.reading import PrepareSources, ReadSources
@@ -29,8 +30,13 @@ class _Plan:
 
     def close(self, steps: list[PipelineStep]) -> None:
         """End the pipeline with `steps`."""
-        self.phases.append(Phase(self.name, [*self.flowing, *steps], self.recipe.tasks))
+        self.add(self.name, [*self.flowing, *steps], self.recipe.tasks)
         self.flowing = []
+
+    def add(self, name: str, steps: list[PipelineStep], tasks: int) -> None:
+        """Add a whole phase, each of its steps with a clock."""
+        clocked = [step if isinstance(step, Recorded) else Clocked(step) for step in steps]
+        self.phases.append(Phase(name, clocked, tasks))
 
     def record(self, step: PipelineStep, name: str) -> Recorded:
         self.recorded += 1
@@ -49,7 +55,7 @@ def phases(recipe: Recipe) -> list[Phase]:
     layout = Layout(Path(recipe.output))
     places = str(layout.work / "sources"), str(layout.problems)
     plan = _Plan(recipe, layout)
-    plan.phases.append(Phase("prepare", [PrepareSources(recipe, *places)], len(recipe.sources)))
+    plan.add("prepare", [PrepareSources(recipe, *places)], len(recipe.sources))
     plan.flowing = [ReadSources(recipe, *places)]
     for name, cleaning in recipe.cleaning.items():
         if isinstance(cleaning, PipelineStep):
@@ -57,14 +63,14 @@ def phases(recipe: Recipe) -> list[Phase]:
         else:
             _add_stages(plan, name, cleaning(folder=str(layout.work / name), tasks=recipe.tasks))
     plan.close([WriteCorpus(str(layout.work / "corpus"))])
-    plan.phases.append(Phase("finish", [Finish(recipe, layout)], 1))
+    plan.add("finish", [Finish(recipe, layout)], 1)
     return plan.phases
 
 
 def _add_stages(plan: _Plan, name: str, stages: list[Stage]) -> None:
     for stage in stages:
         if not stage.reads:
-            plan.phases.append(Phase(f"{name}-{stage.name}", stage.steps, stage.tasks))
+            plan.add(f"{name}-{stage.name}", stage.steps, stage.tasks)
             continue
         if plan.flowing:
             plan.stored += 1
