@@ -1,6 +1,8 @@
 """Phases: datatrove pipelines that run one after the other, each split into tasks."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from datatrove.pipeline.base import PipelineStep
 
@@ -16,3 +18,10 @@ class Phase:
     name: str
     steps: list[PipelineStep]
     tasks: int
+
+
+class Executor(Protocol):
+    """What runs phases: `data_pipeline.executors` has those there are."""
+
+    def run(self, phases: list[Phase], logs: Path, place: str | None = None) -> bool:
+        """Run what of the phases has not ended yet; return whether all have ended, or are submitted to end later."""

@@ -4,12 +4,14 @@ import json
 import logging
 from typing import Any
 
+from data_pipeline.phases import Executor, Phase
 from data_pipeline.rewriting.backends import Backend
 from data_pipeline.rewriting.folder import OutputFolder
 from data_pipeline.rewriting.inputs import Corpus
 from data_pipeline.rewriting.plan import Plan, read_plan
 from data_pipeline.rewriting.report import SAMPLES, SUMMARY, finish, summary_lines
 from data_pipeline.rewriting.runner import Rewriting
+from data_pipeline.rewriting.step import RewriteStep
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +27,15 @@ def run(cfg: Any) -> None:
     settings = OmegaConf.to_container(cfg.rewrite, resolve=True, throw_on_missing=True)
     plan = read_plan(settings)
     backend = instantiate(settings["backend"], _convert_="all")
-    rewrite(plan, backend, settings["backend"])
+    executor = instantiate(cfg.executor, _convert_="all") if cfg.get("executor") else None
+    rewrite(plan, backend, settings["backend"], executor)
 
 
-def rewrite(plan: Plan, backend: Backend, backend_settings: dict) -> dict:
-    """Rewrite all tasks of a plan, one after the other, and return the summary."""
+def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: Executor | None = None) -> dict | None:
+    """Rewrite all tasks of a plan, and return the summary; None where they are submitted, and end later.
+
+    executor: one of `data_pipeline.executors`; None: in this process, one task after the other.
+    """
     folder = OutputFolder(plan.output)
     source = Corpus(plan.input).path.resolve()  # a wrong input shall not leave an output
     if folder.path.resolve().is_relative_to(source):
@@ -39,10 +45,16 @@ def rewrite(plan: Plan, backend: Backend, backend_settings: dict) -> dict:
         if folder.manifest.exists():
             logger.info("rewrite.output=%s is finished: nothing is left to do", plan.output)
             return json.loads((folder.path / SUMMARY).read_text(encoding="utf-8"))
-        ended = folder.ended_tasks()
-        for task in range(plan.tasks):
-            if task not in ended:
-                Rewriting(plan, backend, task).run()
+        if executor is not None:
+            phase = Phase("rewrite", [RewriteStep(plan, backend, backend_settings)], plan.tasks)
+            if not executor.run([phase], folder.path / "logs", folder.key):
+                logger.info("%s is complete when it has a %s", folder.key, folder.manifest.name)
+                return None
+        else:
+            ended = folder.ended_tasks()
+            for task in range(plan.tasks):
+                if task not in ended:
+                    Rewriting(plan, backend, task).run()
         summary = finish(plan, folder)
     for line in summary_lines(summary):
         logger.info("%s", line)

@@ -47,6 +47,23 @@ def test_screens_are_switched_off_on_the_command_line(run, tmp_path, server):
     assert [row["text"] for row in rows_of(tmp_path / "out")] == ["Other words.\n"] * 2
 
 
+def test_tasks_run_apart_by_an_executor_and_the_last_one_ends_the_run(run, tmp_path, server):
+    write_corpus(tmp_path / "in", 40)  # three row groups
+    places = (
+        f"rewrite.input={tmp_path}/in",
+        f"rewrite.output={tmp_path}/out",
+        f"rewrite.backend.base_url={server.url}",
+    )
+    apart = ("rewrite/style=[rephrase_easy]", "rewrite/screens=none", "rewrite.tasks=3", "executor=local")
+    found = rewrite(run, *EASY, *places, *apart, "executor.workers=2")
+    assert found.status == 0, found.err
+    assert sorted(server.paid.values()) == [1] * 40
+    assert len(rows_of(tmp_path / "out")) == 40
+    assert "rephrase_easy: 40 kept" in found.err
+    again = rewrite(run, *EASY, *places, *apart)
+    assert "is finished" in again.err
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
