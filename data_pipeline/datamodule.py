@@ -48,8 +48,12 @@ class TokenData(LightningDataModule, ABC):
     many tokens. Batches are those of `data_pipeline.batches.collate`.
 
     After `prepare()`: `hf_tokenizer`; `fingerprint`, which names the prepared tokens; `manifest`, their counts;
-    `train_sequences`, the number of training sequences; `validation_bytes`, UTF-8 bytes of held-out text or None.
+    `train_sequences`, the number of training sequences; `validation_bytes`, UTF-8 bytes of held-out text or None. Of a
+    mixture also `component_bytes`, UTF-8 bytes of held-out text by component, in the order in which batches number
+    components; and `phase_starts`, from optimizer steps to the names of the phases that begin with them.
     """
+
+    _collate = staticmethod(collate)
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class TokenData(LightningDataModule, ABC):
         num_workers: int,
     ) -> None:
         super().__init__()
-        _check_positive(
+        check_positive(
             sequence_length=sequence_length,
             validation_length=validation_length,
             batch_tokens=batch_tokens,
@@ -79,6 +83,8 @@ class TokenData(LightningDataModule, ABC):
         self.manifest: dict = {}
         self.train_sequences: int | None = None
         self.validation_bytes: int | None = None
+        self.component_bytes: dict[str, int] = {}
+        self.phase_starts: dict[int, str] = {}
         self._sequences: dict[str, Dataset] = {}
         self.accumulation(world_size=1)
 
@@ -140,10 +146,11 @@ class TokenData(LightningDataModule, ABC):
         if steps < 0:
             steps = max(1, len(sequences) * self.sequence_length // self.batch_tokens)
         start = trainer.global_step * accumulate if trainer is not None else 0
-        order = TrainOrder(
-            len(sequences), self.seed, self.micro_batch_size, steps * accumulate, start, rank, world_size
-        )
+        order = self._train_order(len(sequences), steps * accumulate, start, rank, world_size)
         return self._loader(sequences, order, self.sequence_length)
+
+    def _train_order(self, total: int, micro_batches: int, start: int, rank: int, world_size: int) -> Sampler:
+        return TrainOrder(total, self.seed, self.micro_batch_size, micro_batches, start, rank, world_size)
 
     def val_dataloader(self) -> DataLoader:
         """Return all validation sequences in order, each on one rank, equally many batches on every rank."""
@@ -156,7 +163,7 @@ class TokenData(LightningDataModule, ABC):
         return OrderedLoader(
             sequences,
             batch_sampler=order,
-            collate_fn=functools.partial(collate, length=length),
+            collate_fn=functools.partial(self._collate, length=length),
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
@@ -182,7 +189,58 @@ class TokenData(LightningDataModule, ABC):
         return folder
 
 
-class TextData(TokenData):
+class PackedText(TokenData):
+    """Text in documents folders, tokenized and packed into rows of `block_length` under `data_dir`.
+
+    `processes` do the work (None: one a core).
+    """
+
+    def __init__(
+        self,
+        tokenizer: ByteLevelBPE | Pretrained,
+        data_dir: str | Path,
+        block_length: int,
+        sequence_length: int,
+        validation_length: int,
+        batch_tokens: int,
+        micro_batch_size: int,
+        seed: int,
+        processes: int | None,
+        num_workers: int,
+    ) -> None:
+        check_lengths(block_length, sequence_length, validation_length)
+        super().__init__(
+            data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers
+        )
+        if processes is not None:
+            check_positive(processes=processes)
+        self.tokenizer, self.block_length = tokenizer, block_length
+        self.processes = processes or available_processes()
+
+    def _prepare_blocks(self, documents: Path, tokenizer: Path) -> Path:
+        identity = {
+            "format": FORMATS["blocks"],
+            "documents": documents.name,
+            "tokenizer": tokenizer.name,
+            "block_length": self.block_length,
+        }
+        return prepared_folder(self.data_dir, "blocks", identity, functools.partial(self._build_blocks, documents))
+
+    def _build_blocks(self, documents: Path, folder: Path) -> dict:
+        gathered = read_manifest(documents)
+        blocks = write_blocks(documents, self.hf_tokenizer, folder, self.block_length, self.processes)
+        return {
+            **{split: {**gathered[split], **blocks[split]} for split in SPLITS},
+            "block_length": self.block_length,
+            "vocab_size": len(self.hf_tokenizer),
+            "dtype": blocks["dtype"],
+            **{key: gathered[key] for key in ("duplicates", "skipped", "problems") if key in gathered},
+            "seconds": {"gathering": gathered["seconds"], "tokenizing": blocks["seconds"]},
+            "tokens_per_second": blocks["tokens_per_second"],
+        }
+
+
+class TextData(PackedText):
     """Text from a source: gathered, split, tokenized and packed into rows of `block_length` under `data_dir`.
 
     `source` is one of `data_pipeline.sources`, `tokenizer` one of `data_pipeline.tokenizer`. `validation_fraction` of
@@ -206,17 +264,21 @@ class TextData(TokenData):
         num_workers: int = 0,
         strict: bool = False,
     ) -> None:
-        _check_lengths(block_length, sequence_length, validation_length)
         super().__init__(
-            data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers
+            tokenizer,
+            data_dir,
+            block_length,
+            sequence_length,
+            validation_length,
+            batch_tokens,
+            micro_batch_size,
+            seed,
+            processes,
+            num_workers,
         )
         if not 0 < validation_fraction < 1:
             raise ValueError(f"data.validation_fraction={validation_fraction}: give a fraction between 0 and 1")
-        if processes is not None:
-            _check_positive(processes=processes)
-        self.source, self.tokenizer = source, tokenizer
-        self.block_length, self.validation_fraction, self.strict = block_length, validation_fraction, strict
-        self.processes = processes or available_processes()
+        self.source, self.validation_fraction, self.strict = source, validation_fraction, strict
         self._documents_folder: Path | None = None
         self._blocks_folder: Path | None = None
 
@@ -229,14 +291,7 @@ class TextData(TokenData):
             return
         documents = self._prepare_documents()
         tokenizer = self._prepare_tokenizer(self.tokenizer, documents)
-        identity = {
-            "format": FORMATS["blocks"],
-            "documents": documents.name,
-            "tokenizer": tokenizer.name,
-            "block_length": self.block_length,
-        }
-        build = functools.partial(self._build_blocks, documents)
-        blocks = prepared_folder(self.data_dir, "blocks", identity, build)
+        blocks = self._prepare_blocks(documents, tokenizer)
         self._documents_folder, self._blocks_folder = documents, blocks
         self.manifest = read_manifest(blocks)
         self.train_sequences = self.manifest["train"]["rows"] * (self.block_length // self.sequence_length)
@@ -259,21 +314,6 @@ class TextData(TokenData):
         if self.strict and problems:  # gathered when strict was off
             raise ValueError(f"{problems[0]} before; mend it, or set data.strict=false")
         return folder
-
-    def _build_blocks(self, documents: Path, folder: Path) -> dict:
-        gathered = read_manifest(documents)
-        blocks = write_blocks(documents, self.hf_tokenizer, folder, self.block_length, self.processes)
-        return {
-            **{split: {**gathered[split], **blocks[split]} for split in SPLITS},
-            "block_length": self.block_length,
-            "vocab_size": len(self.hf_tokenizer),
-            "dtype": blocks["dtype"],
-            "duplicates": gathered["duplicates"],
-            "skipped": gathered["skipped"],
-            "problems": gathered["problems"],
-            "seconds": {"gathering": gathered["seconds"], "tokenizing": blocks["seconds"]},
-            "tokens_per_second": blocks["tokens_per_second"],
-        }
 
     def open(self, split: str, length: int) -> BlockSequences:
         """Return a split's sequences, memory-mapped."""
@@ -336,14 +376,16 @@ class LongCrawl64Data(TokenData):
         return ArraySequences(self.source, split, length, key)
 
 
-def _check_positive(**settings: int) -> None:
+def check_positive(**settings: int) -> None:
+    """Raise ValueError, naming the `data` key, unless each setting is a whole number above 0."""
     for key, value in settings.items():
         if not isinstance(value, int) or value <= 0:
             raise ValueError(f"data.{key}={value!r}: give a whole number above 0")
 
 
-def _check_lengths(block_length: int, sequence_length: int, validation_length: int) -> None:
-    _check_positive(block_length=block_length, sequence_length=sequence_length, validation_length=validation_length)
+def check_lengths(block_length: int, sequence_length: int, validation_length: int) -> None:
+    """Raise ValueError, naming the key, unless both sequence lengths divide the block length."""
+    check_positive(block_length=block_length, sequence_length=sequence_length, validation_length=validation_length)
     for key, length in (("sequence_length", sequence_length), ("validation_length", validation_length)):
         if length > block_length:
             raise ValueError(

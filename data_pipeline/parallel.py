@@ -34,8 +34,8 @@ def ordered_map(make_worker: Callable[[], Callable], items: Iterable, processes:
     if processes == 1:
         yield from map(make_worker(), items)
         return
-    workers = [_Worker(make_worker) for _ in range(processes)]
-    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    workers = [Worker(make_worker) for _ in range(processes)]
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
 
@@ -61,7 +61,7 @@ def ordered_map(make_worker: Callable[[], Callable], items: Iterable, processes:
         threads.shutdown()
 
 
-class _Worker:
+class Worker:
     """A process, and the pipes to it."""
 
     def __init__(self, make_worker: Callable[[], Callable]) -> None:

@@ -16,7 +16,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from omegaconf import DictConfig
 from safetensors import SafetensorError
 
+from data_pipeline.mixtures.card import draw_held_out
 from lit_modules import checkpoints, runs
+from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
 from lit_modules.callbacks.progress import count
 from lit_modules.loggers import MetricsCsv
 from lit_modules.networks import export_pretrained
@@ -52,6 +54,7 @@ def run(cfg: DictConfig) -> None:
     data.prepare()
     adopt_tokenizer(data, module)
     module.data_fingerprint = data.fingerprint
+    module.components, module.phase_starts = tuple(data.component_bytes), data.phase_starts
     if trainer.is_global_zero:
         runs.record_config(folder, config)
         save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
@@ -261,10 +264,34 @@ def finish(trainer: lightning.Trainer, module: Pretraining, data: Any, folder: P
     if data.validation_bytes:
         bits = found.loss * found.tokens / math.log(2) / data.validation_bytes
         summary |= {"bits_per_byte": bits, "validation_bytes": data.validation_bytes, **data.yardsticks()}
+    if found.components:
+        summary["validation_by_component"] = by_component(found.components, data.component_bytes)
+        picture(trainer, summary, folder / "figures" / "validation_by_component.png")
     for logger in trainer.loggers:
         logger.log_metrics({f"final/{k}": v for k, v in summary.items() if isinstance(v, float)}, trainer.global_step)
     runs.write_summary(folder, summary)
     log.info(report(summary, trainer, folder))
+
+
+def by_component(found: dict[str, tuple[float, int]], held_out: dict[str, int]) -> dict[str, dict[str, float]]:
+    """Loss, tokens, and bits for each of its held-out bytes, of each component of a mixture."""
+    return {
+        name: {
+            "loss": loss,
+            "tokens": tokens,
+            "bytes": held_out[name],
+            "bits_per_byte": loss * tokens / math.log(2) / held_out[name],
+        }
+        for name, (loss, tokens) in found.items()
+    }
+
+
+@losing_what_the_disk_refuses()
+def picture(trainer: lightning.Trainer, summary: dict[str, Any], path: Path) -> None:
+    """Draw the bits per byte of each component."""
+    bits = {name: found["bits_per_byte"] for name, found in summary["validation_by_component"].items()}
+    draw_held_out(list(bits), list(bits.values()), summary["bits_per_byte"], path)
+    show(trainer, "validation_by_component", path)
 
 
 def export(module: Pretraining, tokenizer: Any, folder: Path) -> None:
@@ -288,6 +315,9 @@ def report(summary: dict[str, Any], trainer: lightning.Trainer, folder: Path) ->
         ]
         lines.append(f"bits per byte of the {count(summary['validation_bytes'])} held-out bytes:")
         lines += [f"  {name:<26}{value:.3f}" for name, value in rows if value is not None]
+    if "validation_by_component" in summary:
+        lines.append("of this model, by component:")
+        lines += [f"  {n:<26}{found['bits_per_byte']:.3f}" for n, found in summary["validation_by_component"].items()]
     samples = sample_of(trainer)
     if samples:
         lines += ["", "a sample of its writing:", *(f"  | {line}" for line in samples.splitlines())]

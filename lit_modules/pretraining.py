@@ -24,11 +24,13 @@ class Validation:
     """What a validation found.
 
     position_loss, position_tokens: [positions] float64, the mean loss at each position of a document and how many
-    tokens it is the mean of (0 where there are none). loss: nats per token over all `tokens`.
+    tokens it is the mean of (0 where there are none). loss: nats per token over all `tokens`. components: of a mixture,
+    (loss, tokens) of each component whose text was read.
     """
 
     position_loss: Any
     position_tokens: Any
+    components: dict[str, tuple[float, int]] = field(default_factory=dict)
     loss: float = field(init=False)
     tokens: int = field(init=False)
 
@@ -50,7 +52,10 @@ class Pretraining(lightning.LightningModule):
         activation_checkpointing: recompute each block in the backward pass.
 
     Batches are dicts as `data_pipeline.datamodule` gives them: input_ids, targets int64 [1, N] (-100: no target),
-    cu_seqlens int32 [documents + 1].
+    cu_seqlens int32 [documents + 1]; of a mixture's held-out text also component int64 [sequences].
+
+    After its making may be set: data_fingerprint, which checkpoints keep; components, the names behind the numbers in
+    `component`; phase_starts, from optimizer steps to the names of the phases that begin with them.
 
     Raises:
         ValueError: the optimizer cannot be built from its settings.
@@ -80,6 +85,8 @@ class Pretraining(lightning.LightningModule):
         self.parameter_count = count_parameters(self.model)
         self.flops_per_token = flops_per_token(config, sequence_length)
         self.data_fingerprint: str | None = None
+        self.components: tuple[str, ...] = ()
+        self.phase_starts: dict[int, str] = {}
         if activation_checkpointing:
             enable = getattr(
                 self.model, "activation_checkpointing_enable", None
@@ -95,6 +102,7 @@ class Pretraining(lightning.LightningModule):
         self.validation: Validation | None = None
         self.measured_whole: int | None = None  # the step at which a validation last read all the held-out text
         self._sums: torch.Tensor | None = None
+        self._component_sums: torch.Tensor | None = None
 
     def steps_of(self, tokens: int) -> int:
         """Optimizer steps in `tokens`, rounded, at least one."""
@@ -103,6 +111,17 @@ class Pretraining(lightning.LightningModule):
     def ends_step(self, batch_idx: int) -> bool:
         """Whether the micro-batch `batch_idx` completes an optimizer step."""
         return (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
+
+    def on_train_batch_start(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Say which phase of a mixture begins."""
+        step = self.trainer.global_step
+        if step not in self.phase_starts or batch_idx % self.trainer.accumulate_grad_batches:
+            return
+        number, tokens = list(self.phase_starts).index(step), step * self.batch_tokens
+        for logger in self.trainer.loggers:
+            logger.log_metrics({"tokens": tokens, "train/phase": number + 1}, step)
+        if self.trainer.is_global_zero:
+            log.info(f"phase {number + 1} of {len(self.phase_starts)} begins: {self.phase_starts[step]}")
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss = self.model(
@@ -169,9 +188,10 @@ class Pretraining(lightning.LightningModule):
     def on_validation_epoch_start(self) -> None:
         length = self.trainer.datamodule.validation_length
         self._sums = torch.zeros(2, length, dtype=torch.float64, device=self.device)
+        self._component_sums = torch.zeros(2, len(self.components), dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Add each token's loss to the sum of its position."""
+        """Add each token's loss to the sum of its position and, in a mixture, of its component."""
         losses = self.model(
             input_ids=batch["input_ids"],
             cu_seqlens=batch["cu_seqlens"],
@@ -181,19 +201,36 @@ class Pretraining(lightning.LightningModule):
         position = locate(*losses.shape, 0, losses.device, cu_seqlens=batch["cu_seqlens"]).index[0]
         self._sums[0].index_add_(0, position, losses[0].double())
         self._sums[1].index_add_(0, position, (batch["targets"][0] != -100).double())
+        if self.components:
+            component = batch["component"]
+            self._component_sums[0].index_add_(0, component, losses.double().view(len(component), -1).sum(1))
+            targets = (batch["targets"] != -100).view(len(component), -1)
+            self._component_sums[1].index_add_(0, component, targets.sum(1).double())
 
     def on_validation_epoch_end(self) -> None:
         total, tokens = self.trainer.strategy.reduce(self._sums, reduce_op="sum").cpu().numpy()
-        self.validation = Validation(total / tokens.clip(min=1), tokens)
+        self.validation = Validation(total / tokens.clip(min=1), tokens, self._component_losses())
         step = self.trainer.global_step
         limit = self.trainer.limit_val_batches  # as for Lightning, 1.0 is all the batches and 1 is one batch
         self.measured_whole = step if isinstance(limit, float) and limit == 1.0 else None
         if self.trainer.state.fn == TrainerFn.FITTING:  # the one at the end is of all the text: another curve
             metrics = {"tokens": step * self.batch_tokens, "validation/loss": self.validation.loss}
+            metrics |= {f"validation/loss/{name}": loss for name, (loss, _) in self.validation.components.items()}
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, step)
         if self.trainer.is_global_zero:
             log.info(f"held-out loss {self.validation.loss:.4f} over {self.validation.tokens} tokens")
+
+    def _component_losses(self) -> dict[str, tuple[float, int]]:
+        """(loss, tokens) of each component that the validation has read, over all ranks."""
+        if not self.components:
+            return {}
+        sums = self.trainer.strategy.reduce(self._component_sums, reduce_op="sum").T.tolist()
+        return {
+            name: (total / tokens, int(tokens))
+            for name, (total, tokens) in zip(self.components, sums, strict=True)
+            if tokens
+        }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["palimpsest"] = {

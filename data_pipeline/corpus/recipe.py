@@ -42,8 +42,6 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
 
     Raises ValueError, naming the key, for a setting that is missing or wrong.
     """
-    from hydra.utils import instantiate
-
     for key, least in (("tasks", 1), ("samples", 0)):
         value = settings[key]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -60,7 +58,7 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
     made = {}
     for name, source in sources.items():
         with named(name):
-            made[name] = instantiate(source, _convert_="all")
+            made[name] = _instantiated(source)
         if not isinstance(made[name], SourceInParts):
             raise ValueError(
                 f"corpus.sources.{name}: {type(made[name]).__name__} is no source that can be read in parts"
@@ -75,7 +73,7 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
     return Recipe(
         output=str(settings["output"]),
         sources=made,
-        cleaning={name: instantiate(step, _convert_="all") for name, step in cleaning.items()},
+        cleaning={name: _cleaning(name, step) for name, step in cleaning.items()},
         categories=categories,
         tasks=settings["tasks"],
         validation_fraction=float(settings["validation_fraction"]),
@@ -83,6 +81,26 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
         bytes_per_token=float(settings["bytes_per_token"]),
         strict=bool(settings["strict"]),
     )
+
+
+def _cleaning(name: str, settings: Mapping[str, Any]) -> Cleaning:
+    try:
+        return _instantiated(settings)
+    except ValueError as error:  # of a step that asks a model by a backend of job=rewrite
+        raise ValueError(str(error).replace("rewrite.backend", f"corpus.cleaning.{name}.backend")) from error
+
+
+def _instantiated(settings: Mapping[str, Any]) -> Any:
+    """Return the object. Raises what its class raises, not Hydra's words around it."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
+    try:
+        return instantiate(settings, _convert_="all")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
 
 
 @contextlib.contextmanager

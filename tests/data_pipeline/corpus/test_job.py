@@ -48,6 +48,17 @@ def test_a_step_is_left_out_by_null(run, texts, tmp_path):
     ("overrides", "said"),
     [
         (("corpus.sources.local_docs.path=/nonexistent",), "corpus.sources.local_docs.path=/nonexistent"),
+        (("corpus.sources.local_docs.max_document_bytes=1",), "corpus.sources.local_docs.max_document_bytes=1"),
+        (("corpus.cleaning.language.threshold=7",), "corpus.cleaning.language.threshold=7"),
+        (
+            (
+                "+cleaning@corpus.cleaning.labels=labels",
+                "corpus.cleaning.labels.backend.model=m",
+                "corpus.cleaning.labels.backend.base_url=http://127.0.0.1:9/v1",
+                "corpus.cleaning.labels.backend.concurrency=0",
+            ),
+            "corpus.cleaning.labels.backend.concurrency=0",
+        ),
         (("corpus.tasks=0",), "corpus.tasks=0"),
         (("corpus.validation_fraction=1",), "corpus.validation_fraction=1"),
         (("corpus.categories.web=debug",), "corpus.categories"),

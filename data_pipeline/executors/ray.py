@@ -1,0 +1,163 @@
+"""Phases on a Ray cluster.
+
+datatrove's own executor tells of no error that a step raises, runs tasks in a pool that waits for ever for one that is
+killed, and leaves their logs in one folder of the node for all users and phases.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import loguru
+
+from data_pipeline.executors.progress import PhaseProgress
+from data_pipeline.executors.submitted import refuse_while_submitted
+from data_pipeline.executors.tasks import LocalTasks, full_disk_in_one_line, phase_folder, run_task
+from data_pipeline.phases import Phase
+
+logger = logging.getLogger(__name__)
+
+SECONDS_FOR_AN_ANSWER = 10
+RETRIES = 3  # of a task whose process or node is lost
+
+
+class Ray:
+    """Runs phases on a Ray cluster, on which the code, the inputs and the output are in shared folders.
+
+    `workers`: tasks at a time (None: as many as the cluster has room for). `address`: of the cluster (None: the one
+    that RAY_ADDRESS names or that runs on this machine; where there is neither, one is started here for the run).
+    `cpus_per_task`, `mem_per_cpu_gb`: what Ray sets aside for a task.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        address: str | None = None,
+        cpus_per_task: int = 1,
+        mem_per_cpu_gb: float = 2,
+    ) -> None:
+        for name, value in (("workers", 1 if workers is None else workers), ("cpus_per_task", cpus_per_task)):
+            if value < 1:
+                raise ValueError(f"executor.{name}={value}: give at least 1")
+        if mem_per_cpu_gb <= 0:
+            raise ValueError(f"executor.mem_per_cpu_gb={mem_per_cpu_gb}: give more than 0")
+        self.workers, self.address = workers, address
+        self.resources = {"CPU": cpus_per_task, "memory": int(cpus_per_task * mem_per_cpu_gb * 2**30)}
+
+    def run(self, phases: list[Phase], logs: Path, place: str | None = None) -> bool:
+        """Run what of the phases has not ended yet, in order. Returns True: all have ended.
+
+        Arguments and errors as for `Local.run`; a task whose process or node is lost is begun anew a few times first.
+        """
+        import ray
+
+        loguru.logger.remove()
+        logs = logs.absolute()
+        place = place or str(logs.parent)
+        refuse_while_submitted(logs)
+        ours = not ray.is_initialized()
+        if ours:
+            self._connect()
+        try:
+            self._expect_room()
+            with full_disk_in_one_line(place):
+                for index, phase in enumerate(phases):
+                    tasks = LocalTasks(phase, phase_folder(logs, index, phase), place)
+                    ranks = tasks.get_incomplete_ranks()
+                    with PhaseProgress(index, len(phases), phase, ranks) as progress:
+                        for _ in self._each(tasks, ranks):
+                            progress.advance()
+        finally:
+            if ours:
+                ray.shutdown()
+        return True
+
+    def _connect(self) -> None:
+        import ray
+
+        address = self.address or os.environ.get("RAY_ADDRESS", "")
+        _expect_answer(address)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of ours reports to nobody
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            words = " ".join(str(error).split())
+            raise ValueError(f"executor.address={address or None}: no Ray cluster can be used: {words}") from error
+
+    def _expect_room(self) -> None:
+        """Warn where no node is large enough for a task: Ray would wait for one, and say nothing."""
+        import ray
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(all(node.get(name, 0) >= need for name, need in self.resources.items()) for node in nodes):
+            logger.warning(
+                "no node of the Ray cluster has room for a task now (%d CPUs and %.1f GB: executor.cpus_per_task, "
+                "executor.mem_per_cpu_gb): waiting for one",
+                self.resources["CPU"],
+                self.resources["memory"] / 2**30,
+            )
+
+    def _each(self, tasks: LocalTasks, ranks: list[int]) -> Iterator[None]:
+        """Run the tasks, and yield whenever one has ended. Raises the first error there is; the others are killed."""
+        import ray
+
+        remote = ray.remote(_run_on_node).options(
+            num_cpus=self.resources["CPU"], memory=self.resources["memory"], max_retries=RETRIES
+        )
+        pickled = ray.put(tasks.pickled())
+        waiting, running = iter(ranks), {}
+        try:
+            while True:
+                for rank in waiting:
+                    running[remote.remote(pickled, rank, os.getcwd())] = rank
+                    if len(running) == (self.workers or tasks.world_size):
+                        break
+                if not running:
+                    return
+                (ended,), _ = ray.wait(list(running), num_returns=1)
+                self._result(ended, tasks, running.pop(ended))
+                yield
+        finally:
+            for task in running:
+                ray.cancel(task, force=True)
+
+    def _result(self, ended: object, tasks: LocalTasks, rank: int) -> None:
+        """Raise what a task has raised, as itself, or ValueError where its process was lost."""
+        import ray
+
+        try:
+            ray.get(ended)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            words = " ".join(str(error).split())
+            lost = ValueError(
+                f"executor.mem_per_cpu_gb: task {rank} of phase {tasks.phase_name} was lost {1 + RETRIES} times (out "
+                f"of memory?): give it more, and run the same command again: it goes on with what is missing; Ray "
+                f"says: {words}"
+            )
+            tasks.write_error(rank, lost)
+            raise lost from error
+
+
+def _expect_answer(address: str) -> None:
+    """Raise ValueError where nothing listens at "host:port": Ray tries for minutes, and ends the process."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=SECONDS_FOR_AN_ANSWER).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"executor.address={address}: no Ray cluster answers there ({error}): give the address that `ray start "
+            "--head` prints, or null for the one on this machine"
+        ) from error
+
+
+def _run_on_node(pickled: bytes, rank: int, folder: str) -> None:
+    """Run a task where relative paths mean what they mean to the command."""
+    os.chdir(folder)
+    run_task((pickled, rank))

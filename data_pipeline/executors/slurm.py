@@ -1,0 +1,140 @@
+"""Phases on a SLURM cluster: an array of jobs for each, which begins when all of the one before has ended well."""
+
+import json
+import logging
+import math
+import shlex
+import sys
+from pathlib import Path
+
+import dill
+import loguru
+from datatrove.executor import SlurmPipelineExecutor
+
+from data_pipeline.executors.submitted import (
+    cancel,
+    refuse_if_never_to_begin,
+    refuse_while_submitted,
+    submit,
+    write_submitted,
+)
+from data_pipeline.executors.tasks import TaskRecords, full_disk_in_one_line, phase_folder
+from data_pipeline.files import write_whole
+from data_pipeline.phases import Phase
+
+logger = logging.getLogger(__name__)
+
+
+class Slurm:
+    """Submits phases to a SLURM cluster, on which the code, the inputs and the output are in shared folders.
+
+    `time`: the limit of one job, as sbatch takes it. `workers`: jobs of a phase at a time (None: all).
+    `cpus_per_task`, `mem_per_cpu_gb`: of a task. `python`: the interpreter on the nodes (None: this one); `setup`:
+    lines of shell before it. `sbatch_args`: further options of sbatch, without their dashes. `max_array_size`: the
+    cluster's limit; where a phase has more tasks, a job runs several, one after the other.
+    """
+
+    def __init__(
+        self,
+        partition: str,
+        time: str,
+        workers: int | None = None,
+        cpus_per_task: int = 1,
+        mem_per_cpu_gb: int = 2,
+        python: str | None = None,
+        setup: list[str] | None = None,
+        sbatch_args: dict[str, object] | None = None,
+        max_array_size: int = 1001,
+    ) -> None:
+        if not partition:
+            raise ValueError("executor.partition: give the SLURM partition that runs the jobs (sinfo lists them)")
+        if not isinstance(time, str):
+            raise ValueError(f'executor.time={time}: give it in quotes, such as "24:00:00": YAML makes it a number')
+        numbers = {"cpus_per_task": cpus_per_task, "mem_per_cpu_gb": mem_per_cpu_gb, "max_array_size": max_array_size}
+        for name, value in {**numbers, "workers": 1 if workers is None else workers}.items():
+            if value < 1:
+                raise ValueError(f"executor.{name}={value}: give at least 1")
+        self.max_array_size = max_array_size
+        self.python, self.setup = python or sys.executable, list(setup or [])
+        self.settings = {
+            "partition": partition,
+            "time": time,
+            "workers": -1 if workers is None else workers,
+            "cpus_per_task": cpus_per_task,
+            "mem_per_cpu_gb": mem_per_cpu_gb,
+            "sbatch_args": {"kill-on-invalid-dep": "yes", **(sbatch_args or {})},
+        }
+
+    def run(self, phases: list[Phase], logs: Path, place: str | None = None) -> bool:
+        """Submit what of the phases has not ended yet. Returns False; True when there is nothing left to do.
+
+        `logs`: in a folder that all nodes see; each phase's log folder is in it, and submitted.json, with the jobs.
+        When a task fails, the phases after its own are cancelled, and the next run goes on with what is missing.
+        `place`: as for `Local.run`. Raises ValueError while jobs of an earlier run are there, and when sbatch refuses.
+        """
+        loguru.logger.remove()
+        logs = logs.absolute()
+        place = place or str(logs.parent)
+        with full_disk_in_one_line(place):
+            refuse_while_submitted(logs)
+            jobs: list[dict] = []
+            try:
+                for index, phase in enumerate(phases):
+                    tasks = self._tasks(phase, phase_folder(logs, index, phase), place)
+                    ranks = tasks.get_incomplete_ranks()
+                    if ranks:
+                        job = tasks.submit(ranks, self.python, after=jobs[-1]["job"] if jobs else None)
+                        jobs.append({"phase": phase.name, "job": job, "tasks": len(ranks)})
+                        write_submitted(logs, jobs)
+                if jobs:
+                    refuse_if_never_to_begin(jobs[0]["job"])  # the others ask for as much, and wait for it
+            except BaseException:
+                cancel([job["job"] for job in jobs])
+                raise
+        if not jobs:
+            return True
+        for job in jobs:
+            logger.info("submitted %s: job %s, tasks: %d", job["phase"], job["job"], job["tasks"])
+        logger.info(
+            "follow with: squeue --jobs=%s; a task that fails leaves a line in %s, one that SLURM ends in slurm_logs "
+            "beside it, and the same command then goes on with what is missing",
+            ",".join(job["job"] for job in jobs),
+            logs / "*" / "errors",
+        )
+        return False
+
+    def _tasks(self, phase: Phase, folder: Path, place: str) -> "SlurmTasks":
+        tasks = SlurmTasks(
+            phase.steps,
+            tasks=phase.tasks,
+            logging_dir=str(folder),
+            job_name=f"{folder.parent.parent.name}-{phase.name}",
+            env_command="\n".join(self.setup),
+            qos=None,
+            with_srun=False,
+            max_array_size=self.max_array_size,
+            tasks_per_job=math.ceil(phase.tasks / self.max_array_size),
+            **self.settings,
+        )
+        tasks.describe(phase, place)
+        return tasks
+
+
+class SlurmTasks(TaskRecords, SlurmPipelineExecutor):
+    """A phase as datatrove's array of jobs, submitted in our own way.
+
+    datatrove's would lose sbatch's words, have the next phase wait for the last of several arrays only, and add a job
+    for each phase that sums up statistics.
+    """
+
+    def submit(self, ranks: list[int], python: str, after: str | None) -> str:
+        """Submit the tasks `ranks`, to begin when job `after` has ended well. Returns the job's number."""
+        folder = Path(self.logging_dir.path)
+        write_whole(folder / "executor.pik", dill.dumps(self, fmode=dill.CONTENTS_FMODE))
+        write_whole(folder / "ranks_to_run.json", json.dumps(ranks))
+        # exec: a signal for the job reaches the tasks, which requeue it.
+        command = shlex.join([python, "-m", "datatrove.tools.launch_pickled_pipeline", str(folder / "executor.pik")])
+        options = self.get_sbatch_args(math.ceil(len(ranks) / self.tasks_per_job))
+        script = folder / "launch_script.slurm"
+        write_whole(script, self.get_launch_file_contents(options, f"exec {command}"))
+        return submit(script, *([f"--dependency=afterok:{after}"] if after else []))

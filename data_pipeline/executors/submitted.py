@@ -1,0 +1,111 @@
+"""The jobs that a run has given to SLURM: how they are submitted, written down, and asked after."""
+
+import json
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+
+from data_pipeline.files import write_whole
+
+logger = logging.getLogger(__name__)
+
+JOBS = "submitted.json"  # {"jobs": [{"phase", "job", "tasks"}]}
+
+# Why a job waits that will wait for ever, as long as nobody changes the cluster.
+NEVER = (
+    "PartitionConfig",
+    "PartitionTimeLimit",
+    "PartitionNodeLimit",
+    "BadConstraints",
+    "InvalidAccount",
+    "InvalidQOS",
+)
+
+# What sbatch complains of, in its own words, and the setting that mends it; the first that fits.
+SETTINGS = {
+    "partition": "executor.partition",
+    "account": "executor.sbatch_args.account",
+    "qos": "executor.sbatch_args.qos",
+    "time": "executor.time",
+    "array": "executor.max_array_size",
+    "memory": "executor.mem_per_cpu_gb",
+    "cpu": "executor.cpus_per_task",
+    "node configuration": "executor.cpus_per_task, executor.mem_per_cpu_gb",
+    "node name": "executor.sbatch_args",
+    "option": "executor.sbatch_args",
+}
+
+
+def submit(script: Path, *arguments: str) -> str:
+    """Give a script to sbatch and return the job's number. Raises ValueError in sbatch's words where it refuses."""
+    answer = _ask("sbatch", "--parsable", *arguments, str(script))
+    if answer.returncode != 0:
+        words = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in _lines(answer.stderr))
+        setting = next((setting for word, setting in SETTINGS.items() if word in words.lower()), "executor")
+        raise ValueError(f"{setting}: sbatch refuses the job: {words}; its script is {script}")
+    return answer.stdout.strip().partition(";")[0]  # a cluster's name may follow
+
+
+def refuse_if_never_to_begin(job: str) -> None:
+    """Raise ValueError where SLURM has accepted a job that asks for more than its partition gives."""
+    answer = _ask("squeue", "--noheader", "--format=%r", f"--jobs={job}")
+    reason = next((line for line in _lines(answer.stdout) if line in NEVER or line.endswith("PerJobLimit")), None)
+    if reason is not None:
+        raise ValueError(
+            "executor.time, executor.cpus_per_task, executor.mem_per_cpu_gb: SLURM would never begin the jobs "
+            f"({reason}): ask for less, or of another executor.partition (`scontrol show partition` has the limits)"
+        )
+
+
+def cancel(jobs: list[str]) -> None:
+    """Cancel jobs, those that have ended left out."""
+    if jobs:
+        _ask("scancel", *jobs)
+
+
+def write_submitted(logs: Path, jobs: list[dict]) -> None:
+    """Write down what has been submitted: [{"phase", "job", "tasks"}]."""
+    write_whole(logs / JOBS, json.dumps({"jobs": jobs}, indent=1) + "\n")
+
+
+def refuse_while_submitted(logs: Path) -> None:
+    """Raise ValueError while jobs that an earlier command submitted for this folder are queued or running.
+
+    Where SLURM cannot be asked, as when the folder has moved to another machine, a warning says so.
+    """
+    if not (logs / JOBS).exists():
+        return
+    jobs = [job["job"] for job in json.loads((logs / JOBS).read_text(encoding="utf-8"))["jobs"]]
+    if shutil.which("squeue") is None:
+        logger.warning("%s: jobs were submitted to SLURM, and there is no squeue to see whether they run", logs / JOBS)
+        return
+    alive = sorted(set(_queued(jobs, logs)), key=lambda job: (len(job), job))
+    if alive:
+        raise ValueError(
+            f"{logs / JOBS}: SLURM jobs {', '.join(alive)} of this folder are queued or running: wait for them, or "
+            f"cancel them (scancel {' '.join(alive)})"
+        )
+
+
+def _queued(jobs: list[str], logs: Path) -> list[str]:
+    answer = _ask("squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}")  # %F: without an array's index
+    if answer.returncode == 0:
+        return _lines(answer.stdout)
+    if "Invalid job id" in answer.stderr:  # of one job alone that SLURM has forgotten
+        return []
+    raise ValueError(f"{logs / JOBS}: squeue does not say whether its jobs run: {'; '.join(_lines(answer.stderr))}")
+
+
+def _ask(*command: str) -> subprocess.CompletedProcess:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except FileNotFoundError:
+        raise ValueError(
+            f"executor=slurm: there is no {command[0]} on this machine: start the command where jobs are submitted, "
+            "or use executor=local"
+        ) from None
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,0 +1,69 @@
+"""Labels: an LLM judges a sample of the documents, a small classifier learns from it and judges the rest.
+
+`rubric` is the question, `sample` what it is asked about, `asking` and `store` have it answered once and for all,
+`training` and `classifier` learn from the answers, `agreement` and `report` say how far to trust them, `filter` drops.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from data_pipeline.cleaning.duplicates import Stage
+from data_pipeline.labels.asking import LabelSample
+from data_pipeline.labels.classifier import require_scikit_learn
+from data_pipeline.labels.filter import DEFAULT, LabelFilter
+from data_pipeline.labels.rubric import read_rubric
+from data_pipeline.labels.sample import Sample, read_excerpt
+from data_pipeline.labels.training import LEAST_LABELS, MODEL, TrainClassifier
+from data_pipeline.rewriting.backends import Backend
+
+__all__ = ["labels"]
+
+
+def labels(
+    folder: str,
+    tasks: int,
+    *,
+    rubric: Mapping,
+    backend: Backend,
+    store: str,
+    documents: int = 2000,
+    excerpt: Mapping[str, int] | None = None,
+    attempts: int = 3,
+    held_out: float = 0.2,
+    set_category: bool = False,
+    thresholds: Mapping[str, float] | None = None,
+    seed: int = 0,
+) -> list[Stage]:
+    """Return the stages that give every document a quality, and drop those with too little of it.
+
+    A sample of `documents` is labelled by `backend`, as `rubric` says; the answers stay in the folder `store` for later
+    corpora. `folder`: for what the stages tell each other; it starts empty, and has the report in `folder`/report.
+    The other arguments are those of the steps. Raises ValueError, naming the key, for a setting that cannot work.
+    """
+    require_scikit_learn()
+    question, pieces = read_rubric(rubric), read_excerpt(excerpt or {})
+    for key, value, least in (("documents", documents, LEAST_LABELS), ("attempts", attempts, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"corpus.cleaning.labels.{key}={value}: give a whole number, {least} or more")
+    if isinstance(held_out, bool) or not isinstance(held_out, int | float) or not 0.05 <= held_out <= 0.5:
+        raise ValueError(f"corpus.cleaning.labels.held_out={held_out}: give a share from 0.05 to 0.5")
+    least = _thresholds(thresholds, set_category, question.categories)
+    label = LabelSample(folder, tasks, documents, question, backend, store, attempts, seed)
+    step = LabelFilter(str(Path(folder, MODEL)), pieces, least, set_category)
+    return [
+        Stage("sample", [Sample(str(Path(folder, "sample")), documents, pieces)], tasks, reads=True),
+        Stage("label", [label], 1),
+        Stage("train", [TrainClassifier(folder, held_out, set_category)], 1),
+        Stage("filter", [step], tasks, reads=True, gives=True),
+    ]
+
+
+def _thresholds(given: Mapping[str, float] | None, set_category: bool, known: Mapping[str, str]) -> dict[str, float]:
+    """Return the thresholds with a default, 0 where none is given. Raises ValueError for what is none."""
+    for category, value in (given or {}).items():
+        key = f"corpus.cleaning.labels.thresholds.{category}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{key}={value}: give a number from 0 to 5")
+        if set_category and category not in (DEFAULT, *known):
+            raise ValueError(f"{key}: the rubric has no such category; give one of {', '.join((DEFAULT, *known))}")
+    return {DEFAULT: 0.0, **(given or {})}

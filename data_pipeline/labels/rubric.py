@@ -1,0 +1,124 @@
+"""The rubric: what an LLM is asked about a document, and how its answer is read."""
+
+import json
+import re
+import string
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+HIGHEST = 5  # quality is a whole number from 0: a point for each criterion
+FIELDS = ("text", "categories", "criteria")
+CATEGORY_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")  # names a folder of the corpus
+ANSWER_CHARACTERS = 20_000  # looked through for JSON
+KEY = "corpus.cleaning.labels.rubric"
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a document is about, and how good it is: 0 to 5. `reason` is the LLM's."""
+
+    category: str
+    quality: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Rubric:
+    """The question put to the LLM.
+
+    `categories`: {name: description}. `criteria`: five, each worth one point of quality. `system` and `user`: templates
+    with $text (the document), $categories and $criteria ($$ for a dollar). The answer is a JSON object with "category"
+    and "quality", of at most `max_tokens`.
+    """
+
+    categories: dict[str, str]
+    criteria: list[str]
+    system: str
+    user: str
+    temperature: float = 0.3
+    top_p: float = 0.95
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.categories, Mapping) or len(self.categories) < 2:
+            raise ValueError(f"{KEY}.categories={self.categories}: give two or more, as name: description")
+        for name in self.categories:
+            if not CATEGORY_NAME.fullmatch(str(name)):
+                raise ValueError(f"{KEY}.categories: {name!r} cannot name a folder; give a word of a-z, 0-9, _ and -")
+        if isinstance(self.criteria, str) or len(self.criteria) != HIGHEST:
+            raise ValueError(f"{KEY}.criteria: {len(self.criteria)} found; give a list of {HIGHEST}, a point each")
+        self._check_templates()
+        for key, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1)):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ValueError(f"{KEY}.{key}={value}: give a number from {low} to {high}")
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ValueError(f"{KEY}.max_tokens={self.max_tokens}: give a whole number above 0")
+
+    def _check_templates(self) -> None:
+        for key in ("system", "user"):
+            template = string.Template(getattr(self, key))
+            if not template.is_valid():
+                raise ValueError(f"{KEY}.{key} has a $ that begins no name: write $$ for a dollar sign")
+            for name in template.get_identifiers():
+                if name not in FIELDS:
+                    raise ValueError(f"{KEY}.{key} has the field ${name}: give one of ${', $'.join(FIELDS)}")
+        if "text" not in string.Template(self.user).get_identifiers():
+            raise ValueError(f"{KEY}.user lacks the field $text: put it where the document goes")
+
+    def messages(self, text: str) -> list[dict[str, str]]:
+        """Return the chat messages that ask about a text; nothing in the text is read as a template."""
+        values = {
+            "text": text.strip("\n"),
+            "categories": "\n".join(f"- {name}: {what}" for name, what in self.categories.items()),
+            "criteria": "\n".join(f"{number}. {what}" for number, what in enumerate(self.criteria, 1)),
+        }
+        roles = (("system", self.system), ("user", self.user))
+        filled = ((role, string.Template(template).substitute(values).strip()) for role, template in roles)
+        return [{"role": role, "content": content} for role, content in filled if content]
+
+    def read(self, answer: str) -> Label | None:
+        """Return the label in an answer: the first JSON object there with a category and a quality. None where there is
+        no such object, or where it holds no category of the rubric's or no whole number from 0 to 5."""
+        found = next((entry for entry in _objects(answer) if "category" in entry and "quality" in entry), None)
+        if found is None or not isinstance(found["category"], str):
+            return None
+        category, quality = found["category"].strip().lower(), _whole(found["quality"])
+        if category not in self.categories or quality is None or not 0 <= quality <= HIGHEST:
+            return None
+        return Label(category, quality, str(found.get("reason", "")))
+
+
+def read_rubric(settings: Mapping) -> Rubric:
+    """Return the rubric that a configuration describes. Raises ValueError, naming the key, for a wrong setting."""
+    known = {entry.name for entry in fields(Rubric)}
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"{KEY}.{key} is no setting of a rubric: give one of {', '.join(sorted(known))}")
+    for key in ("categories", "criteria", "system", "user"):
+        if not settings.get(key):
+            raise ValueError(f"{KEY}.{key} is missing: give it, or choose a rubric as labels/rubric does")
+    return Rubric(**settings)
+
+
+def _objects(answer: str) -> Iterator[dict]:
+    """Yield the JSON objects in an answer, whatever stands around them: a fence, a remark, a model's thoughts."""
+    answer, decoder = answer[:ANSWER_CHARACTERS], json.JSONDecoder()
+    start = answer.find("{")
+    while start >= 0:
+        end = start + 1
+        try:
+            entry, end = decoder.raw_decode(answer, start)
+            yield entry
+        except (ValueError, RecursionError):
+            pass
+        start = answer.find("{", end)
+
+
+def _whole(value: object) -> int | None:
+    """Return a whole number, also out of "4" or 4.0; None for anything else."""
+    if isinstance(value, str) and re.fullmatch(r"\s*\d\s*", value):
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value not in range(10):
+        return None
+    return int(value)

@@ -1,0 +1,81 @@
+"""Answers that are paid for, kept for every later corpus with the same documents."""
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from data_pipeline.files import write_whole
+from data_pipeline.fingerprint import fingerprint
+from data_pipeline.labels.rubric import Rubric
+from data_pipeline.rewriting.backends import Answer
+from data_pipeline.rewriting.journal import Journal
+
+logger = logging.getLogger(__name__)
+
+
+class Store:
+    """The answers of one model to one question, in a folder of their own under `path`; one process has it at a time.
+
+    The folder's name is a hash of all that shapes an answer but the text: prompt, categories and criteria, sampling,
+    model and what else is told to it (`extra`). Answers are named by the excerpt's hash and the attempt's number. No
+    text of a document is kept. Each answer is on the disk as soon as it is there, and a torn end does no harm.
+    """
+
+    def __init__(self, path: str, rubric: Rubric, model: str, extra: dict) -> None:
+        question = {"messages": rubric.messages("$text"), "model": model, "extra": extra}
+        sampling = {key: getattr(rubric, key) for key in ("temperature", "top_p", "max_tokens")}
+        self.folder = Path(path).expanduser() / fingerprint({**question, **sampling})
+        self._about = json.dumps({**question, **sampling}, indent=1) + "\n"
+        self._journal = Journal(self.folder / "answers.jsonl")
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the store; waits while another run has it, since that one may pay for the same documents.
+
+        Raises ValueError where it cannot be written to.
+        """
+        try:
+            write_whole(self.folder / "question.json", self._about)
+            lock = FileLock(self.folder / ".lock")
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                logger.info(
+                    "corpus.cleaning.labels.store: another run labels with the same question: waiting for its end"
+                )
+                lock.acquire()
+        except OSError as error:
+            raise ValueError(
+                f"corpus.cleaning.labels.store={self.folder.parent}: {error.strerror}; give a folder to write to"
+            ) from error
+        try:
+            yield
+        finally:
+            self._journal.close()
+            lock.release()
+
+    def answers(self, texts: Iterable[str], attempts: int) -> dict[str, tuple[Answer, str]]:
+        """Return {key: (answer, who paid)} of what there is for these texts."""
+        wanted = {self.key(text, attempt) for text in texts for attempt in range(attempts)}
+        found = (record for record in self._journal.read() if record["key"] in wanted)
+        return {
+            record["key"]: (Answer(*(record[name] for name in Answer.__slots__)), record["payer"]) for record in found
+        }
+
+    def put(self, key: str, answer: Answer, payer: str) -> None:
+        """Keep an answer. Raises OSError where the disk does not take it."""
+        self._journal.append({"key": key, "payer": payer, **{name: getattr(answer, name) for name in Answer.__slots__}})
+
+    def sync(self) -> None:
+        """Take what was kept to the disk."""
+        self._journal.sync()
+
+    @staticmethod
+    def key(text: str, attempt: int) -> str:
+        """Return the name of an answer."""
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{attempt}"

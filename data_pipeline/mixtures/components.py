@@ -1,0 +1,247 @@
+"""The components of a mixture: which Parquet files are a component's text, and a prepared folder that names them."""
+
+import errno
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from data_pipeline.documents import SPLITS, shards
+from data_pipeline.fingerprint import MANIFEST, file_identity, read_manifest
+from data_pipeline.mixtures.plan import is_number
+from data_pipeline.progress import Stage
+
+COMPONENT_KEYS = ("path", "categories", "upsample", "max_epochs")
+NAME = re.compile(r"\w[\w.-]*")
+ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Component:
+    """Text of one kind: Parquet files by split, how its bytes count where weights are not given, and a cap."""
+
+    name: str
+    files: dict[str, list[Path]]
+    upsample: float | None
+    max_epochs: float | None
+
+    def identity(self) -> dict:
+        """What the component's text is made from: files by path, size and time."""
+        return {split: file_identity(self.files[split]) for split in SPLITS}
+
+
+def check_components(corpus: str | None, given: Mapping | None, max_epochs: float | None) -> None:
+    """Raise ValueError, naming the key, for settings that cannot work whatever lies on the disk."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"data.components={given!r}: give {{name: {{path: folder}}, ...}}")
+    if not given and corpus is None:
+        raise ValueError(
+            "data.components names no text: give data.corpus=FOLDER (that job=corpus wrote), or "
+            "'data.components={name: {path: FOLDER}, ...}'"
+        )
+    _check_epochs("data.max_epochs", max_epochs)
+    for name, settings in (given or {}).items():
+        key = f"data.components.{name}"
+        if not NAME.fullmatch(str(name)):
+            raise ValueError(f"{key}: give it a name of letters, digits, _, - and dots: metrics are named by it")
+        if settings is None:
+            if corpus is None:
+                raise ValueError(f"{key}=null leaves out a category of data.corpus, which is not given: give its path")
+            continue
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"{key}={settings!r}: give {{path: folder}}")
+        for setting in settings:
+            if setting not in COMPONENT_KEYS:
+                raise ValueError(f"{key}.{setting} is unknown: a component has {', '.join(COMPONENT_KEYS)}")
+        if settings.get("path") is None and corpus is None:
+            raise ValueError(f"{key}.path is missing: give the folder of its text")
+        categories, upsample = settings.get("categories"), settings.get("upsample")
+        if categories is not None and (isinstance(categories, str) or not categories):
+            raise ValueError(f"{key}.categories={categories!r}: give a list of names, or null for all")
+        if upsample is not None and (not is_number(upsample) or upsample <= 0):
+            raise ValueError(f"{key}.upsample={upsample}: give a factor above 0")
+        _check_epochs(f"{key}.max_epochs", settings.get("max_epochs"))
+
+
+def _check_epochs(key: str, value: float | None) -> None:
+    if value is not None and (not is_number(value) or value <= 0):
+        raise ValueError(f"{key}={value}: give a number above 0, or null for no limit")
+
+
+def find_components(corpus: str | None, given: Mapping | None, max_epochs: float | None) -> list[Component]:
+    """Return the components of checked settings: the corpus's categories, then those that are given.
+
+    A component without a path is the corpus's category of that name; null leaves that category out.
+    Raises ValueError for a folder that is missing, unfinished, or without text.
+    """
+    given = dict(given or {})
+    wanted: list[tuple[str, str, Mapping]] = []  # name, key, settings with a path
+    if corpus is not None:
+        found = categories_of(Path(corpus).expanduser(), "data.corpus")
+        for category in found:
+            settings = given.get(category, {})
+            if settings is not None and settings.get("path") is None:
+                if settings.get("categories") is not None:
+                    raise ValueError(f"data.components.{category}.categories needs a path: {category} is one category")
+                wanted.append((category, "data.corpus", {**settings, "path": corpus, "categories": [category]}))
+        for name, settings in given.items():
+            if name not in found and (settings is None or settings.get("path") is None):
+                raise ValueError(
+                    f"data.components.{name} is no category of data.corpus={corpus} (it has {', '.join(found)}): "
+                    f"give data.components.{name}.path, or one of these names"
+                )
+    wanted += [(n, f"data.components.{n}.path", s) for n, s in given.items() if s and s.get("path") is not None]
+    if not wanted:
+        raise ValueError(f"data.components leaves out every category of data.corpus={corpus}: keep one")
+    return [
+        Component(
+            str(name),
+            text_files(Path(settings["path"]).expanduser(), settings.get("categories"), key),
+            settings.get("upsample"),
+            max_epochs if settings.get("max_epochs") is None else settings["max_epochs"],
+        )
+        for name, key, settings in wanted
+    ]
+
+
+def categories_of(path: Path, key: str) -> list[str]:
+    """Return the categories of a corpus that is finished. Raises ValueError, naming the key, for any other folder."""
+    if not (path / "documents").is_dir():
+        found = "no such folder" if not path.exists() else "no documents/ in it"
+        raise ValueError(f"{key}={path}: {found}; give a folder that job=corpus wrote")
+    _check_finished(path, key)
+    found = (path / "documents").iterdir()
+    return sorted(folder.name for folder in found if any(shards(folder, split) for split in SPLITS))
+
+
+def text_files(path: Path, categories: Iterable[str] | None, key: str) -> dict[str, list[Path]]:
+    """Return the Parquet files by split of a corpus, a rewriting, or any folder of train-*.parquet.
+
+    Raises ValueError, naming the key, where there are none, and for a corpus or rewriting that is not finished.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{key}={path}: no such folder; give one with a corpus, a rewriting or train-*.parquet")
+    folders = [path]
+    if (path / "documents").is_dir():
+        found = categories_of(path, key)
+        missing = [category for category in categories or () if category not in found]
+        if missing:
+            raise ValueError(f"{key}={path} has no category {missing[0]}: it has {', '.join(found)}")
+        folders = [path / "documents" / category for category in categories or found]
+    elif categories is not None:
+        raise ValueError(f"{key}={path} has no categories: give a corpus, or leave categories out")
+    elif (path / "shards").is_dir():
+        _check_finished(path, key)
+        folders = [path / "shards"]
+    files = {split: [file.resolve() for folder in folders for file in shards(folder, split)] for split in SPLITS}
+    if not files["train"]:
+        where = folders[0] if len(folders) == 1 else path
+        raise ValueError(f"{key}: no train-*.parquet in {where}; give a corpus, a rewriting or such files")
+    return files
+
+
+def _check_finished(path: Path, key: str) -> None:
+    if not (path / MANIFEST).is_file():
+        raise ValueError(f"{key}={path} has no {MANIFEST}: the job that writes it has not ended; run it to its end")
+
+
+def gather_files(files: dict[str, list[Path]], folder: Path) -> dict:
+    """Make `folder` a documents folder of these files, by links, and return the documents and bytes of each split.
+
+    A row's own `split` counts for more than its file's name: what a model has rewritten of a held-out document is held
+    out. Files in which they differ are written anew. Raises ValueError for a file that cannot be read.
+    """
+    places = _Places(folder)
+    with Stage("counting text", "B") as stage:
+        for split in SPLITS:
+            for path in files[split]:
+                try:
+                    counts = _count(path, split)
+                    stage.advance(sum(size for _, size in counts.values()))
+                    if set(counts) <= {split}:
+                        places.next(split).symlink_to(path)
+                    else:
+                        _divide(path, split, places)
+                except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+                    if getattr(error, "errno", None) == errno.ENOSPC:
+                        raise
+                    reason = str(error).partition("\n")[0][:200]
+                    raise ValueError(f"{path} cannot be read ({reason}): write it again, or leave it out") from error
+                places.add(counts)
+    return {**places.totals, "seconds": round(stage.seconds, 3)}
+
+
+def join_folders(folders: list[Path], folder: Path) -> dict:
+    """Make `folder` one documents folder of several, by links, and return the documents and bytes of each split."""
+    places = _Places(folder)
+    for joined in folders:
+        for split in SPLITS:
+            for path in shards(joined, split):
+                places.next(split).symlink_to(path.resolve())
+        counts = read_manifest(joined)
+        places.add({split: (counts[split]["documents"], counts[split]["bytes"]) for split in SPLITS})
+    return places.totals
+
+
+class _Places:
+    """The names of a documents folder's files, in order, and what is in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.totals = {split: {"documents": 0, "bytes": 0} for split in SPLITS}
+        self._files = dict.fromkeys(SPLITS, 0)
+
+    def next(self, split: str) -> Path:
+        self._files[split] += 1
+        return self.folder / f"{split}-{self._files[split] - 1:06d}.parquet"
+
+    def add(self, counts: dict[str, tuple[int, int]]) -> None:
+        for split, (documents, size) in counts.items():
+            self.totals[split]["documents"] += documents
+            self.totals[split]["bytes"] += size
+
+
+def _batches(path: Path, split: str) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
+    """Yield a file's rows, some at a time, and for each row whether it is held out."""
+    with pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if "text" not in names:
+            raise pa.ArrowInvalid(f"no column text; it has {', '.join(names)}")
+        for batch in file.iter_batches(ROWS_AT_ONCE, columns=[name for name in ("text", "split") if name in names]):
+            own = batch.column("split") if "split" in names else pa.nulls(len(batch), pa.string())
+            yield batch, pc.equal(pc.fill_null(own, split), "validation")
+
+
+def _count(path: Path, split: str) -> dict[str, tuple[int, int]]:
+    """Return (documents, UTF-8 bytes) of each split that a file has rows of."""
+    counts: dict[str, tuple[int, int]] = {}
+    for batch, held_out in _batches(path, split):
+        if batch.column("text").null_count:
+            raise pa.ArrowInvalid("a row without text")
+        lengths = pc.binary_length(batch.column("text"))
+        for name, mask in (("train", pc.invert(held_out)), ("validation", held_out)):
+            chosen = lengths.filter(mask)
+            if len(chosen):
+                documents, size = counts.get(name, (0, 0))
+                counts[name] = documents + len(chosen), size + pc.sum(chosen).as_py()
+    return counts
+
+
+def _divide(path: Path, split: str, places: _Places) -> None:
+    """Write a file's rows to files of their own splits."""
+    writers: dict[str, pq.ParquetWriter] = {}
+    try:
+        for batch, held_out in _batches(path, split):
+            for name, mask in (("train", pc.invert(held_out)), ("validation", held_out)):
+                rows = batch.filter(mask)
+                if len(rows):
+                    if name not in writers:
+                        writers[name] = pq.ParquetWriter(places.next(name), rows.schema, compression="zstd")
+                    writers[name].write_batch(rows)
+    finally:
+        for writer in writers.values():
+            writer.close()

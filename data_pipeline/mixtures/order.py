@@ -1,0 +1,106 @@
+"""The order of a mixture: which component a position reads, and which of its sequences. Functions, with no state.
+
+Components are the leaves of a Huffman tree of their counts. At each node the child with fewer sequences has its own cut
+into strata: child m's place is drawn from the positions m*T/t to (m+1)*T/t of the node's T, so that both children's
+counts follow their shares within one, in an order that repeats nowhere. On the way down to a leaf such errors shrink
+as the nodes do: an uncle weighs at least as much as either nephew, so the ancestors of a leaf grow like the Fibonacci
+numbers, and the errors add up to less than 1 + 1 + 1/2 + 1/3 + 1/5 + ... < 3.4, however many components there are.
+"""
+
+import heapq
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+ROUNDS = 4  # of the Feistel network
+
+
+class Node(NamedTuple):
+    """`count` sequences: those of the component `leaf`, or of two nodes, of which `fewer` has at most half."""
+
+    count: int
+    number: int
+    leaf: int | None = None
+    fewer: "Node | None" = None
+    others: "Node | None" = None
+
+
+class Interleaving:
+    """Puts sum(counts) sequences, counts[c] of component c, in one order.
+
+    After n of them, component c has had n * counts[c] / sum(counts), give or take less than 3.4 (less than 1 of two
+    components); after all, counts[c]. `key` chooses among such orders.
+    """
+
+    def __init__(self, counts: Sequence[int], key: str) -> None:
+        self.counts, self.key = tuple(counts), key.encode()
+        self.total = sum(counts)
+        heap = [Node(count, number, number) for number, count in enumerate(counts) if count]
+        heapq.heapify(heap)
+        number = len(counts)
+        while len(heap) > 1:
+            fewer, others = heapq.heappop(heap), heapq.heappop(heap)
+            heapq.heappush(heap, Node(fewer.count + others.count, number, None, fewer, others))
+            number += 1
+        self._root = heap[0] if heap else None
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the component read at `position`, and how many of its sequences were read before."""
+        if not 0 <= position < self.total:
+            raise IndexError(f"position {position} of {self.total}")
+        node = self._root
+        while node.leaf is None:
+            stratum, place = self._place(node, position)
+            if position == place:
+                node, position = node.fewer, stratum
+            else:
+                node, position = node.others, position - stratum - (place < position)
+        return node.leaf, position
+
+    def counts_before(self, position: int) -> list[int]:
+        """Return how many sequences of each component are read before `position`, which may be the end."""
+        found = [0] * len(self.counts)
+        pending = [(self._root, position)] if self._root else []
+        while pending:
+            node, before = pending.pop()
+            if node.leaf is not None:
+                found[node.leaf] = before
+            elif before == node.count:
+                pending += [(node.fewer, node.fewer.count), (node.others, node.others.count)]
+            else:
+                stratum, place = self._place(node, before)
+                fewer = stratum + (place < before)
+                pending += [(node.fewer, fewer), (node.others, before - fewer)]
+        return found
+
+    def _place(self, node: Node, position: int) -> tuple[int, int]:
+        """Return the stratum that a position of a node is in, and the one position there that the `fewer` child has."""
+        total, fewer = node.count, node.fewer.count
+        stratum = position * fewer // total
+        first, end = -(-stratum * total // fewer), -(-(stratum + 1) * total // fewer)
+        return stratum, first + drawn(self.key, node.number, stratum) % (end - first)
+
+
+def walk(position: int, total: int, key: str) -> int:
+    """Return the sequence, of `total`, that is read at `position` of a component's own: an epoch is a permutation.
+
+    Each position is computed by itself, by a Feistel network: of many components with billions of sequences no
+    permutation is held in memory.
+    """
+    epoch, index = divmod(position, total)
+    half = max(1, ((total - 1).bit_length() + 1) // 2)
+    mask, encoded = (1 << half) - 1, key.encode()
+    while True:
+        left, right = index >> half, index & mask
+        for number in range(ROUNDS):
+            left, right = right, left ^ (drawn(encoded, epoch, number, right) & mask)
+        index = left << half | right
+        if index < total:  # else one of the numbers up to the next power of four, which lead on to one that is
+            return index
+
+
+def drawn(key: bytes, *numbers: int) -> int:
+    """Return 64 bits that look random, the same for the same key and numbers on every machine."""
+    packed = struct.pack(f"<{len(numbers)}Q", *numbers)
+    return int.from_bytes(blake2b(key + packed, digest_size=8).digest(), "little")

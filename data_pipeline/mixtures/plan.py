@@ -1,0 +1,232 @@
+"""What a mixture reads in each phase: lengths, weights and caps on epochs in, whole numbers of sequences out."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+PHASE_KEYS = ("name", "tokens", "share", "weights")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase as it is asked for: `tokens` of the run, or a `share` of it; with neither, the rest of it.
+
+    weights: of the components (one that is not named has none); None: by their bytes.
+    """
+
+    name: str
+    tokens: int | None
+    share: Fraction | None
+    weights: dict[str, Fraction] | None
+
+
+@dataclass(frozen=True)
+class Available:
+    """A component, and how many sequences of it a run may read at most, one read twice counted twice (None: any)."""
+
+    name: str
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A phase as it is read: positions `first` to `end` - 1 of the run.
+
+    For each component: `shares` as they are asked for, `counts` of sequences, and how many were read `before`.
+    """
+
+    name: str
+    first: int
+    end: int
+    shares: tuple[Fraction, ...]
+    counts: tuple[int, ...]
+    before: tuple[int, ...]
+
+
+def read_phases(given: Sequence[Mapping] | None) -> list[Phase]:
+    """Return the phases of `data.phases`; None is one phase that lasts the whole run. Raises ValueError."""
+    if given is None:
+        given = [{}]
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ValueError(f"data.phases={given!r}: give a list such as [{{tokens: 1e9, weights: {{web: 8, code: 2}}}}]")
+    phases = [_read_phase(index, phase) for index, phase in enumerate(given)]
+    names = [phase.name for phase in phases]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"data.phases has two phases named {name}: give each a name of its own")
+    if any(phase.share for phase in phases):
+        for index, phase in enumerate(phases):
+            if phase.share is None:
+                raise ValueError(
+                    f"data.phases[{index}] has no share, and others have: give all a share of the run, or all tokens"
+                )
+    for index, phase in enumerate(phases[:-1]):
+        if phase.tokens is None and phase.share is None:
+            raise ValueError(f"data.phases[{index}] has no length, and only the last can do without: give its tokens")
+    return phases
+
+
+def _read_phase(index: int, given: Mapping) -> Phase:
+    key = f"data.phases[{index}]"
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{key}={given!r}: give {{name: ..., tokens: ..., weights: {{...}}}}")
+    for name in given:
+        if name not in PHASE_KEYS:
+            raise ValueError(f"{key}.{name} is unknown: a phase has {', '.join(PHASE_KEYS)}")
+    tokens, share, weights = (given.get(name) for name in ("tokens", "share", "weights"))
+    if tokens is not None and share is not None:
+        raise ValueError(f"{key} has tokens={tokens} and share={share}: give one of them")
+    if tokens is not None and (not is_number(tokens) or tokens < 1 or tokens != int(tokens)):
+        raise ValueError(f"{key}.tokens={tokens}: give a whole number above 0, or null for the rest of the run")
+    if share is not None and (not is_number(share) or share <= 0):
+        raise ValueError(f"{key}.share={share}: give a number above 0; shares are taken of their sum")
+    if weights is not None:
+        if not isinstance(weights, Mapping) or not weights:
+            raise ValueError(f"{key}.weights={weights!r}: give {{component: weight, ...}}, or null for its bytes")
+        for name, weight in weights.items():
+            if not is_number(weight) or weight < 0:
+                raise ValueError(f"{key}.weights.{name}={weight}: give a number, 0 or more")
+        if not any(weights.values()):
+            raise ValueError(f"{key}.weights are all 0: give one component a weight above 0")
+        weights = {str(name): Fraction(weight) for name, weight in weights.items()}
+    return Phase(
+        str(given.get("name") or f"phase_{index + 1}"),
+        None if tokens is None else int(tokens),
+        None if share is None else Fraction(share),
+        weights,
+    )
+
+
+def is_number(value: object) -> bool:
+    """Return whether a setting is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def phase_ends(phases: Sequence[Phase], max_tokens: int, positions: int, sequence_length: int) -> list[int]:
+    """Return the position at which each phase ends: the last one's is `positions`, the end of the run.
+
+    Phases that begin after it are left out. Raises ValueError for phases that are shorter than the run, or than a
+    sequence.
+    """
+    total = sum(phase.share or 0 for phase in phases)
+    ends: list[int] = []
+    reached = Fraction(0)  # in sequences
+    for index, phase in enumerate(phases):
+        if phase.share is not None:
+            reached += phase.share / total * positions
+        elif phase.tokens is not None:
+            reached += Fraction(phase.tokens, sequence_length)
+        else:
+            reached = Fraction(max(positions, reached))
+        end = min(positions, round(reached))
+        if end == (ends[-1] if ends else 0):
+            raise ValueError(
+                f"data.phases[{index}] ({phase.name}) is shorter than a sequence of {sequence_length} tokens: lengthen "
+                "it, or leave it out"
+            )
+        ends.append(end)
+        if end == positions:
+            return ends
+    if reached * sequence_length < max_tokens:
+        raise ValueError(
+            f"data.phases have {int(reached * sequence_length)} tokens together, fewer than max_tokens={max_tokens}: "
+            "lengthen one, give the last one no tokens (it then lasts to the end), or lower max_tokens"
+        )
+    return [*ends[:-1], positions]  # the run ends with a whole step, a few sequences after its last token
+
+
+def plan(
+    phases: Sequence[Phase],
+    ends: Sequence[int],
+    weights: Sequence[Sequence[Fraction]],
+    components: Sequence[Available],
+    sequence_length: int,
+) -> list[PlannedPhase]:
+    """Return what each phase reads: its shares by largest remainder, with every component within its limit.
+
+    A component that would be read more often than it may has all its parts of the run made smaller by one factor, and
+    the others of each phase take what it leaves in proportion to their weights.
+    Raises ValueError where they cannot: nothing is left that has a weight in that phase.
+    """
+    firsts = [0, *ends[:-1]]
+    lengths = [end - first for first, end in zip(firsts, ends, strict=True)]
+    shares = [[weight / sum(row) for weight in row] for row in weights]
+    limits = [component.limit for component in components]
+    try:
+        counts = _whole(lengths, _spread(lengths, shares, limits), limits)
+    except _Lacking as lacking:
+        raise ValueError(_lacks(phases[lacking.phase], lacking, weights, components, sequence_length)) from None
+    before = [0] * len(components)
+    planned = []
+    for phase, first, end, row, count in zip(phases, firsts, ends, shares, counts, strict=False):
+        planned.append(PlannedPhase(phase.name, first, end, tuple(row), tuple(count), tuple(before)))
+        before = [a + b for a, b in zip(before, count, strict=True)]
+    return planned
+
+
+class _Lacking(Exception):
+    def __init__(self, phase: int, sequences: int) -> None:
+        super().__init__()
+        self.phase, self.sequences = phase, sequences
+
+
+def _spread(
+    lengths: Sequence[int], shares: Sequence[Sequence[Fraction]], limits: Sequence[int | None]
+) -> list[list[Fraction]]:
+    """Return the sequences, not yet whole, of each phase and component."""
+    limited: dict[int, list[Fraction]] = {}  # component -> its sequences in each phase, which are all it may have
+    while True:
+        amounts = []
+        for phase, (length, row) in enumerate(zip(lengths, shares, strict=True)):
+            left = length - sum(fixed[phase] for fixed in limited.values())
+            free = sum(share for component, share in enumerate(row) if component not in limited)
+            if left and not free:
+                raise _Lacking(phase, math.ceil(left))
+            amounts.append([limited[c][phase] if c in limited else share and left * share / free
+                            for c, share in enumerate(row)])  # fmt: skip
+        totals = [sum(column) for column in zip(*amounts, strict=True)]
+        over = [c for c, limit in enumerate(limits) if c not in limited and limit is not None and totals[c] > limit]
+        if not over:
+            return amounts
+        for c in over:
+            limited[c] = [row[c] * limits[c] / totals[c] for row in amounts]
+
+
+def _whole(
+    lengths: Sequence[int], amounts: Sequence[Sequence[Fraction]], limits: Sequence[int | None]
+) -> list[list[int]]:
+    """Round the amounts of each phase to whole numbers by largest remainder, no component above its limit in all."""
+    counts = [[math.floor(amount) for amount in row] for row in amounts]
+    used = [sum(column) for column in zip(*counts, strict=True)]
+    for phase, (length, row) in enumerate(zip(lengths, amounts, strict=True)):
+        by_remainder = sorted(range(len(row)), key=lambda c: (counts[phase][c] - row[c], c))
+        missing = length - sum(counts[phase])
+        while missing:
+            takers = [c for c in by_remainder if row[c] and (limits[c] is None or used[c] < limits[c])][:missing]
+            if not takers:
+                raise _Lacking(phase, missing)
+            for c in takers:
+                counts[phase][c] += 1
+                used[c] += 1
+            missing -= len(takers)
+    return counts
+
+
+def _lacks(
+    phase: Phase,
+    lacking: _Lacking,
+    weights: Sequence[Sequence[Fraction]],
+    components: Sequence[Available],
+    sequence_length: int,
+) -> str:
+    there = ", ".join(
+        f"{component.name} {component.limit * sequence_length:,}"
+        for component, weight in zip(components, weights[lacking.phase], strict=True)
+        if weight
+    )
+    return (
+        f"max_tokens is more than data.max_epochs allow: phase {phase.name} lacks "
+        f"{lacking.sequences * sequence_length:,} tokens; of its components the whole run may read {there}: raise "
+        "data.max_epochs (or a component's own), give more components a weight in it, or lower max_tokens"
+    )

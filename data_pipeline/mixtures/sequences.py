@@ -1,0 +1,105 @@
+"""A mixture's sequences as one data set, whose index is the position in the run."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from data_pipeline.batches import NOTHING, BlockSequences, collate
+from data_pipeline.mixtures.order import Interleaving, walk
+from data_pipeline.mixtures.plan import PlannedPhase
+
+
+class ComponentSequence(NamedTuple):
+    """A sequence as `data_pipeline.batches` has it, and the number of its component."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    starts: np.ndarray
+    component: int
+
+
+class Mixed(Dataset):
+    """Sequences of several components; index -1 is an empty one, counted to the first component."""
+
+    def __init__(self, parts: Sequence[BlockSequences | None]) -> None:
+        self.parts = parts
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the component at a position, and the index of its sequence."""
+        raise NotImplementedError
+
+    def __getitem__(self, position: int) -> ComponentSequence:
+        if position == -1:
+            return ComponentSequence(*NOTHING, 0)
+        component, index = self.locate(position)
+        return ComponentSequence(*self.parts[component][index], component)
+
+
+class TrainingSequences(Mixed):
+    """All positions of a run, phase after phase: a pure function of seed and position.
+
+    Within a phase components are interleaved by `Interleaving`. Each walks through its own sequences epoch by epoch,
+    and goes on in the next phase where it was.
+    """
+
+    def __init__(
+        self, phases: Sequence[PlannedPhase], names: Sequence[str], parts: Sequence[BlockSequences | None], seed: int
+    ) -> None:
+        super().__init__(parts)
+        self.phases = phases
+        self._firsts = [phase.first for phase in phases]
+        self._orders = [Interleaving(phase.counts, f"{seed} {number}") for number, phase in enumerate(phases)]
+        self._keys = [f"{seed} {name}" for name in names]  # by name: another component changes nothing in this one
+
+    def __len__(self) -> int:
+        return self.phases[-1].end
+
+    def locate(self, position: int) -> tuple[int, int]:
+        number = bisect_right(self._firsts, position) - 1
+        phase = self.phases[number]
+        component, read = self._orders[number].locate(position - phase.first)
+        index = walk(phase.before[component] + read, len(self.parts[component]), self._keys[component])
+        return component, index
+
+
+class HeldOutSequences(Mixed):
+    """All held-out sequences once, interleaved: the first of them are a fair sample of every component."""
+
+    def __init__(self, parts: Sequence[BlockSequences]) -> None:
+        super().__init__(parts)
+        self._order = Interleaving([len(part) for part in parts], "held out")
+
+    def __len__(self) -> int:
+        return self._order.total
+
+    def locate(self, position: int) -> tuple[int, int]:
+        return self._order.locate(position)
+
+
+class RunOrder(Sampler[list[int]]):
+    """Micro-batches of one rank as lists of positions, from micro-batch `start` to the run's end.
+
+    Its length is that of the whole run: see `data_pipeline.order.TrainOrder`.
+    """
+
+    def __init__(self, micro_batch_size: int, micro_batches: int, start: int, rank: int, world_size: int) -> None:
+        self.micro_batch_size, self.micro_batches, self.start = micro_batch_size, micro_batches, start
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return self.micro_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for micro_batch in range(self.start, self.micro_batches):
+            first = (micro_batch * self.world_size + self.rank) * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
+
+
+def collate_components(sequences: list[ComponentSequence], length: int) -> dict[str, torch.Tensor]:
+    """Return the batch of `collate`, and `component` int64 [sequences], the number of each sequence's component."""
+    component = torch.tensor([sequence.component for sequence in sequences])
+    return {**collate(sequences, length), "component": component}
