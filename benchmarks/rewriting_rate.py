@@ -29,7 +29,6 @@ from data_pipeline.tokenizer import ByteLevelBPE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "rewriting_rate.md"
-DOCUMENT_CHARACTERS = 6000  # a part of the job's
 SHAPES = {  # layers, hidden, FFN, heads, key/value heads
     "135M": (30, 576, 1536, 9, 3),
     "1B": (16, 2048, 8192, 32, 8),
@@ -53,13 +52,13 @@ class Timed(InProcess):
             self.generating += time.perf_counter() - start
 
 
-def write_documents(paths: list[str], count: int, folder: Path) -> Path:
-    """Write the first `count` long documents, cut to one part each."""
+def write_documents(paths: list[str], count: int, characters: int, folder: Path) -> Path:
+    """Write the first `count` documents that have so many characters, and no more of them."""
     folder.mkdir()
     writer = ShardWriter(folder, "train")
     documents = TextFiles(paths).documents(Problems(), 1)
-    for document in islice((d for d in documents if len(d.text) >= DOCUMENT_CHARACTERS), count):
-        text = document.text[:DOCUMENT_CHARACTERS]
+    for document in islice((d for d in documents if len(d.text) >= characters), count):
+        text = document.text[:characters]
         writer.write(type(document)(text, document.id, document.metadata), len(text.encode()))
     writer.close()
     (folder / MANIFEST).write_text(json.dumps({"train": {"bytes": writer.bytes}}))
@@ -111,15 +110,19 @@ def main() -> None:
     parser.add_argument("text", nargs="+", help="files or folders of text: .txt .md .jsonl .parquet")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135M", "1B"])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--batches", type=int, default=2)
+    parser.add_argument("--characters", type=int, default=1500, help="of each document")
     arguments = parser.parse_args()
-    rows = []
+    rows, length = [], arguments.characters
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        vocabulary = write_documents(arguments.text, 512, scratch / "vocabulary")
+        vocabulary = write_documents(arguments.text, 512, 2000, scratch / "vocabulary")
         for shape in arguments.shapes:
             model = save_model(shape, vocabulary, scratch / shape)
             for size in arguments.batch_sizes:
-                documents = write_documents(arguments.text, 2 * size, scratch / f"{shape}-{size}")
+                documents = write_documents(
+                    arguments.text, arguments.batches * size, length, scratch / f"{shape}-{size}"
+                )
                 rows.append(measure(documents, model, size, scratch / f"{shape}-{size}-out"))
                 print(json.dumps(rows[-1]))
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

@@ -4,14 +4,12 @@ import json
 import logging
 from typing import Any
 
-from data_pipeline.phases import Executor, Phase
 from data_pipeline.rewriting.backends import Backend
 from data_pipeline.rewriting.folder import OutputFolder
 from data_pipeline.rewriting.inputs import Corpus
 from data_pipeline.rewriting.plan import Plan, read_plan
 from data_pipeline.rewriting.report import SAMPLES, SUMMARY, finish, summary_lines
 from data_pipeline.rewriting.runner import Rewriting
-from data_pipeline.rewriting.step import RewriteStep
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ def run(cfg: Any) -> None:
     rewrite(plan, backend, settings["backend"], executor)
 
 
-def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: Executor | None = None) -> dict | None:
+def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: object | None = None) -> dict | None:
     """Rewrite all tasks of a plan, and return the summary; None where they are submitted, and end later.
 
     executor: one of `data_pipeline.executors`; None: in this process, one task after the other.
@@ -46,8 +44,9 @@ def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: Exec
             logger.info("rewrite.output=%s is finished: nothing is left to do", plan.output)
             return json.loads((folder.path / SUMMARY).read_text(encoding="utf-8"))
         if executor is not None:
-            phase = Phase("rewrite", [RewriteStep(plan, backend, backend_settings)], plan.tasks)
-            if not executor.run([phase], folder.path / "logs", folder.key):
+            from data_pipeline.rewriting.step import phase  # datatrove is for those who run tasks apart
+
+            if not executor.run([phase(plan, backend, backend_settings)], folder.path / "logs", folder.key):
                 logger.info("%s is complete when it has a %s", folder.key, folder.manifest.name)
                 return None
         else:

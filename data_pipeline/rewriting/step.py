@@ -3,11 +3,17 @@
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from data_pipeline.phases import Phase
 from data_pipeline.rewriting.backends import Backend
 from data_pipeline.rewriting.folder import OutputFolder
 from data_pipeline.rewriting.plan import Plan
 from data_pipeline.rewriting.report import finish
 from data_pipeline.rewriting.runner import Rewriting
+
+
+def phase(plan: Plan, backend: Backend, backend_settings: dict) -> Phase:
+    """Return the rewriting as an executor's phase."""
+    return Phase("rewrite", [RewriteStep(plan, backend, backend_settings)], plan.tasks)
 
 
 class RewriteStep(PipelineStep):
