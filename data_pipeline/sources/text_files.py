@@ -22,7 +22,7 @@ PLAIN = (".txt", ".md")
 JSON_LINES = (".jsonl", ".json")
 ENDINGS = (*(kind + end for kind in (*PLAIN, *JSON_LINES) for end in ("", *COMPRESSED)), ".parquet")
 RECORDS_AT_ONCE = 256
-PART_BYTES = 64 * 1024 * 1024  # of stored, maybe compressed, text
+PART_BYTES = 4 * 1024 * 1024  # of stored, maybe compressed, text
 PARTS = "text_files.jsonl"
 
 
