@@ -7,6 +7,7 @@ twice. Files that either holds out are in the training text of neither. It print
 """
 
 import argparse
+import datetime
 import json
 import random
 from collections.abc import Iterator
@@ -88,9 +89,11 @@ def report(cleaned: Path, unfiltered: Path) -> None:
         "unfiltered",
         "ratio",
     ]
-    tokens = [f"{run['tokens']:,}" for run in runs]
-    page = f"# A cleaned corpus beside unfiltered text\n\nTrained for {tokens[0]} and {tokens[1]} tokens. By "
-    page += f"`benchmarks/corpus_comparison.py`.\n\n{table(header, lines)}"
+    tokens = " and ".join(f"{run['tokens']:,}" for run in runs)
+    size = f"{runs[0]['parameters'] / 1e6:.1f}M parameters"
+    words = f"{datetime.date.today()}; FoX of {size}, trained for {tokens} tokens; equally much text of each."
+    page = f"# A cleaned corpus beside unfiltered text\n\n{words} By `benchmarks/corpus_comparison.py`.\n\n"
+    page += table(header, lines)
     print(page)
     RESULT.write_text(page, encoding="utf-8")
 
