@@ -44,7 +44,7 @@ class Sites:
         host, slash, path = site.partition("/")
         if not host or any(mark in site for mark in (":", "*", "?", "#", " ")) or host.startswith("."):
             raise ValueError(
-                f"source.sites.{category}: {site!r} is no site: give a host or host/path, without https:// and *"
+                f"source.sites.{category}: {site!r} is no site: give a host or host/path, without https://, port and *"
             )
         prefix = f"/{path.strip('/')}/" if slash and path.strip("/") else "/"
         rules = self._rules.setdefault(host.lower(), [])
