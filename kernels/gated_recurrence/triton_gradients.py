@@ -82,7 +82,7 @@ def gradients(
         "BLOCK_E": max(16, triton.next_power_of_2(triton.cdiv(width_e, parts))),
         "PARTS": parts,
         "IN_HALVES": in_bfloat16,
-        "PRECISION": "tf32" if y.dtype == torch.float16 else "ieee",
+        "PRECISION": "tf32x3" if y.dtype == torch.float16 else "ieee",
         "CHUNK": CHUNK,
         "FIELDS": FIELDS,
         "num_warps": 4,

@@ -83,7 +83,7 @@ def gradients_per_head(
         WIDTH_E=width_e,
         BLOCK_E=block_e,
         PARTS=triton.cdiv(width_e, block_e),
-        PRECISION="tf32" if y.dtype == torch.float16 else "ieee",
+        PRECISION="tf32x3" if y.dtype == torch.float16 else "ieee",
         CHUNK=CHUNK,
         FIELDS=FIELDS,
         NUM_STAGES=2 if in_bfloat16 else 1,

@@ -188,7 +188,7 @@ def _sizes(k: Tensor, z: Tensor, group: int) -> dict:
         "WIDTH_E": width_e,
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,
-        "PRECISION": "tf32" if k.dtype == torch.float16 else "ieee",
+        "PRECISION": "tf32x3" if k.dtype == torch.float16 else "ieee",
         "CHUNK": CHUNK,
         "FIELDS": FIELDS,
         "NUM_STAGES": stages if in_bfloat16 else 1,

@@ -86,7 +86,7 @@ def scan(
             BLOCK_E=block_e,
             JOINED=plan.in_segments,
             LOCAL=LOCAL,
-            PRECISION="tf32" if z.dtype == torch.float16 else "ieee",
+            PRECISION="tf32x3" if z.dtype == torch.float16 else "ieee",
             CHUNK=CHUNK,
             FIELDS=FIELDS,
             FIRST=FIRST,

@@ -142,7 +142,7 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
             SLICES=slices,
             STRONG=strong,
             IN_HALVES=in_bfloat16,
-            PRECISION="tf32" if y.dtype == torch.float16 else "ieee",
+            PRECISION="tf32x3" if y.dtype == torch.float16 else "ieee",
             CHUNK=CHUNK,
             MOST_LEVELS=MOST_LEVELS,
             LEVELS_OF_OPEN=LEVELS_OF_OPEN_IN_HALVES if in_bfloat16 else LEVELS_OF_OPEN,
