@@ -16,7 +16,8 @@ from data_pipeline.fingerprint import prepared_folder, read_manifest
 from data_pipeline.mixtures.card import draw_mixture, markdown
 from data_pipeline.mixtures.components import Component, check_components, find_components, gather_files, join_folders
 from data_pipeline.mixtures.plan import Available, Phase, PlannedPhase, phase_ends, plan, read_phases
-from data_pipeline.mixtures.sequences import HeldOutSequences, RunOrder, TrainingSequences, collate_components
+from data_pipeline.mixtures.sequences import HeldOutSequences, TrainingSequences, collate_components
+from data_pipeline.order import RunOrder
 from data_pipeline.tokenizer import ByteLevelBPE, Pretrained
 from data_pipeline.yardsticks import yardsticks
 

@@ -28,18 +28,15 @@ def _permutation(seed: int, epoch: int, total: int) -> np.ndarray:
     return permutation.astype(np.uint32) if total <= 2**32 else permutation
 
 
-class TrainOrder(Sampler[list[int]]):
-    """Micro-batches of one rank, as lists of sequence indices, from micro-batch `start` to the run's end.
+class RunOrder(Sampler[list[int]]):
+    """Micro-batches of one rank, as lists of positions in the run, from micro-batch `start` to the run's end.
 
     Global batch s holds positions s*G to (s+1)*G - 1, with G = micro_batch_size * accumulation * world_size, whatever
     these three are. Its length is that of the whole run, `micro_batches`, wherever it starts: Lightning counts a
     resumed run's batches from the run's beginning.
     """
 
-    def __init__(
-        self, total: int, seed: int, micro_batch_size: int, micro_batches: int, start: int, rank: int, world_size: int
-    ) -> None:
-        self.total, self.seed = total, seed
+    def __init__(self, micro_batch_size: int, micro_batches: int, start: int, rank: int, world_size: int) -> None:
         self.micro_batch_size, self.micro_batches, self.start = micro_batch_size, micro_batches, start
         self.rank, self.world_size = rank, world_size
 
@@ -48,8 +45,23 @@ class TrainOrder(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for micro_batch in range(self.start, self.micro_batches):
-            position = (micro_batch * self.world_size + self.rank) * self.micro_batch_size
-            yield sequences_at(position, self.micro_batch_size, self.total, self.seed).tolist()
+            yield self._read_from((micro_batch * self.world_size + self.rank) * self.micro_batch_size)
+
+    def _read_from(self, position: int) -> list[int]:
+        return list(range(position, position + self.micro_batch_size))
+
+
+class TrainOrder(RunOrder):
+    """The same as indices of `total` sequences, which each epoch permutes."""
+
+    def __init__(
+        self, total: int, seed: int, micro_batch_size: int, micro_batches: int, start: int, rank: int, world_size: int
+    ) -> None:
+        super().__init__(micro_batch_size, micro_batches, start, rank, world_size)
+        self.total, self.seed = total, seed
+
+    def _read_from(self, position: int) -> list[int]:
+        return sequences_at(position, self.micro_batch_size, self.total, self.seed).tolist()
 
 
 class ValidationOrder(Sampler[list[int]]):

@@ -1,12 +1,13 @@
 """A mixture's sequences as one data set, whose index is the position in the run."""
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from data_pipeline.batches import NOTHING, BlockSequences, collate
 from data_pipeline.mixtures.order import Interleaving, walk
@@ -22,15 +23,15 @@ class ComponentSequence(NamedTuple):
     component: int
 
 
-class Mixed(Dataset):
+class Mixed(Dataset, ABC):
     """Sequences of several components; index -1 is an empty one, counted to the first component."""
 
     def __init__(self, parts: Sequence[BlockSequences | None]) -> None:
         self.parts = parts
 
+    @abstractmethod
     def locate(self, position: int) -> tuple[int, int]:
         """Return the component at a position, and the index of its sequence."""
-        raise NotImplementedError
 
     def __getitem__(self, position: int) -> ComponentSequence:
         if position == -1:
@@ -78,25 +79,6 @@ class HeldOutSequences(Mixed):
 
     def locate(self, position: int) -> tuple[int, int]:
         return self._order.locate(position)
-
-
-class RunOrder(Sampler[list[int]]):
-    """Micro-batches of one rank as lists of positions, from micro-batch `start` to the run's end.
-
-    Its length is that of the whole run: see `data_pipeline.order.TrainOrder`.
-    """
-
-    def __init__(self, micro_batch_size: int, micro_batches: int, start: int, rank: int, world_size: int) -> None:
-        self.micro_batch_size, self.micro_batches, self.start = micro_batch_size, micro_batches, start
-        self.rank, self.world_size = rank, world_size
-
-    def __len__(self) -> int:
-        return self.micro_batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for micro_batch in range(self.start, self.micro_batches):
-            first = (micro_batch * self.world_size + self.rank) * self.micro_batch_size
-            yield list(range(first, first + self.micro_batch_size))
 
 
 def collate_components(sequences: list[ComponentSequence], length: int) -> dict[str, torch.Tensor]:

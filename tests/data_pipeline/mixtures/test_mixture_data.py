@@ -14,7 +14,7 @@ from PIL import Image
 
 from data_pipeline.batches import IGNORED
 from data_pipeline.documents import texts
-from data_pipeline.mixtures.sequences import RunOrder
+from data_pipeline.order import RunOrder
 from tests.data_pipeline.mixtures.conftest import write_corpus, write_parquet
 
 CONF = Path(__file__).parents[3] / "conf"
