@@ -18,7 +18,7 @@ def test_the_settings_that_are_shipped_make_their_step(path: Path, tmp_path: Pat
     settings = OmegaConf.load(path)
     if path.stem == "decontamination":
         sets = {"some": {"path": str(tmp_path / "set.txt")}}
-        settings = OmegaConf.merge(settings, {"sets": sets, "folder": str(tmp_path)})
+        settings = OmegaConf.merge(settings, {"sets": sets, "folder": str(tmp_path), "report": None})
     made = instantiate(settings)
     if path.stem in STAGED:
         stages = made(folder=str(tmp_path), tasks=3)

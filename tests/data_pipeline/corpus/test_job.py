@@ -10,7 +10,7 @@ import pytest
 from filelock import FileLock
 
 from tests.conftest import ROOT
-from tests.data_pipeline.corpus.conftest import rows_of, write_texts
+from tests.data_pipeline.corpus.conftest import prose, rows_of, write_texts
 
 
 def settings(texts, out):
@@ -42,6 +42,24 @@ def test_a_step_is_left_out_by_null(run, texts, tmp_path):
     found = run(*settings(texts, tmp_path / "out"), "corpus.cleaning.masks=null", tiny=False)
     assert found.status == 0, found.err
     assert any("somebody@somewhere.org" in row["text"] for row in rows_of(tmp_path / "out"))
+
+
+def test_decontamination_is_added_on_the_command_line_and_tells_what_it_dropped(run, texts, tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    question = "Which register has the physical address of the top page table while long mode paging is active?"
+    questions.write_text(json.dumps({"question": question}) + "\n")
+    (texts / "leak.jsonl").write_text(json.dumps({"id": "leak", "text": f"{prose(500)}\n{question}"}) + "\n")
+    added = (
+        "+cleaning@corpus.cleaning.decontamination=decontamination",
+        f"corpus.cleaning.decontamination.sets={{quiz: {{path: {questions}}}}}",
+        f"data_dir={tmp_path}/data",
+    )
+    found = run(*settings(texts, tmp_path / "out"), *added, tiny=False)
+    assert found.status == 0, found.err
+    assert len(rows_of(tmp_path / "out")) == 60
+    lines = [line for path in (tmp_path / "out/decontamination").iterdir() for line in path.read_text().splitlines()]
+    assert [json.loads(line)["document"] for line in lines] == ["leak"]
+    assert "quiz" in (tmp_path / "out" / "corpus.md").read_text()
 
 
 @pytest.mark.parametrize(
