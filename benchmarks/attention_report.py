@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks import tables
-from lit_modules.figures import save
+from data_pipeline.files import write_figure
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def draw_rates(rows: Sequence[Row], path: Path) -> Path:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    return save(figure, path)
+    return write_figure(path, figure)
 
 
 def draw_pruning(rows: Sequence[Row], path: Path) -> Path:
@@ -79,4 +79,4 @@ def draw_pruning(rows: Sequence[Row], path: Path) -> Path:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    return save(figure, path)
+    return write_figure(path, figure)

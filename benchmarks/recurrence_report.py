@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import tables
 from benchmarks.recurrence_peers import Case
-from lit_modules.figures import save
+from data_pipeline.files import write_figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,4 +77,4 @@ def draw_lengths(rows: Sequence[Row], path: Path) -> Path:
         axes.set_ylabel("milliseconds, forward + backward")
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=8, loc="center", bbox_to_anchor=(0.5, 0.72))
-    return save(figure, path)
+    return write_figure(path, figure)

@@ -28,6 +28,9 @@ class BegunFolder:
         """The setting and its value, as messages name it."""
         return f"{self.group}.output={self.path}"
 
+    def _refused(self, error: OSError) -> ValueError:
+        return ValueError(f"{self.key}: {error.strerror}; give a folder to write to")
+
     def begin(self, settings: dict) -> None:
         """Make the folder, or check that it was begun with the same settings.
 
@@ -43,7 +46,7 @@ class BegunFolder:
                     write_whole(path, json.dumps(settings, indent=1) + "\n")
             began = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ValueError(f"{self.key}: {error.strerror}; give a folder to write to") from error
+            raise self._refused(error) from error
         for key, before, now in _differences(began, json.loads(json.dumps(settings))):
             raise ValueError(
                 f"{self.group}.{key} differs from what {self.key} was begun with "
@@ -56,14 +59,14 @@ class BegunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"{self.key}: {error.strerror}; give a folder to write to") from error
+            raise self._refused(error) from error
         lock = FileLock(self.path / f".{name}.lock", timeout=0)
         try:
             lock.acquire()
         except Timeout:
             raise ValueError(f"{self.key} is in use by another run: wait for it, or give another folder") from None
         except OSError as error:
-            raise ValueError(f"{self.key}: {error.strerror}; give a folder to write to") from error
+            raise self._refused(error) from error
         try:
             yield
         finally:

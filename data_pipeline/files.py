@@ -1,7 +1,12 @@
 """Files that appear whole or not at all."""
 
+import errno
+import io
 import os
 from pathlib import Path
+from typing import Any
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk, a quota or a limit that is used up answers
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -18,3 +23,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def write_figure(path: Path, figure: Any, **settings: Any) -> Path:
+    """Write a matplotlib figure as a PNG, whole or not at all, and return its path. `settings`: of `savefig`."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", **{"dpi": 150, "bbox_inches": "tight", **settings})
+    write_whole(path, image.getvalue())
+    return path

@@ -1,6 +1,5 @@
 """The pictures of a run, as PNG files, drawn without a display."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,17 +8,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from data_pipeline.files import write_whole
+from data_pipeline.files import write_figure
 
 TRAIN, HELD_OUT, MARK = "#4c72b0", "#c44e52", "#555555"
-
-
-def save(figure: Figure, path: Path) -> Path:
-    """Write the figure as a PNG that appears whole or not at all."""
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150, bbox_inches="tight")
-    write_whole(path, image.getvalue())
-    return path
 
 
 def moving_average(values: np.ndarray, weights: np.ndarray, window: int) -> np.ndarray:
@@ -45,7 +36,7 @@ def draw_loss(train: Sequence[tuple[float, float]], held_out: Sequence[tuple[flo
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    return save(figure, path)
+    return write_figure(path, figure)
 
 
 def draw_position_loss(
@@ -79,7 +70,7 @@ def draw_position_loss(
         if training_length <= shown * 1.05:
             axes.axvline(training_length, color=MARK, linestyle="--", linewidth=1, label="training length")
             axes.legend()
-    return save(figure, path)
+    return write_figure(path, figure)
 
 
 def draw_gates(maps: Sequence[tuple[str, np.ndarray | None, np.ndarray]], path: Path) -> Path:
@@ -107,4 +98,4 @@ def draw_gates(maps: Sequence[tuple[str, np.ndarray | None, np.ndarray]], path: 
         axes.tick_params(labelsize=7)
     figure.supxlabel("key position", fontsize=9)
     figure.supylabel("query position", fontsize=9)
-    return save(figure, path)
+    return write_figure(path, figure)

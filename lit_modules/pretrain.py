@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from safetensors import SafetensorError
 
 from data_pipeline.mixtures.card import draw_held_out
+from data_pipeline.settings import check_whole
 from lit_modules import checkpoints, runs
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
 from lit_modules.callbacks.progress import count
@@ -142,13 +143,6 @@ def check_settings(cfg: DictConfig) -> None:
     clip = cfg.trainer.gradient_clip_val
     if clip is not None and (not isinstance(clip, int | float) or clip < 0):
         raise ValueError(f"trainer.gradient_clip_val={clip} is not a norm: give a number above 0, or null for no limit")
-
-
-def check_whole(key: str, value: Any, least: int, most: int | None = None) -> None:
-    """Raise ValueError, naming the key, unless the value is a whole number from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        limits = f"{least} or more" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{key}={value} cannot be: give a whole number, {limits}")
 
 
 def build_trainer(cfg: DictConfig, module: Pretraining, folder: Path) -> lightning.Trainer:

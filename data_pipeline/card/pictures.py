@@ -1,6 +1,5 @@
 """The pictures of a card, as PNG files, drawn without a display."""
 
-import io
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from data_pipeline.card.facts import BINS_PER_DOUBLING, Lengths
 from data_pipeline.card.markdown import one_line, percent, size
-from data_pipeline.files import write_whole
+from data_pipeline.files import write_figure
 
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3", "#64b5cd", "#ccb974", "#2f4b7c", "#a05195")
 GREY, KEPT, DROPPED, CUT = "#b0b0b0", "#55a868", "#c44e52", "#dd8452"
@@ -167,8 +166,6 @@ def _month_name(month: int, step: int) -> str:
 
 def _save(figure: Figure, path: Path) -> None:
     """Write the figure as a PNG that appears whole or not at all."""
-    image = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in a script that the font lacks
-        figure.savefig(image, format="png", dpi=130, bbox_inches="tight")
-    write_whole(path, image.getvalue())
+        write_figure(path, figure, dpi=130)

@@ -41,18 +41,17 @@ class Finish(PipelineStep):
             os.replace(written, layout.documents)
         if not layout.documents.exists():
             raise ValueError(_nothing_left(layout))
-        with self.track_time():
-            if self.recorded:
-                merge_records(layout.record, self.samples, self.bytes_per_token)
-            manifest = {
-                "identity": json.loads((layout.root / SETTINGS).read_text(encoding="utf-8")),
-                "bytes_per_token": self.bytes_per_token,
-                **contents(layout.documents),
-            }
-            report = layout.work / "labels" / "report"
-            if report.exists():
-                shutil.copytree(report, layout.root / "labels" / "report", dirs_exist_ok=True)
-            write_card(layout.root, layout.root.name, self.bytes_per_token)
+        if self.recorded:
+            merge_records(layout.record, self.samples, self.bytes_per_token)
+        manifest = {
+            "identity": json.loads((layout.root / SETTINGS).read_text(encoding="utf-8")),
+            "bytes_per_token": self.bytes_per_token,
+            **contents(layout.documents),
+        }
+        report = layout.work / "labels" / "report"
+        if report.exists():
+            shutil.copytree(report, layout.root / "labels" / "report", dirs_exist_ok=True)
+        write_card(layout.root, layout.root.name, self.bytes_per_token)
         write_whole(layout.root / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         shutil.rmtree(layout.work, ignore_errors=True)
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 from datatrove.data import Document, DocumentsPipeline
@@ -31,7 +30,7 @@ class PrepareSources(PipelineStep):
         name, source = list(self.sources.items())[rank]
         folder, problems = Path(self.scratch, name), Problems(self.strict, "corpus.strict")
         folder.mkdir(parents=True, exist_ok=True)
-        with self.track_time(), named(name):
+        with named(name):
             source.prepare(folder, problems)
             source.parts(folder)
         write_problems(self.problems, f"prepare-{rank:05d}", problems)
@@ -59,8 +58,7 @@ class ReadSources(PipelineStep):
         problems = Problems(self.strict, "corpus.strict")
         for name, part in self._parts()[rank::world_size]:
             with named(name):
-                documents = self.sources[name].read(part, Path(self.scratch, name), problems)
-                while (document := self._next(documents)) is not None:
+                for document in self.sources[name].read(part, Path(self.scratch, name), problems):
                     finished = self._finished(name, document, problems)
                     if finished is not None:
                         yield finished
@@ -70,10 +68,6 @@ class ReadSources(PipelineStep):
         return [
             (name, part) for name, source in self.sources.items() for part in source.parts(Path(self.scratch, name))
         ]
-
-    def _next(self, documents: Iterator) -> object | None:
-        with self.track_time():
-            return next(documents, None)
 
     def _finished(self, name: str, document: object, problems: Problems) -> Document | None:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.cleaning.duplicates import Stage
+from data_pipeline.settings import check_whole
 from data_pipeline.sources.parts import SourceInParts
 
 Cleaning = PipelineStep | Callable[..., list[Stage]]
@@ -43,9 +44,7 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
     Raises ValueError, naming the key, for a setting that is missing or wrong.
     """
     for key, least in (("tasks", 1), ("samples", 0)):
-        value = settings[key]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"corpus.{key}={value}: give a whole number, {least} or more")
+        check_whole(f"corpus.{key}", settings[key], least)
     if not 0 < settings["validation_fraction"] < 1:
         raise ValueError(
             f"corpus.validation_fraction={settings['validation_fraction']}: give a fraction between 0 and 1"

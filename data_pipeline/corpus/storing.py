@@ -59,17 +59,15 @@ class WriteCorpus(PipelineStep):
                 stale.unlink()
         writers: dict[tuple[str, str], ShardWriter] = {}
         for document in data:
-            with self.track_time():
-                place = document.metadata["category"], document.metadata["split"]
-                if place not in writers:
-                    category = Path(self.folder, place[0])
-                    category.mkdir(parents=True, exist_ok=True)
-                    writers[place] = ShardWriter(category, place[1], f"{place[1]}-{rank:05d}", ROWS)
-                text = Text(document.text, document.id, document.metadata)
-                writers[place].write(text, len(document.text.encode()))
-                self.stat_update("documents")
-        with self.track_time():
-            for writer in writers.values():
-                writer.close()
+            category, split = place = document.metadata["category"], document.metadata["split"]
+            if place not in writers:
+                folder = Path(self.folder, category)
+                folder.mkdir(parents=True, exist_ok=True)
+                writers[place] = ShardWriter(folder, split, f"{split}-{rank:05d}", ROWS)
+            text = Text(document.text, document.id, document.metadata)
+            writers[place].write(text, len(document.text.encode()))
+            self.stat_update("documents")
+        for writer in writers.values():
+            writer.close()
         return
         yield

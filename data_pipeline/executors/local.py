@@ -15,9 +15,8 @@ from pathlib import Path
 
 import loguru
 
-from data_pipeline.executors.progress import PhaseProgress
 from data_pipeline.executors.submitted import refuse_while_submitted
-from data_pipeline.executors.tasks import LocalTasks, full_disk_in_one_line, phase_folder, run_task
+from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
 from data_pipeline.files import write_whole
 from data_pipeline.parallel import Worker, available_processes
 from data_pipeline.phases import Phase
@@ -49,13 +48,7 @@ class Local:
         refuse_while_submitted(logs)
         processes = _Processes(self.workers, logs.absolute() / PRINTED)
         try:
-            with full_disk_in_one_line(place):
-                for index, phase in enumerate(phases):
-                    tasks = LocalTasks(phase, phase_folder(logs, index, phase), place)
-                    ranks = tasks.get_incomplete_ranks()
-                    with PhaseProgress(index, len(phases), phase, ranks) as progress:
-                        for _ in self._each(processes, tasks, ranks):
-                            progress.advance()
+            run_in_order(phases, logs, place, partial(self._each, processes))
         finally:
             processes.end()
         return True

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import loguru
 
-from data_pipeline.executors.progress import PhaseProgress
 from data_pipeline.executors.submitted import refuse_while_submitted
-from data_pipeline.executors.tasks import LocalTasks, full_disk_in_one_line, phase_folder, run_task
+from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
 from data_pipeline.phases import Phase
 
 logger = logging.getLogger(__name__)
@@ -62,13 +61,7 @@ class Ray:
             self._connect()
         try:
             self._expect_room()
-            with full_disk_in_one_line(place):
-                for index, phase in enumerate(phases):
-                    tasks = LocalTasks(phase, phase_folder(logs, index, phase), place)
-                    ranks = tasks.get_incomplete_ranks()
-                    with PhaseProgress(index, len(phases), phase, ranks) as progress:
-                        for _ in self._each(tasks, ranks):
-                            progress.advance()
+            run_in_order(phases, logs, place, self._each)
         finally:
             if ours:
                 ray.shutdown()

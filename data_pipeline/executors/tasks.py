@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import dill
@@ -18,6 +18,7 @@ import loguru
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.utils.stats import PipelineStats
 
+from data_pipeline.executors.progress import PhaseProgress
 from data_pipeline.files import write_whole
 from data_pipeline.phases import Phase
 
@@ -122,6 +123,19 @@ class LocalTasks(TaskRecords, LocalPipelineExecutor):
     def pickled(self) -> bytes:
         """Return what `run_task` takes."""
         return dill.dumps(self)
+
+
+def run_in_order(
+    phases: list[Phase], logs: Path, place: str, each: Callable[[LocalTasks, list[int]], Iterator[None]]
+) -> None:
+    """Run what of the phases has not ended yet. `each` runs some tasks of one, and yields whenever one has ended."""
+    with full_disk_in_one_line(place):
+        for index, phase in enumerate(phases):
+            tasks = LocalTasks(phase, phase_folder(logs, index, phase), place)
+            ranks = tasks.get_incomplete_ranks()
+            with PhaseProgress(index, len(phases), phase, ranks) as progress:
+                for _ in each(tasks, ranks):
+                    progress.advance()
 
 
 def run_task(task: tuple[bytes, int]) -> None:

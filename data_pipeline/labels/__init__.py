@@ -15,6 +15,7 @@ from data_pipeline.labels.rubric import read_rubric
 from data_pipeline.labels.sample import Sample, read_excerpt
 from data_pipeline.labels.training import LEAST_LABELS, MODEL, TrainClassifier
 from data_pipeline.rewriting.backends import Backend
+from data_pipeline.settings import check_whole
 
 __all__ = ["labels"]
 
@@ -43,8 +44,7 @@ def labels(
     require_scikit_learn()
     question, pieces = read_rubric(rubric), read_excerpt(excerpt or {})
     for key, value, least in (("documents", documents, LEAST_LABELS), ("attempts", attempts, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"corpus.cleaning.labels.{key}={value}: give a whole number, {least} or more")
+        check_whole(f"corpus.cleaning.labels.{key}", value, least)
     if isinstance(held_out, bool) or not isinstance(held_out, int | float) or not 0.05 <= held_out <= 0.5:
         raise ValueError(f"corpus.cleaning.labels.held_out={held_out}: give a share from 0.05 to 0.5")
     least = _thresholds(thresholds, set_category, question.categories)

@@ -1,7 +1,6 @@
 """Labels from the LLM: asked for once, document by document, through the backends that rewriting has."""
 
 import asyncio
-import errno
 import hashlib
 import json
 import logging
@@ -14,18 +13,18 @@ from pathlib import Path
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from data_pipeline.files import write_whole
+from data_pipeline.files import FULL_DISK, write_whole
 from data_pipeline.labels.rubric import Label, Rubric
 from data_pipeline.labels.sample import Sampled, merged
 from data_pipeline.labels.store import Store
 from data_pipeline.rewriting.backends import Answer, Backend, BudgetSpent, Request, RewritingStopped
+from data_pipeline.rewriting.runner import first_error
 
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
 SYNC_EVERY_S = 1.0  # what a machine that loses power may lose; the death of this process loses nothing
 INVALID = "invalid_answer"
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LabelSample(PipelineStep):
@@ -140,9 +139,7 @@ class Asking:
         try:
             asyncio.run(self._ask_all(iter(unsettled), paid))
         except BaseExceptionGroup as group:
-            failed: BaseException = group
-            while isinstance(failed, BaseExceptionGroup):
-                failed = failed.exceptions[0]
+            failed = first_error(group)
         except (ValueError, OSError) as error:
             failed = error
         else:

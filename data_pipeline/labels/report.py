@@ -1,13 +1,12 @@
 """The report on the labels and the classifier: figures as JSON, a page of Markdown, and pictures."""
 
-import io
 import json
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from data_pipeline.files import write_whole
+from data_pipeline.files import write_figure, write_whole
 from data_pipeline.labels.rubric import HIGHEST
 
 QUALITIES = [str(points) for points in range(HIGHEST + 1)]
@@ -92,6 +91,4 @@ def draw(path: Path, confusion: list[list[int]], names: list[str], what: str) ->
     axes.set_xlabel(f"{what} by the classifier")
     axes.set_ylabel(f"{what.partition(' ')[0]} by the LLM")
     axes.set_title("held-out documents; shade: share of the row", fontsize=9)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    write_whole(path, image.getvalue())
+    write_figure(path, figure, bbox_inches=None)

@@ -12,6 +12,7 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.files import write_whole
+from data_pipeline.settings import check_whole
 
 CUT = "\n[...]\n"  # stands where an excerpt leaves text out
 
@@ -26,8 +27,7 @@ class Excerpt:
 
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"corpus.cleaning.labels.excerpt.{key}={value}: give a whole number, 0 or more")
+            check_whole(f"corpus.cleaning.labels.excerpt.{key}", value, 0)
         if self.beginning < 100:
             raise ValueError(f"corpus.cleaning.labels.excerpt.beginning={self.beginning}: give 100 characters or more")
 

@@ -1,10 +1,9 @@
 """A mixture told to people: a Markdown table, and two pictures."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from data_pipeline.files import write_whole
+from data_pipeline.files import write_figure
 
 
 def markdown(manifest: Mapping) -> str:
@@ -90,7 +89,7 @@ def draw_mixture(manifest: Mapping, path: Path) -> None:
     below.set_xlabel("tokens of the run")
     below.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(*above.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    _save(figure, path)
+    write_figure(path, figure)
 
 
 def draw_held_out(names: Sequence[str], bits_per_byte: Sequence[float], whole: float, path: Path) -> None:
@@ -106,10 +105,4 @@ def draw_held_out(names: Sequence[str], bits_per_byte: Sequence[float], whole: f
     axes.axvline(whole, color="#555555", linestyle="--", linewidth=1, label=f"all of it: {whole:.3f}")
     axes.set_xlabel("bits per byte of held-out text")
     figure.legend(loc="outside upper right", fontsize=8)
-    _save(figure, path)
-
-
-def _save(figure: object, path: Path) -> None:
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150, bbox_inches="tight")
-    write_whole(path, image.getvalue())
+    write_figure(path, figure)

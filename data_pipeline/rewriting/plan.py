@@ -7,6 +7,7 @@ from typing import Any
 from data_pipeline.rewriting.inputs import Corpus
 from data_pipeline.rewriting.screens import Screens
 from data_pipeline.rewriting.styles import Style, read_styles
+from data_pipeline.settings import check_whole
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,8 @@ def read_plan(settings: Mapping[str, Any]) -> Plan:
         ("tasks", 1),
         ("seed", 0),
     ):
-        value = settings[key]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"rewrite.{key}={value}: give a whole number, {least} or more")
-        whole[key] = value
+        check_whole(f"rewrite.{key}", settings[key], least)
+        whole[key] = settings[key]
     styles = read_styles(settings.get("styles") or {})
     general = settings.get("screens") or {}
     screens = {name: Screens(general, name, style.screens) for name, style in styles.items()}

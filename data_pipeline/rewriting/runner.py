@@ -9,7 +9,6 @@ every later start fail; one document without an answer ends the task. So: a jour
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from data_pipeline.documents import Document, Problems
+from data_pipeline.files import FULL_DISK
 from data_pipeline.rewriting.backends import Answer, Backend, BudgetSpent, Request, RewritingStopped
 from data_pipeline.rewriting.folder import OutputFolder
 from data_pipeline.rewriting.inputs import Corpus
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 SYNC_S = 1.0  # what a machine that loses power may lose; the death of this process loses nothing
 OPEN_CHUNKS = 4  # so that one slow document does not hold up the others, and memory stays bounded
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass
@@ -77,7 +76,7 @@ class Rewriting:
             try:
                 asyncio.run(self._run())
             except BaseExceptionGroup as group:
-                failed = _first(group)
+                failed = first_error(group)
             except (ValueError, OSError) as error:
                 failed = error
             else:
@@ -356,7 +355,8 @@ async def _ended(task: asyncio.Task) -> None:
         await task
 
 
-def _first(group: BaseExceptionGroup) -> BaseException:
+def first_error(group: BaseExceptionGroup) -> BaseException:
+    """Return the first error that is no group, of those that tasks running together have raised."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -40,7 +40,7 @@ from kernels.gated_recurrence.triton_gradients_strong import (
     tokens_of,
 )
 from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
-from kernels.gated_recurrence.triton_scores import Chunks, padded, stored_dtype, strides_in_units
+from kernels.gated_recurrence.triton_scores import Chunks, padded, precision, stored_dtype, strides_in_units
 
 
 def gradients(
@@ -82,7 +82,7 @@ def gradients(
         "BLOCK_E": max(16, triton.next_power_of_2(triton.cdiv(width_e, parts))),
         "PARTS": parts,
         "IN_HALVES": in_bfloat16,
-        "PRECISION": "tf32x3" if y.dtype == torch.float16 else "ieee",
+        "PRECISION": precision(y.dtype),
         "CHUNK": CHUNK,
         "FIELDS": FIELDS,
         "num_warps": 4,

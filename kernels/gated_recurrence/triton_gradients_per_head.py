@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.gated_recurrence.triton_decays import CHUNK, CLOSED, in_log2
 from kernels.gated_recurrence.triton_gradients_strong import tile_of_state, tokens_of
 from kernels.gated_recurrence.triton_plan import FIELDS, Plan
-from kernels.gated_recurrence.triton_scores import padded, stored_dtype, strides_in_units
+from kernels.gated_recurrence.triton_scores import padded, precision, stored_dtype, strides_in_units
 
 
 def gradients_per_head(
@@ -83,7 +83,7 @@ def gradients_per_head(
         WIDTH_E=width_e,
         BLOCK_E=block_e,
         PARTS=triton.cdiv(width_e, block_e),
-        PRECISION="tf32x3" if y.dtype == torch.float16 else "ieee",
+        PRECISION=precision(y.dtype),
         CHUNK=CHUNK,
         FIELDS=FIELDS,
         NUM_STAGES=2 if in_bfloat16 else 1,

@@ -22,7 +22,7 @@ from kernels.gated_recurrence.triton_gradients_strong import tokens_of
 from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, LEAST_SEGMENT, Plan
 from kernels.gated_recurrence.triton_scan import join, strides_of_state
 from kernels.gated_recurrence.triton_scan_per_head import scan_backward_per_head, scan_forward_per_head
-from kernels.gated_recurrence.triton_scores import padded, shared_memory, stored_dtype, strides_in_units
+from kernels.gated_recurrence.triton_scores import padded, precision, shared_memory, stored_dtype, strides_in_units
 
 
 def segment_per_head(k: Tensor, v: Tensor) -> int:
@@ -188,7 +188,7 @@ def _sizes(k: Tensor, z: Tensor, group: int) -> dict:
         "WIDTH_E": width_e,
         "BLOCK_D": block_d,
         "BLOCK_E": block_e,
-        "PRECISION": "tf32x3" if k.dtype == torch.float16 else "ieee",
+        "PRECISION": precision(k.dtype),
         "CHUNK": CHUNK,
         "FIELDS": FIELDS,
         "NUM_STAGES": stages if in_bfloat16 else 1,

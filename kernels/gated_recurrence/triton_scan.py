@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, Plan
-from kernels.gated_recurrence.triton_scores import Chunks, shared_memory, strides_in_units
+from kernels.gated_recurrence.triton_scores import Chunks, precision, shared_memory, strides_in_units
 
 STRIDES = ["z_stride_b", "z_stride_t", "z_stride_h"]
 OUT_STRIDES = ["out_stride_b", "out_stride_t", "out_stride_h"]
@@ -86,7 +86,7 @@ def scan(
             BLOCK_E=block_e,
             JOINED=plan.in_segments,
             LOCAL=LOCAL,
-            PRECISION="tf32x3" if z.dtype == torch.float16 else "ieee",
+            PRECISION=precision(z.dtype),
             CHUNK=CHUNK,
             FIELDS=FIELDS,
             FIRST=FIRST,

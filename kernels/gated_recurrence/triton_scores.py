@@ -75,6 +75,11 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
+def precision(dtype: torch.dtype) -> str:
+    """`input_precision` of products of float32: for float16 inputs three of TF32, for float32 inputs the full one."""
+    return "tf32x3" if dtype == torch.float16 else "ieee"
+
+
 def strides_in_units(x: Tensor) -> tuple[int, int, int, int]:
     """The strides of batch, time and heads in units of 16 bytes where that is possible, and how many elements a unit
     has: so the compiler knows the alignment without knowing the strides."""
@@ -142,7 +147,7 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
             SLICES=slices,
             STRONG=strong,
             IN_HALVES=in_bfloat16,
-            PRECISION="tf32x3" if y.dtype == torch.float16 else "ieee",
+            PRECISION=precision(y.dtype),
             CHUNK=CHUNK,
             MOST_LEVELS=MOST_LEVELS,
             LEVELS_OF_OPEN=LEVELS_OF_OPEN_IN_HALVES if in_bfloat16 else LEVELS_OF_OPEN,

@@ -3,7 +3,6 @@ import lzma
 import math
 from pathlib import Path
 
-import lightning
 import numpy as np
 import pytest
 import torch
@@ -13,48 +12,12 @@ from omegaconf import OmegaConf
 from data_pipeline.batches import IGNORED
 from data_pipeline.documents import texts
 from data_pipeline.sources.text_files import TextFiles
+from tests.data_pipeline import recording
 
 CONF = Path(__file__).parents[2] / "conf"
 
 
-class Recorder(lightning.LightningModule):
-    """Trains nothing; keeps the inputs it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
-
-    def training_step(self, batch, _):
-        self.seen.append(batch["input_ids"].tolist())
-        return self.weight * 0
-
-    def validation_step(self, batch, _):
-        torch.rand(1)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def train(data, folder, steps, accumulate=4, resume=None):
-    module = Recorder()
-    trainer = lightning.Trainer(
-        max_steps=steps,
-        max_epochs=-1,
-        accumulate_grad_batches=accumulate,
-        val_check_interval=4,
-        check_val_every_n_epoch=None,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=resume)
-    trainer.save_checkpoint(folder / f"{steps}.ckpt")
-    return module.seen
+train = functools.partial(recording.train, val_check_interval=4, check_val_every_n_epoch=None)
 
 
 @pytest.mark.filterwarnings("error:You're resuming")

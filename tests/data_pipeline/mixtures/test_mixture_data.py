@@ -1,13 +1,12 @@
+import functools
 import itertools
 import json
 import math
 from collections import Counter
 from pathlib import Path
 
-import lightning
 import numpy as np
 import pytest
-import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
@@ -15,6 +14,7 @@ from PIL import Image
 from data_pipeline.batches import IGNORED
 from data_pipeline.documents import texts
 from data_pipeline.order import RunOrder
+from tests.data_pipeline import recording
 from tests.data_pipeline.mixtures.conftest import write_corpus, write_parquet
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -117,40 +117,7 @@ def test_a_run_resumed_at_any_step_on_any_devices_reads_what_an_unbroken_one_rea
     assert global_batches(resumed, world_size, micro_batch_size, start) == global_batches(whole, 1, 1)[start:]
 
 
-class Recorder(lightning.LightningModule):
-    """Trains nothing; keeps the inputs it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen = []
-
-    def training_step(self, batch, _):
-        self.seen.append(batch["input_ids"].tolist())
-        return self.weight * 0
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def train(data, folder, steps, resume=None):
-    module = Recorder()
-    trainer = lightning.Trainer(
-        max_steps=steps,
-        max_epochs=-1,
-        accumulate_grad_batches=4,
-        limit_val_batches=0,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=resume)
-    trainer.save_checkpoint(folder / f"{steps}.ckpt")
-    return module.seen
+train = functools.partial(recording.train, limit_val_batches=0)
 
 
 @pytest.mark.filterwarnings("error:You're resuming")
