@@ -82,6 +82,7 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        positions: Positions | None = None,
         output_hidden_states: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
@@ -92,9 +93,16 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
             raise ValueError("output_attentions=True cannot be had: attention weights are never held, set it to false")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
-            use_cache = not self.training and cu_seqlens is None
+            use_cache = not self.training and cu_seqlens is None and positions is None
         cache = self._cache_to_fill(past_key_values, use_cache)
-        positions = self._positions(hidden, attention_mask, position_ids, cache, cu_seqlens)
+        if positions is None:
+            positions = self._positions(hidden, attention_mask, position_ids, cache, cu_seqlens)
+        elif any(x is not None for x in (attention_mask, position_ids, cache, cu_seqlens)):
+            raise ValueError(
+                "positions says all that attention_mask, position_ids, cu_seqlens and a cache do: give it alone"
+            )
+        if self.config.rope:
+            positions = self._rotating(positions)
         states, shared = [hidden], self._shared()
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, positions, None if cache is None else cache.layers[number], **shared[number])
@@ -143,9 +151,13 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         positions = locate(batch, length, past, hidden.device, attention_mask, cu_seqlens)
         if position_ids is not None and attention_mask is None and cu_seqlens is None:
             check_position_ids(position_ids)
-        if not self.config.rope:
+        if position_ids is None:
             return positions
-        index = positions.index if position_ids is None else position_ids.expand(batch, length)
+        return positions._replace(rotary_index=position_ids.expand(batch, length))
+
+    def _rotating(self, positions: Positions) -> Positions:
+        """`positions` with the tables of the rotary embedding, for `rotary_index` or else for `index`."""
+        index = positions.index if positions.rotary_index is None else positions.rotary_index
         tables = rotary_tables(index, self.config.head_dim, self.config.rope_base)
         return positions._replace(rotary_index=index, rotary=tables)
 
@@ -185,6 +197,7 @@ class PalimpsestForCausalLM(PalimpsestPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seqlens: Tensor | None = None,
+        positions: Positions | None = None,
         shift_labels: Tensor | None = None,
         reduction: str = "mean",
         num_items_in_batch: int | Tensor | None = None,
@@ -203,6 +216,7 @@ class PalimpsestForCausalLM(PalimpsestPreTrainedModel, GenerationMixin):
             use_cache: return a cache; by default, outside training, when neither targets nor cu_seqlens are given.
             logits_to_keep: logits of the last so many tokens (0: all), or of these indices.
             cu_seqlens: `[N + 1]` int32, packed documents in a batch of 1, which do not see each other.
+            positions: where each token stands, in place of cu_seqlens and the like, from which it is found by default.
             shift_labels: `[B, T]` int64, the targets themselves; -100 is left out. No logits are made (None), nor
                 ever held for more than a few tokens: this is the way to train.
             reduction: "mean" over the targets that count (0 when there is none), "sum", or "none": float32 `[B, T]`
@@ -223,6 +237,7 @@ class PalimpsestForCausalLM(PalimpsestPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
+            positions=positions,
             **kwargs,
         )
         hidden, loss, logits = outputs.last_hidden_state, None, None

@@ -3,8 +3,14 @@
 A mixer is a module built as `Mixer(config)`. Its `forward(hidden, positions, cache)` maps `hidden`
 `[B, T, hidden_size]` to the same shape; `positions` is a `lit_modules.networks.positions.Positions`; `cache` is what
 its own `new_cache()` returned (a transformers `CacheLayerMixin`), or None. `mixing_flops(length)` says what it computes
-beside its parameters. To add one, write its file here and name it in `MIXERS`: a configuration's `mixers` then takes
-that name, for any of its layers. Those with a state of constant size are built on `RecurrentMixer`.
+beside its parameters.
+
+What looks far over time is one method, `operation(inputs, positions, ...)`, from a tuple of `[B, T, heads, ...]` to
+`[B, T, heads, width]`, each head for itself; `look_back` says how many tokens before a token the inputs of the
+operation depend on. By these two, sequences can be dealt out to many devices (`lit_modules.parallel.context`).
+
+To add a mixer, write its file here and name it in `MIXERS`: a configuration's `mixers` then takes that name, for any of
+its layers. Those with a state of constant size are built on `RecurrentMixer`.
 """
 
 from lit_modules.networks.mixers.attention import Attention

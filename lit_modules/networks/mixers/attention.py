@@ -38,6 +38,7 @@ class Attention(nn.Module):
         heads, key_heads, value_heads = config.head_counts
         self.head_dim, self.key_dim, self.heads_per_key = head_dim, key_dim, heads // key_heads
         self.rope_base, self.prune = config.rope_base, config.prune
+        self.look_back = int(config.kv_shift)  # tokens before a token, that its key and value depend on
         augmented = config.augmented_query_dim
         self.q_proj = nn.Linear(width, width, bias=False)
         self.augmented_q = SwiGLU(width, augmented) if augmented is not None else None
@@ -83,23 +84,37 @@ class Attention(nn.Module):
                 k, v, log_forget = cached
         if self.k_map_proj is not None:
             k = self._finish_keys(k, rotary)
-        out = forgetting_attention(
-            q,
-            k,
-            v,
-            log_forget,
-            cu_seqlens=positions.cu_seqlens,
-            kv_start=positions.kv_start,
-            cumulative=cumulative and log_forget is not None,
-            prune=self.prune,
-            logit_bound=self._logit_bound() if self.prune is not None else None,
-        )
+        bound = self._logit_bound() if self.prune is not None else None
+        out = self.operation((q, k, v, log_forget), positions, cumulative=cumulative, logit_bound=bound)
         if self.o_norm is not None:
             out = self.o_norm(out)
         out = out.flatten(2)
         if self.g_proj is not None:
             out = self.g_proj(hidden).sigmoid() * out
         return self.o_proj(out)
+
+    def operation(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        positions: Positions,
+        *,
+        cumulative: bool = False,
+        logit_bound: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of `inputs`, finished q, k, v and log_forget; `[B, T, Hq, D]`.
+
+        Args:
+            cumulative: log_forget is summed over time already.
+            logit_bound: what q.k / sqrt(D) cannot exceed, `[Hq]`, for pruning.
+        """
+        return forgetting_attention(
+            *inputs,
+            cu_seqlens=positions.cu_seqlens,
+            kv_start=positions.kv_start,
+            cumulative=cumulative and inputs[3] is not None,
+            prune=self.prune,
+            logit_bound=logit_bound,
+        )
 
     def project(
         self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None = None

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kernels.gated_recurrence import forms
 from lit_modules.caches import RecurrentCacheLayer
-from lit_modules.networks.mixers.recurrent import RecurrentMixer, recur
+from lit_modules.networks.mixers.recurrent import RecurrentMixer
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
 
@@ -52,5 +52,5 @@ class GLA(RecurrentMixer):
         logits = self.decay_up_proj(self.decay_down_proj(hidden))
         q, k, v, logits = (y.unflatten(-1, (self.shape.heads, -1)) for y in (*x.values(), logits))
         inputs = forms.gla(q, k, v, logits, temperature=self.temperature)
-        out = self.o_norm(recur(inputs, positions, cache, scale=self.shape.key_dim**-0.5))
+        out = self.o_norm(self.operation(inputs, positions, cache, scale=self.shape.key_dim**-0.5))
         return self.o_proj(F.silu(self.g_proj(hidden)) * out.flatten(2))

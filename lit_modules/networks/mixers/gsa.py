@@ -47,23 +47,24 @@ class GSA(RecurrentMixer):
         x = [F.silu(y) for y in self.convolve(x, positions, cache).values()]
         q, k, v, logits = (y.unflatten(-1, (self.shape.heads, -1)) for y in (*x, self.f_proj(hidden)))
         inputs = forms.slots(q, k, v, logits, temperature=self.temperature)
-        inputs = inputs._replace(slots=without_padding(inputs.slots, positions, cache))
-        out = attend(inputs, positions, cache)
+        out = self.operation(inputs, positions, cache)
         return self.o_proj(self.o_norm(F.silu(out).flatten(2)))
 
-
-def attend(inputs: SlotRecurrence, positions: Positions, cache: RecurrentCacheLayer | None) -> Tensor:
-    """`gated_slot_attention` of the new tokens, after what the cache holds and into it; `[B, T, H, Dv]`."""
-    if cache is None:
-        return gated_slot_attention(*inputs, cu_seqlens=positions.cu_seqlens)[0]
-    q, k, v, slots, log_decay = inputs
-    if takes_steps(inputs, cache, positions):
-        keys, values = cache.states
-        scores = gated_recurrence_step(q, k, slots, log_decay, keys, decay_axis="value")
-        weights = scores.to(log_decay.dtype).softmax(-1).to(q.dtype)
-        out = gated_recurrence_step(weights, slots, v, log_decay, values)
-        cache.update(cache.states, q.shape[1])
+    def operation(
+        self, inputs: SlotRecurrence, positions: Positions, cache: RecurrentCacheLayer | None = None
+    ) -> Tensor:
+        """`gated_slot_attention` of new tokens, after what the cache holds and into it; `[B, T, H, Dv]`."""
+        inputs = inputs._replace(slots=without_padding(inputs.slots, positions, cache))
+        if cache is None:
+            return gated_slot_attention(*inputs, cu_seqlens=positions.cu_seqlens)[0]
+        q, k, v, slots, log_decay = inputs
+        if takes_steps(inputs, cache, positions):
+            keys, values = cache.states
+            scores = gated_recurrence_step(q, k, slots, log_decay, keys, decay_axis="value")
+            weights = scores.to(log_decay.dtype).softmax(-1).to(q.dtype)
+            out = gated_recurrence_step(weights, slots, v, log_decay, values)
+            cache.update(cache.states, q.shape[1])
+            return out
+        out, states = gated_slot_attention(*inputs, initial_state=cache.states)
+        cache.update(states, q.shape[1])
         return out
-    out, states = gated_slot_attention(*inputs, initial_state=cache.states)
-    cache.update(states, q.shape[1])
-    return out

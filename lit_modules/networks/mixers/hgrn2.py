@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kernels.gated_recurrence import forms
 from lit_modules.caches import RecurrentCacheLayer
-from lit_modules.networks.mixers.recurrent import RecurrentMixer, recur
+from lit_modules.networks.mixers.recurrent import RecurrentMixer
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
 
@@ -50,7 +50,7 @@ class HGRN2(RecurrentMixer):
         heads = self.shape.heads
         q, f, i = (x.unflatten(-1, (heads, -1)) for x in (F.silu(q), f, i))
         inputs = forms.hgrn2(q, f, i, lower_bound=0.0 if lower_bound is None else lower_bound)
-        out = recur(inputs, positions, cache, scale=self.shape.key_dim**-0.5)
+        out = self.operation(inputs, positions, cache, scale=self.shape.key_dim**-0.5)
         return self.o_proj(self.o_norm(out.flatten(2)))
 
 

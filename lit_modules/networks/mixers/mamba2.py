@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kernels.gated_recurrence import forms
 from lit_modules.caches import RecurrentCacheLayer
-from lit_modules.networks.mixers.recurrent import RecurrentMixer, recur
+from lit_modules.networks.mixers.recurrent import RecurrentMixer
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
 
@@ -57,7 +57,7 @@ class Mamba2(RecurrentMixer):
         x, keys, queries = mixed.split((heads * value_dim, key_dim, key_dim), dim=-1)
         x = x.unflatten(-1, (heads, value_dim))
         dt = F.softplus(dt.to(torch.promote_types(dt.dtype, torch.float32)) + self.dt_bias)
-        out = recur(forms.mamba2(x, dt, self.A_log, keys[:, :, None], queries[:, :, None]), positions, cache)
+        out = self.operation(forms.mamba2(x, dt, self.A_log, keys[:, :, None], queries[:, :, None]), positions, cache)
         y = forms.mamba2_output(out, x, self.D).flatten(2)
         return self.out_proj(self.norm(y * F.silu(z)))
 

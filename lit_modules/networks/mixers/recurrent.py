@@ -59,6 +59,7 @@ class RecurrentMixer(nn.Module):
         super().__init__()
         self.shape = self.state_shape(config)
         self.convolutions: nn.ModuleDict | None = None
+        self.look_back = (config.short_conv_width or 1) - 1  # tokens before a token that its convolutions see
 
     def new_cache(self) -> RecurrentCacheLayer:
         """An empty cache for this layer."""
@@ -80,28 +81,29 @@ class RecurrentMixer(nn.Module):
             return x
         return {name: self.convolutions[name](inputs, positions.index, cache, name) for name, inputs in x.items()}
 
+    def operation(
+        self, inputs: Recurrence, positions: Positions, cache: RecurrentCacheLayer | None = None, *, scale: float = 1.0
+    ) -> Tensor:
+        """`gated_recurrence` of new tokens, after what the cache holds and into it; `[B, T, H, Dv]`."""
+        inputs = inputs._replace(v=without_padding(inputs.v, positions, cache))
+        if cache is None:
+            return gated_recurrence(*inputs, scale=scale, cu_seqlens=positions.cu_seqlens)[0]
+        tokens = inputs.q.shape[1]
+        if takes_steps(inputs, cache, positions):
+            out = gated_recurrence_step(*inputs, *cache.states, scale=scale)
+            cache.update(cache.states, tokens)
+            return out
+        (initial,) = cache.states or (None,)
+        out, final = gated_recurrence(*inputs, scale=scale, initial_state=initial)
+        cache.update((final,), tokens)
+        return out
+
     def mixing_flops(self, length: int) -> int:
         """Operations of a token's forward pass beside the projections, in a sequence of any length.
 
         Five for each element of the state (arXiv 2503.02130, table 6): decay, outer product, sum, and two to read it.
         """
         return 5 * self.shape.heads * self.shape.key_dim * self.shape.value_dim
-
-
-def recur(inputs: Recurrence, positions: Positions, cache: RecurrentCacheLayer | None, *, scale: float = 1.0) -> Tensor:
-    """`gated_recurrence` of one layer's new tokens, after what the cache holds and into it; `[B, T, H, Dv]`."""
-    inputs = inputs._replace(v=without_padding(inputs.v, positions, cache))
-    if cache is None:
-        return gated_recurrence(*inputs, scale=scale, cu_seqlens=positions.cu_seqlens)[0]
-    tokens = inputs.q.shape[1]
-    if takes_steps(inputs, cache, positions):
-        out = gated_recurrence_step(*inputs, *cache.states, scale=scale)
-        cache.update(cache.states, tokens)
-        return out
-    (initial,) = cache.states or (None,)
-    out, final = gated_recurrence(*inputs, scale=scale, initial_state=initial)
-    cache.update((final,), tokens)
-    return out
 
 
 def without_padding(x: Tensor, positions: Positions, cache: RecurrentCacheLayer | None) -> Tensor:

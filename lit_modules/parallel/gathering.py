@@ -1,0 +1,24 @@
+"""A whole network again, from one whose weights are spread over ranks."""
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from lit_modules.networks import PalimpsestForCausalLM
+
+
+def gathered(model: PalimpsestForCausalLM, strategy: Any) -> PalimpsestForCausalLM | None:
+    """The model with all its weights on this process: itself where it has them, else on the first rank a copy in main
+    memory, and None on the others. Every rank has to call it."""
+    if not strategy.needs_all_ranks:
+        return model
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if not strategy.is_global_zero:
+        return None
+    with torch.device("meta"):
+        copy = PalimpsestForCausalLM(model.config)
+    copy.load_state_dict(weights, assign=True)
+    copy.tie_weights()
+    copy.generation_config = model.generation_config
+    return copy

@@ -1,0 +1,114 @@
+"""Lightning strategies that know how many ranks read data of their own, and whose checkpoints fit one another."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+from lit_modules.checkpoints.strategy import Checkpointed
+from lit_modules.parallel.layout import Layout, lay_out
+
+# Of a collective. The watchdog sees a rank that hangs long before; this is for those who run without it.
+TIMEOUT = timedelta(hours=1)
+
+
+class OneDevice(Checkpointed, SingleDeviceStrategy):
+    """One process on one device. `device`: "cpu", "cuda:0", ..."""
+
+    needs_all_ranks = False
+    layout = Layout(1, 1, 1, 1)
+    context_group: dist.ProcessGroup | None = None
+
+
+class DataParallel(Checkpointed, DDPStrategy):
+    """DDP: every rank holds all the weights. `settings`: those of torch's DistributedDataParallel.
+
+    Args:
+        context_parallel_size: ranks that share each sequence.
+    """
+
+    needs_all_ranks = False
+
+    def __init__(self, context_parallel_size: int = 1, **settings: Any) -> None:
+        super().__init__(timeout=TIMEOUT, **settings)
+        self.context_parallel_size = context_parallel_size
+        self.context_group: dist.ProcessGroup | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks are laid out. Raises ValueError where the sizes do not divide them."""
+        return lay_out(
+            self.num_nodes * self.num_processes,
+            shard=self.context_parallel_size,
+            context=self.context_parallel_size,
+            tensor=1,
+        )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Which part of a global batch this rank reads: those that share a sequence read the same."""
+        return {"num_replicas": self.layout.data, "rank": self.global_rank // self.layout.context}
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # Blocks are compiled one by one, and DDP sends each one's gradients as they come: cutting their graphs at DDP's
+        # buckets, as dynamo does by default, would only undo what was fused.
+        torch._dynamo.config.optimize_ddp = False
+        self.context_group = self.layout.context_group(self.root_device.type)
+
+
+class Sharded(Checkpointed, ModelParallelStrategy):
+    """FSDP2: the weights, gradients and optimizer states of each block are spread over ranks.
+
+    Args:
+        shard_size: ranks that one copy is spread over; null for all of them, "node" for those of a node (HSDP: the
+            copies of different nodes exchange gradients only).
+        context_parallel_size: ranks that share each sequence.
+        tensor_parallel_size: ranks that share the heads of each layer.
+        reshard_after_forward: give the gathered weights of a block back after its forward pass, and gather them again
+            in the backward pass; false keeps them between, which is faster and takes memory.
+    """
+
+    needs_all_ranks = True
+
+    def __init__(
+        self,
+        shard_size: int | str | None = None,
+        context_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        super().__init__(timeout=TIMEOUT)
+        if isinstance(shard_size, str) and shard_size != "node":
+            raise ValueError(f"strategy.shard_size={shard_size} is not known: give a number of ranks, node, or null")
+        self.shard_size, self.context_parallel_size = shard_size, context_parallel_size
+        self.tensor_parallel_size, self.reshard_after_forward = tensor_parallel_size, reshard_after_forward
+        self.context_group: dist.ProcessGroup | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks are laid out. Raises ValueError where the sizes do not divide them."""
+        shard = self.shard_size
+        if shard == "node":
+            shard = max(1, self.num_processes // self.tensor_parallel_size)
+        return lay_out(
+            self.num_nodes * self.num_processes,
+            shard=shard,
+            context=self.context_parallel_size,
+            tensor=self.tensor_parallel_size,
+        )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Which part of a global batch this rank reads: those that share a sequence or its heads read the same."""
+        layout = self.layout
+        return {"num_replicas": layout.data, "rank": self.global_rank // (layout.context * layout.tensor)}
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        device = self.root_device.type
+        self._device_mesh = self.layout.weights_mesh(device)
+        self.rest_mesh = self.device_mesh if self.layout.tensor == 1 else self.layout.rest_mesh(device)
+        self.context_group = self.layout.context_group(device)

@@ -1,0 +1,247 @@
+"""Tensor parallelism: each rank of a group has some heads of every attention, and some columns of every SwiGLU.
+
+A block's input and output are whole, and the same, on all ranks of the group. Matrices that lead into heads are split
+by rows, those that lead out of them by columns; the results of the latter are summed over the group, and so are, in the
+backward pass, the gradients of what goes into the former: two sums for each block in either direction.
+
+Embedding, final norm and head are whole on every rank. Logits are the largest tensor of all, so each rank takes the
+loss of its share of the tokens. The gradients after a backward pass, for a group of n ranks:
+
+    blocks                        those of the mean loss of the group's batch, a rank has those of its part
+    embedding, final norm, head   whole on every rank; their MEAN over the group is that of the mean loss. The head's
+                                  is n times that of the rank's own tokens, the others' are the same on all ranks
+
+So whatever averages gradients over the groups that read different data (FSDP) has to average those of the second line
+over the ranks of a group, too, and not those of the first.
+"""
+
+import copy
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.func import functional_call
+
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
+from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+from lit_modules.networks.mixers.attention import Attention
+
+
+def split_tensors(model: PalimpsestForCausalLM, mesh: DeviceMesh) -> None:
+    """Split the blocks of `model`, in place, over the ranks of the one-dimensional `mesh`, and its loss.
+
+    Parameters that are split become DTensors over `mesh`, from the first rank's values (none are sent for a model on
+    the meta device); the others stay plain tensors. Names stay. The forward pass takes and returns the same as before,
+    on every rank of the group with the same arguments; the loss is that of all tokens on each rank, and its backward
+    pass has to run on each.
+
+    Raises:
+        ValueError: the model cannot be split so; the line names the key.
+    """
+    check_split(model.config, mesh.size())
+    for block in model.model.layers:
+        _split_attention(block.self_attn, mesh)
+        if block.mlp is not None:
+            parallelize_module(block.mlp, mesh, _INTO_THE_BLOCK)
+            parallelize_module(block.mlp, mesh, _swiglu(Replicate()))
+    model._loss = partial(_shared_loss, model, mesh)
+
+
+def check_split(config: PalimpsestConfig, ranks: int) -> None:
+    """Raise ValueError, naming the key, unless a model of `config` can be split over so many ranks."""
+    others = sorted(set(config.mixers) - {"attention"})
+    if others and ranks > 1:
+        raise ValueError(
+            f"strategy.tensor_parallel_size={ranks} splits attention alone, and model.mixers has {', '.join(others)}: "
+            "give 1"
+        )
+    heads, key_heads, value_heads = config.head_counts
+    sizes = {
+        "num_heads": heads,
+        "num_key_heads": key_heads,
+        "num_value_heads": value_heads,
+        "augmented_query_dim": config.augmented_query_dim,
+        "intermediate_size": config.intermediate_size,
+    }
+    for key, size in sizes.items():
+        if size is not None and size % ranks:
+            raise ValueError(
+                f"strategy.tensor_parallel_size={ranks} does not divide model.{key}={size}: give a size that divides it"
+            )
+
+
+# A block's normalized input becomes replicated before it branches, so that the gradients of its branches are summed
+# over the ranks together.
+_INTO_THE_BLOCK = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+_INTO_THE_MIXER = PrepareModuleInput(
+    input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
+)
+
+
+def _swiglu(output: Replicate | Shard) -> dict[str, ParallelStyle]:
+    return {
+        "gate_proj": ColwiseParallel(),
+        "up_proj": ColwiseParallel(),
+        "down_proj": RowwiseParallel(output_layouts=output),
+    }
+
+
+class ByHeads(ParallelStyle):
+    """Modules whose parameters are `[heads, ...]`, and which compute each head's result from its parameters alone.
+
+    A module is run on the local parts of its parameters, which is the same arithmetic on fewer heads.
+
+    Args:
+        given_heads: whether the input is each rank's heads, `[B, T, H / n, D]`; else it is a mixer's replicated input.
+    """
+
+    def __init__(self, given_heads: bool = True) -> None:
+        super().__init__()
+        self.given_heads = given_heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        smaller = copy.deepcopy(module).to("meta")  # its own parameters are never used
+        if hasattr(smaller, "num_heads"):
+            smaller.num_heads //= device_mesh.size()
+        for owner in module.modules():
+            for key, parameter in owner.named_parameters(recurse=False):
+                split = distribute_tensor(parameter, device_mesh, [Shard(0)])
+                owner.register_parameter(key, nn.Parameter(split, requires_grad=parameter.requires_grad))
+
+        def forward(x: Tensor | DTensor) -> Tensor:
+            if not self.given_heads:
+                x = x.to_local(grad_placements=[Partial()])  # every rank's heads add to its gradient
+            return functional_call(smaller, {name: p.to_local() for name, p in module.named_parameters()}, (x,))
+
+        module.forward = forward
+        return module
+
+
+class OwnHeads(ParallelStyle):
+    """A forget gate of no parameters, and so without a gradient: of its `[B, T, H]` each rank takes its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        forward = module.forward
+
+        def of_own_heads(hidden: DTensor) -> Tensor:
+            return forward(hidden.to_local()).chunk(device_mesh.size(), dim=2)[device_mesh.get_local_rank()]
+
+        module.forward = of_own_heads
+        return module
+
+
+def _split_attention(attention: Attention, mesh: DeviceMesh) -> None:
+    plan = {
+        "q_proj": ColwiseParallel(),
+        "k_proj": ColwiseParallel(),
+        "v_proj": ColwiseParallel(),
+        "o_proj": RowwiseParallel(),
+        "g_proj": ColwiseParallel(),
+        "k_shift_proj": ColwiseParallel(),
+        "v_shift_proj": ColwiseParallel(),
+        "forget_gate": ByHeads(given_heads=False),
+        "k_map_proj": ByHeads(),
+        "q_norm": ByHeads(),
+        "k_norm": ByHeads(),
+        "o_norm": ByHeads(),
+    }
+    if attention.augmented_q is not None:
+        # Every column of it reads all heads: they are gathered, and its result comes out split by heads.
+        plan["q_proj"] = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+        plan |= {f"augmented_q.{name}": style for name, style in _swiglu(Shard(-1)).items()}
+    if attention.forget_gate is not None and attention.forget_gate.kind == "fixed":
+        plan["forget_gate"] = OwnHeads()
+    parallelize_module(attention, mesh, _INTO_THE_MIXER)
+    parallelize_module(attention, mesh, {name: style for name, style in plan.items() if _has(attention, name)})
+    bound = attention._logit_bound
+    attention._logit_bound = lambda: None if attention.q_norm is None else bound().to_local()
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return getattr(module, name.partition(".")[0]) is not None
+
+
+def _shared_loss(
+    model: PalimpsestForCausalLM,
+    mesh: DeviceMesh,
+    hidden: Tensor,
+    targets: Tensor,
+    reduction: str,
+    num_items_in_batch: int | Tensor | None,
+) -> Tensor:
+    """In place of the model's `_loss`: each rank takes the loss of its share of the tokens.
+
+    Returns:
+        The loss of all tokens, on every rank. For its gradients see the head of this file.
+    """
+    group = mesh.get_group()
+    flat_targets = targets.flatten()
+    share = _Share(group, flat_targets.numel())
+    own_hidden, own_targets = _OwnTokens.apply(hidden.flatten(0, -2), share), flat_targets[share.own]
+    if reduction == "none" and num_items_in_batch is None:
+        losses = linear_cross_entropy(own_hidden, model.lm_head.weight, own_targets, reduction="none")
+        return share.gather(losses).view(targets.shape)
+    total = linear_cross_entropy(own_hidden, model.lm_head.weight, own_targets, reduction="sum")
+    total = _SumOverRanks.apply(total, group)
+    if num_items_in_batch is not None:
+        return total / num_items_in_batch
+    return total / (targets != IGNORE_INDEX).sum().clamp(min=1) if reduction == "mean" else total
+
+
+class _Share:
+    """This rank's consecutive part of the tokens; the last parts may be smaller, or empty."""
+
+    def __init__(self, group: dist.ProcessGroup, tokens: int) -> None:
+        self.group, self.ranks, self.tokens = group, group.size(), tokens
+        self.size = -(-tokens // self.ranks)
+        start = min(tokens, group.rank() * self.size)
+        self.own = slice(start, min(tokens, start + self.size))
+
+    def gather(self, own: Tensor) -> Tensor:
+        """All ranks' `own` `[own tokens, ...]`, one after the other: `[tokens, ...]`."""
+        padded = own.new_zeros(self.size, *own.shape[1:])
+        padded[: own.shape[0]] = own
+        parts = own.new_empty(self.ranks * self.size, *own.shape[1:])
+        dist.all_gather(list(parts.split(self.size)), padded, group=self.group)
+        return parts[: self.tokens]
+
+
+class _OwnTokens(torch.autograd.Function):
+    """This rank's share of `[tokens, D]`. Backward, the gradients of all shares; each came n times too large."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, share: _Share) -> Tensor:
+        ctx.share = share
+        return hidden[share.own]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.share.gather(grad) / ctx.share.ranks, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of all ranks' numbers. Backward, n times the gradient: what is averaged over the n ranks is the sum's."""
+
+    @staticmethod
+    def forward(ctx, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = group.size()
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.ranks, None
