@@ -120,15 +120,18 @@ def check_number(key: str, value: Any, *, whole: bool = False) -> None:
 
 
 def load(checkpoint: str) -> tuple[Any, Any]:
-    """Model and tokenizer of a run's folder (its export, or its newest checkpoint), of one of its checkpoints, of an
-    export, or of any Hugging Face folder or name.
+    """Model and tokenizer of a run's folder (its export, or its newest checkpoint), of one of its checkpoints (or
+    `checkpoints/best`), of an export, or of any Hugging Face folder or name.
 
     Raises:
         ValueError: there is nothing to load, or a file of it is missing.
     """
     folder = Path(checkpoint)
     try:
-        if folder.suffix == ".ckpt" and folder.is_file():
+        if checkpoints.is_checkpoint(folder):
+            wrong = checkpoints.damage(folder)
+            if wrong is not None:
+                raise ValueError(f"checkpoint={checkpoint} cannot be loaded: {wrong}")
             return from_checkpoint(folder), AutoTokenizer.from_pretrained(folder.parent.parent / "tokenizer")
         if not folder.is_dir() and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
             raise ValueError(f"checkpoint={checkpoint} is no folder: give a run's, an export's, or a name on the Hub")
@@ -148,10 +151,10 @@ def load(checkpoint: str) -> tuple[Any, Any]:
 
 def from_checkpoint(path: Path) -> Any:
     """The network of a training checkpoint, with the weights it had then."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = checkpoints.read_trainer(path)
     model = PalimpsestForCausalLM(PalimpsestConfig(**state["palimpsest"]["model_config"]))
-    weights = {k.removeprefix("model."): v for k, v in state["state_dict"].items() if k.startswith("model.")}
-    model.load_state_dict(weights)
+    weights = checkpoints.consolidated(path)
+    model.load_state_dict({k.removeprefix("model."): v for k, v in weights.items() if k.startswith("model.")})
     return model
 
 

@@ -1,0 +1,43 @@
+"""Random generators that go on after a resume as if nothing had been."""
+
+import random
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+
+
+class RandomState(Callback):
+    """The state of every random generator of this rank, which Lightning does not save: dropout and sampling go on as
+    they would. A resume with as many ranks gives each its own back, another number the first rank's to all."""
+
+    def __init__(self) -> None:
+        self.restored: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        name, keys, position, has_gauss, cached = np.random.get_state()
+        state = {
+            "torch": torch.get_rng_state(),
+            "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+            "python": random.getstate(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()  # of this rank's device
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.restored = state  # what comes between loading and the first step may draw numbers: set at the first step
+
+    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        if self.restored is None:
+            return
+        torch.set_rng_state(self.restored["torch"].cpu())
+        name, keys, position, has_gauss, cached = self.restored["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        version, internal, gauss = self.restored["python"]
+        random.setstate((version, tuple(internal), gauss))
+        if torch.cuda.is_available() and "cuda" in self.restored:
+            torch.cuda.set_rng_state(self.restored["cuda"].cpu())
+        self.restored = None

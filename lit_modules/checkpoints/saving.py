@@ -1,0 +1,147 @@
+"""When checkpoints are written, and which are kept."""
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lit_modules.checkpoints.folders import clear_partials, keep_newest, link_best, name_of
+from lit_modules.checkpoints.writing import Outcome
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints(Checkpoint):
+    """Save every `every_tokens`, keep the last few and the best by validation loss.
+
+    Training goes on while a checkpoint is written, and waits only if the next is due before. An older one is removed
+    only after a newer one is whole. When one cannot be written (a full disk), a line says so, the ones before it stay,
+    and training goes on to the next. Its strategy has to be a `Checkpointed`.
+
+    Args:
+        every_tokens: tokens between two checkpoints; rounded to whole steps, at least one.
+        keep_last: how many of the newest to keep.
+
+    Attributes:
+        checkpoint_seconds: how long training has waited for checkpoints.
+
+    Raises:
+        ValueError: `keep_last` is under 1, or `every_tokens` not positive.
+    """
+
+    def __init__(self, every_tokens: int, keep_last: int = 2) -> None:
+        if keep_last < 1:
+            raise ValueError(f"callbacks.checkpoints.keep_last={keep_last} keeps no checkpoint: give 1 or more")
+        if every_tokens <= 0:
+            raise ValueError(f"checkpoint_every_tokens={every_tokens} is not positive: give a number of tokens")
+        self.every_tokens = every_tokens
+        self.keep_last = keep_last
+        self.best_loss: float | None = None
+        self.best_step: int | None = None
+        self.due = False
+        self.checkpoint_seconds = 0.0
+        self.saved_step: int | None = None  # of the last checkpoint, or of the one under way
+        self._best_before: tuple[float | None, int | None] = (None, None)  # if the one under way is not written
+        self._waited = 0.0  # for the one under way
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_loss": self.best_loss, "best_step": self.best_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best_loss, self.best_step = state["best_loss"], state["best_step"]
+
+    def on_fit_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            clear_partials(folder_of(trainer))
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not module.ends_step(batch_idx):
+            return
+        step = trainer.global_step
+        self.due = self.due or step % module.steps_of(self.every_tokens) == 0 or step == trainer.max_steps
+        if self.due and (batch_idx + 1) % trainer.val_check_batch != 0:
+            self.save(trainer)  # else after the validation: a run killed while it validates does it again
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self.due or self.is_best(module.validation.loss):
+            self.wait(trainer)  # whether the one before was written decides which is the best
+            self.save(trainer, module.validation.loss)
+
+    def is_best(self, loss: float) -> bool:
+        """Whether no checkpoint has a lower validation loss."""
+        return self.best_loss is None or loss < self.best_loss
+
+    def on_train_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        if self.due:
+            self.save(trainer)
+        self.wait(trainer)
+
+    def on_exception(self, trainer: lightning.Trainer, module: Any, exception: BaseException) -> None:
+        try:
+            self.wait(trainer)
+        except Exception as error:  # the first error is the one to be seen
+            log.error(f"the checkpoint under way could not be finished: {error}")
+
+    def save(self, trainer: lightning.Trainer, loss: float | None = None) -> None:
+        """Begin to write this step's checkpoint, after the one before. Every rank takes part.
+
+        Args:
+            loss: of the validation that was just made, if one was.
+        """
+        self.due = False
+        if self.saved_step == trainer.global_step:
+            return
+        self.wait(trainer)
+        began = time.perf_counter()
+        self._best_before = self.best_loss, self.best_step
+        best = loss is not None and self.is_best(loss)
+        if best:  # before it is written: it has to know of itself that it is the best
+            self.best_loss, self.best_step = loss, trainer.global_step
+        self.saved_step = trainer.global_step
+        path = folder_of(trainer) / name_of(trainer.global_step)
+        trainer.save_checkpoint(path, storage_options=partial(self.tidy, path, trainer.global_step, best))
+        self._waited = time.perf_counter() - began
+
+    def wait(self, trainer: lightning.Trainer) -> Path | None:
+        """Wait until the checkpoint under way is written. Every rank takes part. Its path; None if there was none under
+        way, or if it could not be written."""
+        began = time.perf_counter()
+        outcome = trainer.strategy.wait_for_checkpoint()
+        if outcome is None:
+            return None
+        if outcome.error is not None:
+            self.saved_step = None
+            self.best_loss, self.best_step = self._best_before
+        self.account(trainer, outcome, self._waited + time.perf_counter() - began)
+        return outcome.path if outcome.error is None else None
+
+    def account(self, trainer: lightning.Trainer, outcome: Outcome, waited: float) -> None:
+        """Log what a checkpoint took."""
+        self.checkpoint_seconds += waited
+        metrics = {
+            "tokens": trainer.global_step * trainer.lightning_module.batch_tokens,
+            "checkpoint/waited_seconds": waited,
+            "checkpoint/write_seconds": outcome.seconds,
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, trainer.global_step)
+
+    def tidy(self, path: Path, step: int, best: bool) -> None:
+        """Once a checkpoint is there: name it the best if it is, and remove those that are no longer kept."""
+        if best:
+            link_best(path)
+        keep_newest(path.parent, self.keep_last, step)
+
+
+def folder_of(trainer: lightning.Trainer) -> Path:
+    """The run's `checkpoints/`."""
+    return Path(trainer.default_root_dir) / "checkpoints"

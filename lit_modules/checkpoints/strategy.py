@@ -1,0 +1,145 @@
+"""Checkpoints for Lightning's strategies: one format for all, so that each can go on from any other's."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_modules.checkpoints import tensors
+from lit_modules.checkpoints.folders import read_manifest
+from lit_modules.checkpoints.random_state import RandomState
+from lit_modules.checkpoints.reading import OPTIMIZER, RANDOM, WEIGHTS, read_into, read_trainer, sizes
+from lit_modules.checkpoints.writing import Outcome, Writer
+
+RATES = "learning_rates"
+RANDOM_STATE = RandomState().state_key
+
+
+class Checkpointed:
+    """Comes before a Lightning strategy of one device, of DDP, or of FSDP2 among the bases of a class.
+
+    A checkpoint has tensors by name, however they are spread; hyperparameters of the optimizer come from the
+    configuration, learning rates from the checkpoint. `save_checkpoint` returns while it is written.
+    """
+
+    restore_checkpoint_after_setup = True  # tensors are read in place
+    lightning_restore_optimizer = False  # they are by then
+    _writer: Writer | None = None
+
+    @property
+    def checkpoint_writer(self) -> Writer:
+        """What writes this strategy's checkpoints, made when it is first asked for."""
+        if self._writer is None:
+            self._writer = Writer()
+        return self._writer
+
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        return tensors.model_tensors(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        return tensors.optimizer_tensors(self.lightning_module, optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Path | str, storage_options: Callable[[], None] | None = None
+    ) -> None:
+        """Copy this moment's state, and write it to the folder `filepath` in the background (`wait_for_checkpoint`).
+
+        Args:
+            checkpoint: Lightning's, with tensors as this class gives them.
+            storage_options: called on the first rank, in the background, once the checkpoint is there.
+        """
+        rank, world_size = ranks()
+        state = {WEIGHTS + name: tensor for name, tensor in checkpoint.pop("state_dict").items()}
+        for optimizer in checkpoint.pop("optimizer_states", []):
+            state |= {OPTIMIZER + name: tensor for name, tensor in optimizer.items()}
+        callbacks = checkpoint.get("callbacks", {})
+        random = {}
+        if RANDOM_STATE in callbacks:
+            random[f"{RANDOM}{rank:05d}"] = tensors.packed(callbacks.pop(RANDOM_STATE))
+        checkpoint[RATES] = tensors.learning_rates(self.lightning_module, self.optimizers)
+        mine = tensors.share(state, rank, world_size)
+        self.checkpoint_writer.begin(Path(filepath), mine, random, checkpoint, storage_options or (lambda: None))
+
+    def wait_for_checkpoint(self) -> Outcome | None:
+        """How the checkpoint under way ended, once it has; None if none is under way."""
+        return self.checkpoint_writer.wait()
+
+    def load_checkpoint(self, checkpoint_path: Path | str, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read the tensors of a checkpoint, of any strategy and number of ranks, in place; the rest is returned.
+
+        Args:
+            checkpoint_path: its folder; the first rank's counts.
+            weights_only: whatever it is, nothing but tensors and plain values is read.
+
+        Raises:
+            ValueError: it lacks what the model needs, or has it in another shape.
+        """
+        path = Path(self.broadcast(str(checkpoint_path)))
+        module, fitting = self.lightning_module, self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        found, checkpoint = sizes(path), read_trainer(path)
+        state = {WEIGHTS + name: tensor for name, tensor in self.lightning_module_state_dict().items()}
+        if fitting:
+            state |= self._made_optimizer_states(found)
+        check_shapes(state, found, path)
+        rank, world_size = ranks()
+        own = f"{RANDOM}{rank if read_manifest(path)['world_size'] == world_size else 0:05d}"
+        if own in found:
+            state[own] = torch.empty(found[own], dtype=torch.uint8)
+        read_into(state, path)
+        if own in found:
+            checkpoint.setdefault("callbacks", {})[RANDOM_STATE] = tensors.unpacked(state[own])
+        if fitting:
+            tensors.restore_learning_rates(module, self.optimizers, checkpoint[RATES])
+            for config, schedule in zip(module.trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
+                if "base_lrs" in schedule:  # for each group, which may be split otherwise now
+                    schedule["base_lrs"] = config.scheduler.base_lrs
+                    schedule["_last_lr"] = [group["lr"] for group in config.scheduler.optimizer.param_groups]
+        return checkpoint
+
+    def _made_optimizer_states(self, found: dict[str, torch.Size]) -> dict[str, Tensor]:
+        """The optimizers' state tensors, made where the checkpoint has them."""
+        state: dict[str, Tensor] = {}
+        if not any(name.startswith(OPTIMIZER) for name in found):
+            return state  # every step before it was skipped
+        names = tensors.parameter_names(self.lightning_module)
+        for optimizer in self.optimizers:
+            made = tensors.optimizer_tensors(self.lightning_module, optimizer, make=True)
+            state |= {OPTIMIZER + name: tensor for name, tensor in made.items() if OPTIMIZER + name in found}
+            for parameter in list(optimizer.state):
+                if not any(f"{OPTIMIZER}{names[parameter]}.{key}" in found for key in optimizer.state[parameter]):
+                    del optimizer.state[parameter]  # it has had no gradient yet
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has read them."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has read them."""
+
+    def remove_checkpoint(self, filepath: Path | str) -> None:
+        if self.is_global_zero:
+            shutil.rmtree(filepath)
+
+    def teardown(self) -> None:
+        self.wait_for_checkpoint()
+        super().teardown()
+
+
+def ranks() -> tuple[int, int]:
+    """The number of this rank, and of all."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def check_shapes(state: dict[str, Tensor], found: dict[str, torch.Size], path: Path) -> None:
+    """Raise ValueError for the first tensor that a checkpoint lacks, or has in another shape."""
+    for name, tensor in state.items():
+        if name not in found:
+            raise ValueError(f"{path} has no {name}: it is of another model")
+        if found[name] != tensor.shape:
+            raise ValueError(f"{path} has {name} of shape {list(found[name])}, and this model {list(tensor.shape)}")
