@@ -19,14 +19,17 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_modules import runs
+from lit_modules.launching import begin, failures
+from lit_modules.launching.ranks import ranks
 
 USER_ERROR = 2
+OURS = (ValueError, runs.RunStopped, runs.Said)
 
 
 def main() -> None:
     """Run the command line. A user's mistake ends in one line on stderr and exit status 2."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what went wrong instead of printing half of it
-    runs.register_resolvers()
+    begin.register_resolvers()
     with one_line_errors():
         refuse_the_other_kernels_package()
         compose_and_run()
@@ -36,12 +39,25 @@ def main() -> None:
 def compose_and_run(cfg: DictConfig) -> None:
     """Call the function that `job._target_` names with the composed configuration."""
     with one_line_errors():  # here as well as in main: what leaves this function, Hydra comments on in lines of its own
-        try:
+        if cfg.job.makes_a_run:
+            begin_and_run(cfg, Path(HydraConfig.get().runtime.output_dir))
+        else:
             job(cfg)(cfg)
-        except (HydraException, OmegaConfBaseException, ValueError):
-            if cfg.job.makes_a_run:
-                runs.discard_unbegun(Path(HydraConfig.get().runtime.output_dir))
-            raise
+
+
+def begin_and_run(cfg: DictConfig, folder: Path) -> None:
+    """Call a job that makes a run, on each of the run's ranks; a run that is refused leaves no folder."""
+    begun = False
+    try:
+        begun = begin.begin(cfg, folder)
+        if begun:
+            with failures.first_one_tells(folder, cfg.debug, mistake):
+                job(cfg)(cfg)
+    except Exception as error:
+        refused = error.status == USER_ERROR if isinstance(error, runs.Said) else mistake(error) is not None
+        if ranks().rank == 0 and (refused or not begun):
+            runs.discard_unbegun(folder)
+        raise
 
 
 def job(cfg: DictConfig) -> Callable[[DictConfig], None]:
@@ -57,21 +73,34 @@ def one_line_errors() -> Iterator[None]:
     """End the process with one line on stderr for a user's mistake (status 2) or a run that stopped (status 1)."""
     try:
         yield
-    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError, runs.RunStopped) as error:
+    except KeyboardInterrupt as interrupt:
+        if ranks().rank == 0:
+            print(f"palimpsest: interrupted{interrupt}", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        known = ours(error)
         if any(argument.lower() == "debug=true" for argument in sys.argv[1:]):
             raise
-        print(f"palimpsest: {one_line(error)}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, runs.RunStopped) else USER_ERROR)
-    except ModuleNotFoundError as error:
-        extra = extra_with(error.name or "")
-        if extra is None:
+        if isinstance(known, runs.Said):
+            sys.exit(known.status)
+        line = str(known) if isinstance(known, runs.RunStopped) else mistake(error)
+        if line is None:
             raise
-        mend = f"it belongs to an extra: run `pip install 'palimpsest-lm[{extra}]'`, or -e '.[{extra}]' in a checkout"
-        print(f"palimpsest: the package {error.name} is not installed; {mend}", file=sys.stderr)
-        sys.exit(USER_ERROR)
-    except KeyboardInterrupt as interrupt:
-        print(f"palimpsest: interrupted{interrupt}", file=sys.stderr)
-        sys.exit(130)
+        # What is wrong before the ranks have met is the same on each of a node's.
+        if ranks().local_rank == 0 or isinstance(known, runs.RunStopped):
+            print(f"palimpsest: {line}", file=sys.stderr)
+        sys.exit(1 if isinstance(known, runs.RunStopped) else USER_ERROR)
+
+
+def mistake(error: Exception) -> str | None:
+    """The line for a user's mistake; None for any other error."""
+    if isinstance(error, HydraException | OmegaConfBaseException | ValueError | yaml.YAMLError):
+        return one_line(error)
+    extra = extra_with(error.name or "") if isinstance(error, ModuleNotFoundError) else None
+    if extra is None:
+        return None
+    mend = f"it belongs to an extra: run `pip install 'palimpsest-lm[{extra}]'`, or -e '.[{extra}]' in a checkout"
+    return f"the package {error.name} is not installed; {mend}"
 
 
 def extra_with(module: str) -> str | None:
@@ -107,18 +136,21 @@ def one_line(error: Exception) -> str:
         key = text.rsplit("full_key: ", 1)[1].strip() if "full_key: " in text else None
         text = str(error.__cause__)
     elif isinstance(error, OmegaConfBaseException):
-        ours = raised_by_a_resolver(error)  # says all there is to say
-        key, text = (None, str(ours)) if ours else (key, error.msg or text.splitlines()[0])
+        known = ours(error)  # says all there is to say
+        key, text = (None, str(known)) if known else (key, error.msg or text.splitlines()[0])
     line = " ".join(text.split())
     return f"{key}: {line}" if key and key not in line else line
 
 
-def raised_by_a_resolver(error: BaseException | None) -> ValueError | None:
-    """The ValueError, of a function that the configuration calls, behind an error of OmegaConf's."""
+def ours(error: BaseException | None) -> Exception | None:
+    """The error of our own that this one is, or that a function which the configuration calls has raised behind it."""
+    behind = isinstance(error, OmegaConfBaseException)
     while error is not None:
-        if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):
+        if isinstance(error, ValueError | runs.RunStopped | runs.Said) and not isinstance(
+            error, OmegaConfBaseException
+        ):
             return error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or error.__context__ if behind else None
     return None
 
 

@@ -1,7 +1,8 @@
 """The folder of a run: where it is, whether it is finished, who holds it, and what may change when it is resumed.
 
 `runs/<experiment>/<timestamp>/` holds `.hydra/`, `config.yaml` (what the run began with, resolved), `tokenizer/`,
-`checkpoints/`, `metrics.csv`, `figures/`, `export/` and, once the run has finished, `summary.json`.
+`checkpoints/`, `metrics.csv`, `figures/`, `export/`, `logs/` (of the ranks but the first) and, once the run has
+finished, `summary.json`.
 Only the standard library and OmegaConf are imported here, since every start of the command passes through.
 """
 
@@ -9,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 from datetime import datetime
 from pathlib import Path
@@ -34,6 +36,7 @@ MAY_CHANGE = (
     "logger",
     "resume",
     "debug",
+    "dry_run",
     "compile",
     "activation_checkpointing",
     "runs_dir",
@@ -52,6 +55,14 @@ MAY_CHANGE = (
 
 class RunStopped(RuntimeError):
     """A run that ends early for a reason that no setting caused (it diverged, its disk is full): exit status 1."""
+
+
+class Said(Exception):
+    """The end of a process whose reason another has told the user, or this one already has. `status`: to exit with."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume: str | None) -> str:
@@ -120,6 +131,8 @@ def new_folder(parent: Path) -> Path:
             folder.mkdir(parents=True)  # fails if it exists: whoever makes it, has it
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ValueError(f"runs_dir: {parent} cannot be written ({error.strerror or error})") from error
         return folder
     raise ValueError(f"{parent} holds 1000 runs of the second {stamp}: wait a second and start again")
 
@@ -206,8 +219,9 @@ def discard_unbegun(folder: Path) -> None:
         return
     for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
         (folder / ".hydra" / name).unlink(missing_ok=True)
-    for name in ("palimpsest.log", LOCK):
+    for name in ("palimpsest.log", LOCK, ".meeting", "started.json", "failed.json"):
         (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / "logs", ignore_errors=True)
     for empty in (folder / ".hydra", folder):
         with contextlib.suppress(OSError):  # a folder that holds what is not ours stays
             empty.rmdir()

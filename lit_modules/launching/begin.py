@@ -1,0 +1,94 @@
+"""How a run begins, on each of its ranks: its folder, whether there is anything left to do, and where its log is."""
+
+import contextlib
+import json
+import logging
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from data_pipeline.files import write_whole
+from lit_modules import runs
+from lit_modules.launching import failures, logs, meeting, verdicts
+from lit_modules.launching.ranks import Ranks, ranks
+
+log = logging.getLogger(__name__)
+
+STARTED = "started.json"  # {"job"}: the start that a run goes on with by itself when it is requeued
+
+
+def register_resolvers() -> None:
+    """Give conf/ the functions that choose folders and files, with one answer for all ranks of a run."""
+    runs.register_resolvers()
+    for function in (run_folder, sweep_folder, hydra_folder, logs.log_file, gpus_per_node):
+        OmegaConf.register_new_resolver(function.__name__, function, use_cache=True, replace=True)
+
+
+def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume: str | None) -> str:
+    """As runs.run_folder, one for all ranks; a start that was requeued goes on in the folder that it began."""
+    if not makes_a_run:
+        return "."
+    here = ranks()
+
+    def choose() -> str:
+        began = begun_by(here, Path(runs_dir) / (experiment or "default"))
+        return str(began) if began else runs.run_folder(makes_a_run, runs_dir, experiment, resume)
+
+    return choose() if here.launcher == "lightning" else meeting.one_folder(choose)
+
+
+def sweep_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str:
+    """As runs.sweep_folder, one for all ranks."""
+    return meeting.one_folder(lambda: runs.sweep_folder(runs_dir, experiment, resume))
+
+
+def hydra_folder(makes_a_run: bool, folder: str) -> str | None:
+    """As runs.hydra_folder; None for every rank but the first, which alone writes Hydra's files."""
+    return runs.hydra_folder(makes_a_run, folder) if ranks().rank == 0 else None
+
+
+def gpus_per_node(accelerator: str, devices: Any) -> Any:
+    """What a launcher asks a node for: as many GPUs as devices, or None for a run on processors."""
+    return None if accelerator == "cpu" else devices
+
+
+def begun_by(here: Ranks, parent: Path) -> Path | None:
+    """The newest run below `parent` that this start began before it was requeued; None if there is none."""
+    if here.job is None or here.attempt == 0 or not parent.is_dir():
+        return None
+    for folder in sorted((each for each in parent.iterdir() if each.is_dir()), key=lambda f: f.name, reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads((folder / STARTED).read_text(encoding="utf-8")).get("job") == here.job:
+                return folder
+    return None
+
+
+def begin(cfg: DictConfig, folder: Path) -> bool:
+    """Bring this rank to where its job can begin, with trainer.devices and trainer.num_nodes as they were started.
+
+    Returns whether there is anything left to do: not for a requeued run that has finished.
+
+    Raises:
+        ValueError: the ranks cannot run together, or their number is not the one asked for.
+        runs.Said: the same, on the ranks whose mistake another one says.
+    """
+    here = ranks()
+    if cfg.dry_run:
+        raise ValueError("dry_run=true prints the script of a launcher: give -m hydra/launcher=slurm as well")
+    if here.launcher == "lightning" and here.rank > 0:
+        logs.speak_in_own_log(folder, here)
+        return True
+    verdicts.agree(cfg, folder)
+    logs.speak_in_own_log(folder, here)
+    if here.attempt > 0 and (folder / runs.SUMMARY).is_file():
+        if here.rank == 0:
+            log.info(f"run: {folder} has finished; nothing is left of this job, which was requeued")
+        return False
+    if here.rank == 0:
+        failures.set_aside(folder)
+        if here.job is not None:
+            when = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+            write_whole(folder / STARTED, json.dumps({"job": here.job, "attempt": here.attempt, "at": when}) + "\n")
+    return True

@@ -1,0 +1,153 @@
+"""What SLURM says of jobs. squeue and scontrol are asked, never sacct: many clusters keep no accounts."""
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# Why a job waits that will wait for ever, as long as nobody changes the cluster.
+NEVER = (
+    "PartitionConfig",
+    "PartitionTimeLimit",
+    "PartitionNodeLimit",
+    "PartitionDown",
+    "BadConstraints",
+    "InvalidAccount",
+    "InvalidQOS",
+    "AccountNotAllowed",
+    "QOSNotAllowed",
+)
+ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+)
+
+# What sbatch complains of, in its own words, and the launcher's setting that mends it; the first that fits.
+SETTINGS = {
+    "account": "account",  # "account or account/partition": before the partition
+    "partition": "partition",
+    "qos": "qos",
+    "time": "time",
+    "memory": "mem_gb",
+    "cpu": "cpus_per_task",
+    "gres": "gpus_per_node",
+    "gpu": "gpus_per_node",
+    "array": "array_parallelism",
+    "node count": "nodes",
+    "node configuration": "tasks_per_node",
+    "option": "additional_parameters",
+}
+
+
+@dataclass(frozen=True)
+class State:
+    """Of a job: SLURM's word for it, why it waits, and how it ended ("exit status 1")."""
+
+    word: str
+    reason: str = ""
+    exit: str = ""
+
+
+def refused(words: str, settings: Mapping[str, object]) -> str:
+    """One line for what sbatch has said on refusing a job with these settings of the launcher."""
+    lines = [line.split("error: ")[-1].strip() for line in words.splitlines() if "error: " in line]
+    said = "; ".join(lines) or " ".join(words.split())
+    name = next((name for word, name in SETTINGS.items() if word in said.lower()), None)
+    key = "hydra.launcher" if name is None else f"hydra.launcher.{name}={settings.get(name)}"
+    return f"{key}: sbatch refuses the job: {said}"
+
+
+def states(jobs: list[str]) -> dict[str, State] | None:
+    """The states of jobs ("12", or "12_3" of an array), those that SLURM has forgotten left out. None where it does not
+    answer, which happens on busy clusters and means nothing."""
+    numbers = sorted({job.partition("_")[0] for job in jobs})
+    answer = ask("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(numbers)}")
+    if answer.returncode != 0 and "nvalid job id" not in answer.stderr:
+        return None
+    rows = (line.strip().split("|", 2) for line in answer.stdout.splitlines() if line.count("|") >= 2)
+    found = {row[0]: State(row[1], row[2]) for row in rows}
+    for job in jobs:
+        if job not in found or found[job].word in ENDED:
+            known = of_controller(job)
+            if known is not None:
+                found[job] = known
+    return {job: state for job, state in found.items() if job in jobs}
+
+
+def of_controller(job: str) -> State | None:
+    """What scontrol knows of a job that is not in the queue any more; None where it has forgotten it."""
+    words = ask("scontrol", "show", "job", "--oneliner", job).stdout
+    state = re.search(r"\bJobState=(\S+)", words)
+    if state is None:
+        return None
+    status, _, signal = (re.search(r"\bExitCode=(\d+:\d+)", words) or [None, "0:0"])[1].partition(":")
+    end = f"signal {signal}" if signal != "0" else f"exit status {status}" if status != "0" else ""
+    return State(state[1], exit=end)
+
+
+def refuse_if_never_to_begin(jobs: list[str], settings: Mapping[str, object], seconds: float = 2.0) -> None:
+    """Cancel the jobs and raise ValueError where SLURM has accepted what no node of the partition gives.
+
+    SLURM says so when it first looks at a job, so it is asked for a while.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        found = states(jobs) or {}
+        reasons = [s.reason for s in found.values() if s.word == "PENDING"]
+        reason = next((each for each in reasons if each in NEVER or each.endswith("PerJobLimit")), None)
+        if reason is not None:
+            names = ("partition", "nodes", "tasks_per_node", "gpus_per_node", "time")
+            given = ", ".join(f"hydra.launcher.{n}={settings[n]}" for n in names if settings.get(n) is not None)
+            ask("scancel", *sorted({job.partition("_")[0] for job in jobs}))
+            raise ValueError(
+                f"{given}: SLURM would never begin the job ({reason}): ask for less, or of another partition "
+                "(`scontrol show partition` has the limits)"
+            )
+        if time.monotonic() > deadline or any(state.word != "PENDING" for state in found.values()):
+            return
+        time.sleep(0.5)
+
+
+def follow(
+    jobs: list[str],
+    changed: Callable[[str, State], None],
+    finished: Callable[[str], bool],
+    pause: float = 1.0,
+) -> dict[str, State]:
+    """Wait until every job has ended, or has left the queue, and return how.
+
+    `changed` is called at each change of a state; `finished` says whether a job has left its result: a job that is
+    nowhere to be seen has then COMPLETED, and otherwise FAILED. SLURM is asked less and less often, down to every 15 s.
+    """
+    seen: dict[str, State] = {}
+    while True:
+        found = states(jobs)
+        for job in jobs if found is not None else ():
+            if job in seen and seen[job].word in ENDED:
+                continue
+            state = found.get(job) or State("COMPLETED" if finished(job) else "FAILED", exit="SLURM has forgotten it")
+            if job not in seen or state.word != seen[job].word:
+                changed(job, state)
+            seen[job] = state
+        if len(seen) == len(jobs) and all(state.word in ENDED for state in seen.values()):
+            return seen
+        time.sleep(pause)
+        pause = min(15.0, 1.1 * pause)
+
+
+def ask(*command: str) -> subprocess.CompletedProcess:
+    """Call one of SLURM's commands. Raises ValueError where it is not installed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except FileNotFoundError:
+        raise ValueError(
+            f"hydra/launcher=slurm: there is no {command[0]} here: start the command where jobs are submitted"
+        ) from None

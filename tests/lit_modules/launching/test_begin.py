@@ -1,0 +1,75 @@
+"""How a run begins: what a requeued start goes on with."""
+
+from dataclasses import replace
+
+import pytest
+from omegaconf import OmegaConf
+
+from data_pipeline.files import write_whole
+from lit_modules import runs
+from lit_modules.launching import begin, verdicts
+from lit_modules.launching.ranks import Ranks
+
+HERE = Ranks(job="slurm 12.batch")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    def become(here: Ranks) -> None:
+        monkeypatch.setattr(begin, "ranks", lambda: here)
+        monkeypatch.setattr(verdicts, "ranks", lambda: here)
+
+    return become
+
+
+@pytest.fixture
+def cfg():
+    return OmegaConf.create({"dry_run": False, "trainer": {"devices": 1, "num_nodes": 1, "accelerator": "cpu"}})
+
+
+def test_a_requeued_start_goes_on_in_its_folder_and_another_start_has_its_own(started, cfg, tmp_path):
+    started(HERE)
+    first = begin.run_folder(True, str(tmp_path), "demo", None)
+    assert begin.begin(cfg, runs.Path(first))
+    started(replace(HERE, job="slurm 13.batch"))
+    other = begin.run_folder(True, str(tmp_path), "demo", None)
+    assert begin.begin(cfg, runs.Path(other))
+    assert other != first
+    started(replace(HERE, attempt=1))
+    assert begin.run_folder(True, str(tmp_path), "demo", None) == first
+    assert begin.run_folder(True, str(tmp_path), "demo", "auto") == first
+    started(replace(HERE, job="slurm 14.batch", attempt=1))
+    assert begin.run_folder(True, str(tmp_path), "demo", None) not in (first, other)
+
+
+def test_a_requeued_run_that_has_finished_has_nothing_left_to_do(started, cfg, tmp_path):
+    started(replace(HERE, attempt=1))
+    assert begin.begin(cfg, tmp_path)
+    runs.write_summary(tmp_path, {"loss": 1.0})
+    assert not begin.begin(cfg, tmp_path)
+
+
+def test_a_folder_where_nothing_can_be_written_is_one_line(started, tmp_path):
+    started(HERE)
+    write_whole(tmp_path / "a-file", "")
+    with pytest.raises(ValueError, match=r"^runs_dir: .*a-file/demo cannot be written \(Not a directory\)$"):
+        begin.run_folder(True, str(tmp_path / "a-file"), "demo", None)
+
+
+def test_a_dry_run_without_a_launcher_is_refused(started, cfg, tmp_path):
+    started(HERE)
+    cfg.dry_run = True
+    with pytest.raises(ValueError, match=r"dry_run=true .*: give -m hydra/launcher=slurm as well"):
+        begin.begin(cfg, tmp_path)
+
+
+def test_only_the_first_rank_writes_hydras_files(started, tmp_path):
+    started(HERE)
+    assert begin.hydra_folder(True, str(tmp_path)) == ".hydra"
+    started(replace(HERE, rank=1, world_size=2))
+    assert begin.hydra_folder(True, str(tmp_path)) is None
+
+
+def test_a_run_on_processors_asks_slurm_for_no_gpus():
+    assert begin.gpus_per_node("cpu", 4) is None
+    assert begin.gpus_per_node("auto", 4) == 4
