@@ -2,6 +2,7 @@
 
 import os
 import pwd
+import random
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ SECONDS = 60  # that anything is waited for; a busy machine is slow
 
 SETTINGS = """
 ClusterName=palimpsest
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
@@ -38,7 +40,8 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=100000,sched_interval=1,bf_interval=1
 ReturnToService=2
-KillWait=1
+KillWait=10
+SlurmdTimeout=30
 MaxArraySize={max_array_size}
 {nodes}
 PartitionName=cpu Nodes={names} Default=YES MaxTime=60 State=UP
@@ -83,6 +86,7 @@ class Cluster:
             user=pwd.getpwuid(os.getuid()).pw_name,
             folder=folder,
             controller=controller,
+            first_job=random.SystemRandom().randrange(1, 60000),  # ports follow from it: not those of another cluster
             max_array_size=max_array_size,
             nodes=nodes,
             names=",".join(NODES),
@@ -159,8 +163,8 @@ def _free_ports(count: int) -> list[int]:
             each.close()
 
 
-def until(condition, words=lambda: "waited in vain") -> None:
-    deadline = time.monotonic() + SECONDS
+def until(condition, words=lambda: "waited in vain", seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(words())

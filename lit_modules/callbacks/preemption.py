@@ -1,0 +1,207 @@
+"""Preemption: a run that is told to end writes a checkpoint within its grace time, and goes on from there by itself.
+
+SIGUSR1 is SLURM's warning before the time limit (`--signal=USR1@120`): the run asks for its job to be queued again.
+SIGTERM comes with preemption, scancel, scontrol requeue and a user's kill: whoever sent it has decided what becomes of
+the job. Both only set a flag. Ranks get signals at different steps, or not all of them do, so they agree: in each
+optimizer step's one reduction (`Pretraining.agree`), and after each batch of a validation.
+
+- At the end of an optimizer step: a checkpoint is written and waited for.
+- Before or in a validation: the same; the resumed run begins that validation anew.
+- After the last step, in the measurement of all the held-out text: the last checkpoint is there, and is waited for.
+- In the export: it is finished, and with it the run.
+
+The process ends with status 75 (EX_TEMPFAIL of sysexits.h: try again later).
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from types import FrameType
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lit_modules import checkpoints
+from lit_modules.callbacks.restarts import requeue, slurm_job
+from lit_modules.launching.ranks import ranks
+from lit_modules.runs import Said
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)  # in the order of Pretraining's flags
+STATUS = 75
+
+
+class Preempted(Said):
+    """The end of a run that was told to end and goes on later; rank 0 has said so."""
+
+    def __init__(self) -> None:
+        here = ranks()
+        # Lightning's launcher kills rank 0 when a process that it started ends with another status than 0
+        super().__init__(0 if here.launcher == "lightning" and here.rank > 0 else STATUS)
+
+
+class Preemption(Callback):
+    """End the run in order when a signal says so: checkpoint, requeue, loggers closed as preempted."""
+
+    def __init__(self) -> None:
+        self.noted: float | None = None  # when this rank was first sent a signal
+        self.validation_due = False  # in the checkpoint: the validation of its step is not done
+        self.before_validation: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"validation_due": self.validation_due}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.validation_due = state["validation_due"]
+
+    @contextlib.contextmanager
+    def listening(self, trainer: lightning.Trainer, module: Any) -> Iterator[None]:
+        """Inside, the two signals are noted in `module.asked_to_end` and do nothing else, however often they come."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self.noted is None:  # the first counts: after a requeue SLURM sends SIGTERM, too
+                self.noted = time.monotonic()
+                module.asked_to_end = tuple(number == each for each in SIGNALS)
+
+        keep_lightning_from_acting(trainer)
+        before = {number: signal.signal(number, note) for number in SIGNALS}
+        before[signal.SIGINT] = signal.getsignal(signal.SIGINT)  # which Lightning ignores once it has come
+        _handlers.append(note)
+        try:
+            yield
+        finally:
+            _handlers.remove(note)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Do the validation that the end of the run before has cut short."""
+        if not self.validation_due:
+            return
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        loop.restarting = False
+        self.validation_due = False  # before: the checkpoint at its end has it behind it
+        trainer.validating = True
+        loop.run()
+        trainer.training = True
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        validates = (batch_idx + 1) % trainer.val_check_batch == 0  # ends there, so that its validation is not lost
+        if module.ends_step(batch_idx) and any(module.agreed_to_end) and not validates:
+            self.end_between_steps(trainer, module)
+
+    def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            self.before_validation = deepcopy(loop.batch_progress.state_dict())
+        if any(module.agreed_to_end):
+            self.end_in_validation(trainer, module)
+
+    def on_validation_batch_end(
+        self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        module.agree(True)
+        if any(module.agreed_to_end):
+            self.end_in_validation(trainer, module)
+
+    def end_between_steps(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Save and end, unless training is complete: then the end of training saves.
+
+        Raises:
+            Preempted: always, unless training is complete.
+        """
+        if trainer.global_step < trainer.max_steps:
+            self.save(trainer)
+            self.end(trainer, module)
+
+    def end_in_validation(self, trainer: lightning.Trainer, module: Any) -> None:
+        """The same from within a validation. After the last step the training's own validation is finished first."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            self.end(trainer, module)
+        if trainer.global_step < trainer.max_steps:
+            # as if it had not begun: Lightning would go on in its middle, with the sums of the first part lost
+            trainer.fit_loop.epoch_loop.val_loop.batch_progress.load_state_dict(self.before_validation)
+            self.validation_due = True
+            self.end_between_steps(trainer, module)
+
+    def save(self, trainer: lightning.Trainer) -> None:
+        """Write this step's checkpoint, unless it is there, and wait for it."""
+        writer = trainer.checkpoint_callback
+        if writer is not None:
+            writer.save(trainer)
+            writer.wait(trainer)
+
+    def end(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Hand the job back, close the loggers, and leave with all ranks together.
+
+        Raises:
+            Preempted: always.
+        """
+        if trainer.is_global_zero:
+            sent = SIGNALS[0] if module.agreed_to_end[0] else SIGNALS[1]
+            what_next = next_steps(sent)  # first: nothing after it may keep the job from being queued again
+            log.warning(f"preempted ({sent.name}) after step {trainer.global_step}: {kept(trainer)}; {what_next}")
+            for logger in trainer.loggers:
+                if hasattr(logger, "close"):
+                    logger.close(STATUS, preempted=True)
+            trainer.loggers = []
+        if self.noted is not None:
+            log.info(f"{time.monotonic() - self.noted:.1f} s from the signal to the end")
+        trainer.strategy.barrier()  # the end of one rank has the launcher kill the others
+        raise Preempted
+
+
+def listening(trainer: lightning.Trainer, module: Any) -> contextlib.AbstractContextManager[None]:
+    """`Preemption.listening` of the trainer's callback; nothing where it has none."""
+    found = next((callback for callback in trainer.callbacks if isinstance(callback, Preemption)), None)
+    return contextlib.nullcontext() if found is None else found.listening(trainer, module)
+
+
+def keep_lightning_from_acting(trainer: lightning.Trainer) -> None:
+    """Leave the signals to us: Lightning's own handler of SIGTERM waits for all ranks inside the handler, and its
+    loop asks rank 0 before each micro-batch whether it has come, which costs a synchronisation each."""
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+
+def kept(trainer: lightning.Trainer) -> str:
+    """What there is to go on from, in words."""
+    path = checkpoints.newest(checkpoints.folder_of(trainer))
+    if path is None:
+        return "there is no checkpoint"
+    late = "" if checkpoints.step_of(path) == trainer.global_step else " (that of the last step was not written)"
+    return f"the checkpoint is {path}{late}"
+
+
+def next_steps(sent: signal.Signals) -> str:
+    """Have SLURM queue the job again where it is ours to do, and say in words what happens next."""
+    job = slurm_job()
+    if sent == signal.SIGUSR1 and job is not None:
+        return requeue(job)
+    if job is not None:
+        return f"where SLURM queues job {job} again it goes on from there, as resume=auto does"
+    return "resume=auto goes on from there"
+
+
+_handlers: list[Any] = []  # that are installed in this process
+
+
+def _in_forked_process() -> None:
+    """Give the workers of a data loader signals of their own: they end by the SIGTERM of their loader, and not by the
+    one that a job's end sends to the whole process group while the step that needs their batch is under way."""
+    if _handlers:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_in_forked_process)
