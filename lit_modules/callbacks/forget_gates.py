@@ -8,10 +8,12 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
 from lit_modules.figures import draw_gates
+from lit_modules.parallel.context import whole_sequences
 
 
 class ForgetGates(Callback):
@@ -46,11 +48,17 @@ class ForgetGates(Callback):
 
     @losing_what_the_disk_refuses()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        if trainer.sanity_checking or not trainer.is_global_zero or self.document is None:
+        if trainer.sanity_checking or not (trainer.is_global_zero or trainer.strategy.needs_all_ranks):
             return
-        with torch.no_grad(), trainer.precision_plugin.forward_context():
-            layers = projections(module.model, self.document)
-        if not layers:
+        document = self.document
+        if trainer.strategy.needs_all_ranks:  # each rank holds a part of the weights: all read rank 0's document
+            tokens = trainer.strategy.broadcast(None if document is None else document.tolist())
+            document = None if tokens is None else torch.tensor(tokens, device=module.device)
+        if document is None:
+            return
+        with torch.no_grad(), trainer.precision_plugin.forward_context(), whole_sequences(module.context):
+            layers = all_heads(projections(module.model, document), trainer.strategy)
+        if not layers or not trainer.is_global_zero:
             return
         metrics = gate_statistics(layers)
         for logger in trainer.loggers:
@@ -78,6 +86,24 @@ def projections(model: Any, input_ids: torch.Tensor) -> list[tuple[int, tuple[to
         for hook in hooks:
             hook.remove()
     return found
+
+
+def all_heads(
+    layers: list[tuple[int, tuple[torch.Tensor, ...]]], strategy: Any
+) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
+    """The same with the heads `[1, T, H, ...]` of all ranks, where tensor parallelism gives each rank a part."""
+    if strategy.layout.tensor == 1:
+        return layers
+    group = strategy.device_mesh["tensor"].get_group()
+
+    def gather(own: torch.Tensor | None) -> torch.Tensor | None:
+        if own is None:
+            return None
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(strategy.layout.tensor)]
+        dist.all_gather(parts, own.contiguous(), group=group)
+        return torch.cat(parts, dim=2)
+
+    return [(layer, tuple(map(gather, projected))) for layer, projected in layers]
 
 
 def mean_log_forget(layers: list[tuple[int, tuple[torch.Tensor, ...]]]) -> list[tuple[int, torch.Tensor]]:

@@ -59,10 +59,20 @@ def count(tokens: float) -> str:
     return f"{tokens:.0f}"
 
 
+def reports_after(trainer: lightning.Trainer, module: Any, batch_idx: int, every_tokens: int) -> bool:
+    """Whether a report follows the micro-batch: after the first optimizer step, each `every_tokens`, and the last."""
+    if not module.ends_step(batch_idx):
+        return False
+    step = trainer.global_step
+    return step == 1 or step % module.steps_of(every_tokens) == 0 or step == trainer.max_steps
+
+
 class Progress(Callback):
     """Print a line and log metrics every `every_tokens` (and after the first step).
 
-    Throughput counts training alone: the time of validations and checkpoints is left out.
+    Throughput counts training alone: the time of validations and checkpoints is left out. It is the whole run's, and
+    `tokens_per_second_per_gpu` and `mfu` divide it by all GPUs, whether they read text of their own or share a sequence
+    or a layer. `memory_gib` is of the GPU that has allocated most.
 
     Args:
         every_tokens: tokens between two lines; rounded to whole steps, at least one.
@@ -99,8 +109,7 @@ class Progress(Callback):
         self.seconds += now - (self.began or now)
         self.began = now  # the wait for the next batch is training time, too
         self.steps += 1
-        step, every = trainer.global_step, module.steps_of(self.every_tokens)
-        if step == 1 or step % every == 0 or step == trainer.max_steps:
+        if reports_after(trainer, module, batch_idx, self.every_tokens):
             self.report(trainer, module)
 
     def report(self, trainer: lightning.Trainer, module: Any) -> None:
@@ -118,7 +127,9 @@ class Progress(Callback):
         if self.peak is not None:
             metrics["mfu"] = rate * module.flops_per_token / (self.peak * trainer.world_size)
         if module.device.type == "cuda":
-            metrics["memory_gib"] = torch.cuda.max_memory_allocated(module.device) / 2**30
+            metrics["tokens_per_second_per_gpu"] = rate / trainer.world_size
+            most = torch.tensor(float(torch.cuda.max_memory_allocated(module.device)), device=module.device)
+            metrics["memory_gib"] = float(trainer.strategy.reduce(most, reduce_op="max")) / 2**30
         self.seconds, self.steps = 0.0, 0
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
@@ -134,6 +145,9 @@ def line(metrics: dict[str, float], max_tokens: int) -> str:
         f"loss {metrics['train/loss']:.4f}",
         f"{count(metrics['tokens_per_second'])} tokens/s",
     ]
+    per_gpu = metrics.get("tokens_per_second_per_gpu", metrics["tokens_per_second"])
+    if per_gpu != metrics["tokens_per_second"]:
+        parts[-1] += f" ({count(per_gpu)} on each GPU)"
     if "mfu" in metrics:
         parts.append(f"MFU {metrics['mfu']:.1%}")
     if "memory_gib" in metrics:

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from data_pipeline.files import write_whole
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses
 from lit_modules.generate import sampling, write_on
+from lit_modules.parallel.context import whole_sequences
 
 
 class Samples(Callback):
@@ -34,10 +35,13 @@ class Samples(Callback):
     @losing_what_the_disk_refuses()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         tokenizer = trainer.datamodule.hf_tokenizer
-        if trainer.sanity_checking or not trainer.is_global_zero or tokenizer is None or not self.prompts:
+        together = trainer.strategy.needs_all_ranks  # each rank holds a part of the weights: all of them write
+        if trainer.sanity_checking or not (trainer.is_global_zero or together) or tokenizer is None or not self.prompts:
             return
-        with trainer.precision_plugin.forward_context():
-            self.texts = self.write_on(module.model, tokenizer)
+        with trainer.precision_plugin.forward_context(), whole_sequences(module.context):
+            self.texts = self.write_on(module.model, tokenizer, together)
+        if not trainer.is_global_zero:
+            return
         step = trainer.global_step
         text = "\n\n".join(f"{prompt}▌{text}" for prompt, text in zip(self.prompts, self.texts, strict=True))
         write_whole(Path(trainer.default_root_dir) / "samples" / f"step_{step:08d}.txt", text + "\n")
@@ -46,9 +50,13 @@ class Samples(Callback):
                 rows = [[step, prompt, text] for prompt, text in zip(self.prompts, self.texts, strict=True)]
                 logger.log_text("samples", columns=["step", "prompt", "text"], data=rows, step=step)
 
-    def write_on(self, model: Any, tokenizer: Any) -> list[str]:
-        """The texts that follow the prompts. The training's random numbers are left as they were."""
+    def write_on(self, model: Any, tokenizer: Any, together: bool) -> list[str]:
+        """The texts that follow the prompts. The training's random numbers are left as they were.
+
+        `together`: with the other ranks. A rank whose texts have ended then takes part until theirs have, too.
+        """
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(0)
-            return write_on(model, tokenizer, self.prompts, self.max_new_tokens, self.settings)
+            settings = {**self.settings, "synced_gpus": together}
+            return write_on(model, tokenizer, self.prompts, self.max_new_tokens, settings)
