@@ -1,0 +1,233 @@
+"""A plan: what one setup of a run will need, and the setups that one could change to."""
+
+from dataclasses import dataclass, replace
+
+from lit_modules.networks import PalimpsestConfig, flops_per_token
+from lit_modules.parallel.choosing import simplest
+from lit_modules.planning.gpus import Gpu, find_gpu
+from lit_modules.planning.memory import USABLE, Memory, peak_memory
+from lit_modules.planning.network import Network
+from lit_modules.planning.setup import Setup
+from lit_modules.planning.speed import Speed, speed_of
+
+NODE, MOST_NODES = 8, 64
+STEP_COUNT = 4  # bytes in which AdamW counts the steps of each tensor
+WORTH = 1.01  # times as fast, for a change to be named
+# The key of each setting that a plan may propose to change, in the order in which they are read.
+OVERRIDES = {
+    "fused_optimizer": "+optimizer.fused",
+    "micro_batch_size": "data.micro_batch_size",
+    "recomputation": "activation_checkpointing",
+    "compile": "compile",
+    "strategy": "strategy",
+    "devices_per_node": "trainer.devices",
+    "nodes": "trainer.num_nodes",
+    "context": "strategy.context_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a setup will need of a card."""
+
+    setup: Setup
+    gpu: Gpu
+    memory: Memory
+    speed: Speed
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak leaves the card what a run needs beside it."""
+        return self.memory.peak <= USABLE * self.gpu.memory
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings as they are given on the command line, and what the run would need with them."""
+
+    overrides: str
+    estimate: Estimate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `job=plan` says.
+
+    Attributes:
+        parameters, ends: all of them, and those beside the blocks.
+        flops_per_token: forward and backward, without recomputation.
+        tokens: of the whole run.
+        checkpoint, export: bytes of a checkpoint (weights and AdamW's state), and of the model alone.
+        estimate: the configured setup.
+        strategies: it under each strategy.
+        changes: what would make it fit, one on top of the other; or, where it fits, what would make it faster.
+    """
+
+    parameters: int
+    ends: int
+    flops_per_token: int
+    tokens: int
+    checkpoint: int
+    export: int
+    estimate: Estimate
+    strategies: list[Estimate]
+    changes: list[Change]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run."""
+        return self.tokens / self.estimate.speed.tokens_per_second
+
+
+class Planner:
+    """Estimates of one network; what they share is traced once."""
+
+    def __init__(self, config: PalimpsestConfig) -> None:
+        self.config, self.network = config, Network(config)
+
+    def estimate(self, setup: Setup) -> Estimate:
+        """Memory and speed of a setup. Raises ValueError for a card that is not known."""
+        gpu = find_gpu(setup.gpu)
+        parts = self.network.parts(setup)
+        flops = flops_per_token(self.config, setup.sequence_length)
+        memory = peak_memory(self.network, parts, setup)
+        return Estimate(setup, gpu, memory, speed_of(self.network, parts, setup, gpu, flops))
+
+    def plan(self, setup: Setup, tokens: int) -> Plan:
+        """All there is to say of a run of so many tokens."""
+        found = self.estimate(setup)
+        export = self.network.parameters * setup.weight_bytes
+        return Plan(
+            parameters=self.network.parameters,
+            ends=self.network.others,
+            flops_per_token=flops_per_token(self.config, setup.sequence_length),
+            tokens=tokens,
+            checkpoint=3 * export + STEP_COUNT * self.network.tensors,
+            export=export,
+            estimate=found,
+            strategies=self.strategies(setup),
+            changes=self.faster(setup) if found.fits else self.mend(setup),
+        )
+
+    def chosen(self, setup: Setup) -> Setup:
+        """The setup with the strategy that training takes where it is given none."""
+        gpu = find_gpu(setup.gpu)
+        name = simplest(self.network.parameters, setup.devices_per_node, setup.nodes, gpu.memory)
+        return replace(setup, strategy=name)
+
+    def mend(self, setup: Setup) -> list[Change]:
+        """What to change until it fits, one thing on top of the other, the cheapest first. Where the last one does not
+        fit, nothing does."""
+        made: list[Change] = []
+        now = self.estimate(setup)
+        for step in (
+            fused,
+            fewer_sequences,
+            more_recomputation,
+            spread_weights,
+            more_gpus,
+            self.shared_sequences,
+            more_nodes,
+        ):
+            while not now.fits and (changed := step(now.setup)) is not None:
+                found = self.estimate(changed)
+                if found.memory.peak >= now.memory.peak:
+                    break
+                now = found
+                made.append(Change(difference(setup, changed), found))
+        return made
+
+    def shared_sequences(self, setup: Setup) -> Setup | None:
+        """Twice as many GPUs share a sequence, while each keeps 16k tokens of it."""
+        more = 2 * setup.context
+        if not setup.sharded or setup.ranks % (more * setup.tensor) or setup.sequence_length < 16384 * more:
+            return None
+        return replace(setup, context=more)
+
+    def faster(self, setup: Setup) -> list[Change]:
+        """What makes it faster and leaves it fitting, one thing on top of the other."""
+        made: list[Change] = []
+        now = self.estimate(setup)
+        for step in (compiled, fused, no_recomputation, less_recomputation):
+            changed = step(now.setup)
+            if changed is None:
+                continue
+            found = self.estimate(changed)
+            if found.fits and found.speed.tokens_per_second > WORTH * now.speed.tokens_per_second:
+                now = found
+                made.append(Change(difference(setup, changed), found))
+        return made
+
+    def strategies(self, setup: Setup) -> list[Estimate]:
+        """The same run under each strategy that its GPUs allow."""
+        names = ["one"] if setup.ranks == 1 else ["ddp", "hsdp", "fsdp"] if setup.nodes > 1 else ["ddp", "fsdp"]
+        found = []
+        for name in names:
+            as_it_is = name == setup.strategy
+            changed = setup if as_it_is else replace(setup, strategy=name, shard_size=None, tensor=1, context=1)
+            found.append(self.estimate(changed))
+        return found
+
+
+def fused(setup: Setup) -> Setup | None:
+    """The optimizer's step without temporaries."""
+    return None if setup.fused_optimizer else replace(setup, fused_optimizer=True)
+
+
+def compiled(setup: Setup) -> Setup | None:
+    """Blocks compiled."""
+    return None if setup.compile else replace(setup, compile=True)
+
+
+def no_recomputation(setup: Setup) -> Setup | None:
+    """Nothing computed twice."""
+    return None if setup.recomputation == "none" else replace(setup, recomputation="none")
+
+
+def less_recomputation(setup: Setup) -> Setup | None:
+    """Products and attention computed once."""
+    return None if setup.recomputation in ("none", "selective") else replace(setup, recomputation="selective")
+
+
+def fewer_sequences(setup: Setup) -> Setup | None:
+    """Half the micro-batch."""
+    return replace(setup, micro_batch_size=setup.micro_batch_size // 2) if setup.micro_batch_size > 1 else None
+
+
+def more_recomputation(setup: Setup) -> Setup | None:
+    """The next policy that keeps less."""
+    after = {"selective": "full", "full": None}.get(setup.recomputation, "selective")
+    return None if after is None else replace(setup, recomputation=after)
+
+
+def spread_weights(setup: Setup) -> Setup | None:
+    """Weights over all the GPUs that there are."""
+    if setup.ranks == 1 or setup.shards * setup.tensor == setup.ranks:
+        return None
+    return replace(setup, strategy="fsdp", shard_size=None)
+
+
+def more_gpus(setup: Setup) -> Setup | None:
+    """Twice the GPUs of a node, up to 8, with weights spread over all."""
+    if setup.devices_per_node >= NODE:
+        return None
+    return replace(setup, devices_per_node=2 * setup.devices_per_node, strategy="fsdp", shard_size=None)
+
+
+def more_nodes(setup: Setup) -> Setup | None:
+    """Twice the nodes, with weights spread over all."""
+    if setup.nodes >= MOST_NODES:
+        return None
+    return replace(setup, nodes=2 * setup.nodes, strategy="fsdp", shard_size=None)
+
+
+def difference(setup: Setup, changed: Setup) -> str:
+    """The overrides that lead from one setup to another."""
+    keys = {name: key for name, key in OVERRIDES.items() if getattr(setup, name) != getattr(changed, name)}
+    given = [(key, getattr(changed, name)) for name, key in keys.items()]
+    return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in given)
+
+
+def estimate(config: PalimpsestConfig, setup: Setup) -> Estimate:
+    """Memory and speed of one setup. Raises ValueError for a card that is not known."""
+    return Planner(config).estimate(setup)

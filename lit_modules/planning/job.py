@@ -1,0 +1,128 @@
+"""`job=plan`: the setup that a configuration means, its plan, and where the plan is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from data_pipeline.files import write_whole
+from data_pipeline.settings import check_whole
+from lit_modules.parallel.layout import lay_out
+from lit_modules.parallel.recomputing import check_policy
+from lit_modules.planning.estimating import Planner
+from lit_modules.planning.gpus import find_gpu
+from lit_modules.planning.report import as_json, as_text, draw
+from lit_modules.planning.setup import Setup
+
+STRATEGIES = {"OneDevice": "one", "DataParallel": "ddp", "Sharded": "fsdp"}
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+def run(cfg: DictConfig) -> None:
+    """Print the plan of the configured run; write it where `output` says.
+
+    Raises:
+        ValueError: a setting cannot work; the line names its key.
+    """
+    check_whole("max_tokens", cfg.max_tokens, 1)
+    setup = setup_of(cfg)
+    planner = Planner(hydra.utils.instantiate(cfg.model, _convert_="all"))
+    if cfg.strategy._target_ is None:
+        setup = planner.chosen(setup)
+    plan = planner.plan(setup, cfg.max_tokens)
+    print(as_text(plan), flush=True)
+    if cfg.output is not None:
+        write(plan, Path(str(cfg.output)))
+
+
+def setup_of(cfg: DictConfig) -> Setup:
+    """What of a configuration matters to memory and speed.
+
+    Raises:
+        ValueError: a setting cannot work; the line names its key.
+    """
+    find_gpu(cfg.plan.gpu)
+    check_policy(cfg.activation_checkpointing)
+    if cfg.trainer.precision not in PRECISIONS:
+        raise ValueError(f"trainer.precision={cfg.trainer.precision} is not supported: give {', '.join(PRECISIONS)}")
+    for key in ("sequence_length", "micro_batch_size", "batch_tokens"):
+        check_whole(f"data.{key}", cfg.data[key], 1)
+    check_whole("trainer.num_nodes", cfg.trainer.num_nodes, 1)
+    if not isinstance(cfg.plan.network, int | float) or cfg.plan.network <= 0:
+        raise ValueError(f"plan.network={cfg.plan.network} is not GB/s: give a number above 0")
+    setup = Setup(
+        gpu=str(cfg.plan.gpu),
+        sequence_length=cfg.data.sequence_length,
+        micro_batch_size=cfg.data.micro_batch_size,
+        batch_tokens=cfg.data.batch_tokens,
+        compile=cfg.compile,
+        recomputation=cfg.activation_checkpointing,
+        precision=cfg.trainer.precision,
+        fused_optimizer=bool(cfg.optimizer.get("fused")),
+        devices_per_node=devices(cfg),
+        nodes=cfg.trainer.num_nodes,
+        network=cfg.plan.network * 1e9,
+        **strategy_of(cfg.strategy),
+    )
+    shards = setup.shards if setup.sharded else None
+    lay_out(setup.ranks, shard=shards, context=setup.context, tensor=setup.tensor)
+    return checked_batch(setup)
+
+
+def devices(cfg: DictConfig) -> int:
+    """The GPUs of a node; one where the configuration leaves it to the machine."""
+    given = cfg.trainer.devices
+    if given in ("auto", -1, "-1"):
+        return 1
+    check_whole("trainer.devices", given, 1)
+    return given
+
+
+def strategy_of(strategy: DictConfig) -> dict[str, Any]:
+    """The settings of `Setup` that the configured strategy gives.
+
+    Raises:
+        ValueError: its class is none of ours.
+    """
+    if strategy._target_ is None:
+        return {}
+    name = STRATEGIES.get(strategy._target_.rpartition(".")[2])
+    if name is None:
+        raise ValueError(f"strategy._target_={strategy._target_} cannot be planned for: give {', '.join(STRATEGIES)}")
+    size = strategy.get("shard_size")
+    node = {"strategy": "hsdp"} if size == "node" else {"strategy": name, "shard_size": size}
+    return node | {
+        "context": strategy.get("context_parallel_size", 1),
+        "tensor": strategy.get("tensor_parallel_size", 1),
+        "reshard": strategy.get("reshard_after_forward", True),
+    }
+
+
+def checked_batch(setup: Setup) -> Setup:
+    """The setup itself. Raises ValueError where its micro-batches do not make a global batch."""
+    at_once = setup.micro_tokens * setup.readers
+    if setup.batch_tokens % at_once:
+        raise ValueError(
+            f"data.batch_tokens={setup.batch_tokens} is no multiple of {at_once} = data.micro_batch_size="
+            f"{setup.micro_batch_size} x data.sequence_length={setup.sequence_length} x {setup.readers} readers "
+            "(trainer.devices): change one of them"
+        )
+    return setup
+
+
+def write(plan: Any, path: Path) -> None:
+    """The plan as JSON; with a picture beside it where the path names a folder.
+
+    Raises:
+        ValueError: it cannot be written there.
+    """
+    try:
+        if path.suffix == ".json":
+            write_whole(path, json.dumps(as_json(plan), indent=2) + "\n")
+            return
+        write_whole(path / "plan.json", json.dumps(as_json(plan), indent=2) + "\n")
+        draw(plan, path / "memory.png")
+    except OSError as error:
+        raise ValueError(f"output={path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,143 @@
+"""The memory of a GPU in training, by part, at the moment when most of it is in use."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lit_modules.planning.network import Network, Parts
+from lit_modules.planning.setup import Setup
+from lit_modules.planning.work import Traced
+
+# What cuBLAS keeps for itself, of torch's memory: one workspace for the forward pass's thread, one for the backward's.
+WORKSPACE = 2 * 2**25
+# The driver's context and the kernels' code, which nvidia-smi counts and torch does not.
+CONTEXT = 0.7 * 2**30
+# Of a card's memory, what fragments and the cache of freed blocks leave to a run.
+USABLE = 0.92
+# A block's tensors that tensor parallelism leaves whole, in bytes for each token and channel: its input in float32, and
+# what the two norms and the mixer put out in bfloat16.
+UNSPLIT = 10
+# Blocks whose weights are gathered at a time: the one at work, the next one, and the buffer it arrives in.
+GATHERED = 3
+
+
+class Memory(NamedTuple):
+    """Bytes of each part at the peak, in the order of `PARTS`; `at` says when that is."""
+
+    weights: float
+    optimizer: float
+    gradients: float
+    copies: float
+    activations: float
+    loss: float
+    gathered: float
+    workspace: float
+    at: str
+
+    @property
+    def peak(self) -> float:
+        """Bytes that torch allocates at most."""
+        return sum(self[:-1])
+
+    @property
+    def shown(self) -> float:
+        """Bytes that nvidia-smi shows at least."""
+        return self.peak + CONTEXT
+
+
+PARTS = {
+    "weights": "weights",
+    "optimizer": "optimizer's state",
+    "gradients": "gradients",
+    "copies": "bfloat16 copies of weights",
+    "activations": "activations",
+    "loss": "logits and loss",
+    "gathered": "gathered weights and their gradients",
+    "workspace": "workspace",
+}
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block's bytes: kept for the backward pass (copies of weights apart), and risen to within each pass."""
+
+    kept: float
+    copies: float
+    forward: float
+    backward: float
+
+
+def peak_memory(network: Network, parts: Parts, setup: Setup) -> Memory:
+    """The moment of a step, after the first one, at which a rank holds most."""
+    return max(Timeline(network, parts, setup).moments(), key=lambda memory: memory.peak)
+
+
+class Timeline:
+    """A rank's memory through a step: the moments that can be its peak."""
+
+    def __init__(self, network: Network, parts: Parts, setup: Setup) -> None:
+        self.setup, self.parts = setup, parts
+        item = setup.weight_bytes
+        split = [p * item / setup.tensor for p in network.block_parameters]  # of a block, of this rank's heads
+        self.of_blocks = [size / setup.shards for size in split]
+        # Embedding and head are whole on the ranks that share heads, and spread over all that weights are spread over.
+        self.others = network.others * item / setup.shards / (setup.tensor if setup.sharded else 1)
+        self.all = sum(self.of_blocks) + self.others
+        self.blocks = [self._block(traced, network.config.hidden_size) for traced in parts.blocks]
+        self.stream = setup.rank_tokens * network.config.hidden_size * setup.weight_bytes
+        self.reused = setup.accumulation > 1 or setup.strategy == "ddp"  # gradients are there all the time
+        self.gathered_forward, self.gathered_backward = self._gathered(split, network.others * item)
+        steady = dict.fromkeys(Memory._fields, 0.0) | {"weights": self.all, "optimizer": 2 * self.all}
+        self.steady = Memory(**steady)._replace(workspace=WORKSPACE)
+
+    def _block(self, traced: Traced, width: int) -> _Block:
+        """A block's bytes on a rank that has its share of the heads."""
+        kept, tensor = traced.kept - traced.casts, self.setup.tensor
+        unsplit = min(UNSPLIT * self.setup.rank_tokens * width, kept)
+        ratio = (unsplit + (kept - unsplit) / tensor) / max(kept, 1)
+        forward, backward = traced.forward.transient * ratio, traced.backward.transient * ratio
+        return _Block(kept * ratio, traced.casts / tensor, forward, backward)
+
+    def _gathered(self, split: list[float], others: float) -> tuple[float, float]:
+        """Bytes of weights gathered from other ranks in each pass; backward with the gradients on their way there."""
+        if not self.setup.sharded:
+            return 0.0, 0.0
+        lower = (
+            0.5 if self.setup.autocast else 1.0
+        )  # blocks are gathered in bfloat16, their gradients summed in float32
+        blocks = lower * (GATHERED * max(split) if self.setup.reshard else sum(split))
+        return blocks + others, blocks + (1 + lower) * max(split) + 2 * others
+
+    def moments(self) -> list[Memory]:
+        """Forward through the last block, the loss, back through it and each block, the embedding, the optimizer."""
+        copies = sum(block.copies for block in self.blocks)
+        kept = sum(block.kept for block in self.blocks)
+        last, loss = self.blocks[-1], self.parts.loss
+        # Gradients of the step before, or of the micro-batch before, are there until the loss is known.
+        forward = self.steady._replace(gradients=self.all, copies=copies, gathered=self.gathered_forward)
+        backward = self.steady._replace(gradients=self.all * self.reused, gathered=self.gathered_backward)
+        found = [
+            forward._replace(activations=kept - last.kept + last.forward, at="the last block's forward pass"),
+            forward._replace(activations=kept, loss=loss.forward.transient, at="the loss"),
+            backward._replace(
+                copies=copies,
+                activations=kept,
+                loss=loss.kept + loss.backward.transient,
+                at="the loss's backward pass",
+            ),
+        ]
+        made = self.others / 2  # the head's gradient
+        for number in reversed(range(len(self.blocks))):
+            block, of_block = self.blocks[number], self.of_blocks[number]
+            moment = backward._replace(
+                gradients=self.all if self.reused else made,  # the block's own are made in its pass
+                copies=copies,
+                activations=kept + block.backward + self.stream,
+                at=f"block {number + 1}'s backward pass",
+            )
+            found.append(moment)
+            kept, copies, made = kept - block.kept, copies - block.copies, made + of_block
+        rise = self.stream + self.parts.embedding.backward.transient
+        embedding = backward._replace(gradients=self.all, activations=rise, at="the embedding's backward pass")
+        temporary = WORKSPACE + (0.0 if self.setup.fused_optimizer else self.all)
+        step = self.steady._replace(gradients=self.all, workspace=temporary, at="the optimizer's step")
+        return [*found, embedding, step]
