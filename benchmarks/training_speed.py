@@ -87,7 +87,7 @@ def build(variant: Variant, size: str, length: int, device: torch.device) -> Pre
     with hydra.initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
         cfg = hydra.compose("config", overrides)
     with device:
-        return Pretraining(
+        module = Pretraining(
             hydra.utils.instantiate(cfg.model, _convert_="all"),
             optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
             schedule=lambda tokens: 1.0,
@@ -95,6 +95,8 @@ def build(variant: Variant, size: str, length: int, device: torch.device) -> Pre
             sequence_length=length,
             compile=device.type == "cuda",
         )
+    module.configure_model()
+    return module
 
 
 @torch.no_grad()

@@ -8,11 +8,13 @@ from typing import Any
 
 import hydra
 import lightning
+import torch
 import transformers
 from hydra.core.hydra_config import HydraConfig
-from lightning.fabric.plugins.environments import LightningEnvironment
+from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
+from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 from safetensors import SafetensorError
 
@@ -20,9 +22,20 @@ from data_pipeline.mixtures.card import draw_held_out
 from data_pipeline.settings import check_whole
 from lit_modules import checkpoints, runs
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
+from lit_modules.callbacks.preemption import listening
 from lit_modules.callbacks.progress import count
-from lit_modules.loggers import MetricsCsv
-from lit_modules.networks import export_pretrained
+from lit_modules.callbacks.watchdog import naming_the_cause
+from lit_modules.launching import failures
+from lit_modules.launching import ranks as launched
+from lit_modules.loggers import MetricsCsv, ranks
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, count_parameters, export_pretrained
+from lit_modules.parallel.choosing import choose
+from lit_modules.parallel.context import check_heads, check_tokens
+from lit_modules.parallel.gathering import gathered
+from lit_modules.parallel.layout import Layout
+from lit_modules.parallel.recomputing import check_policy
+from lit_modules.parallel.strategies import Sharded
+from lit_modules.parallel.tensor import check_split
 from lit_modules.pretraining import Pretraining
 
 log = logging.getLogger(__name__)
@@ -44,11 +57,10 @@ def run(cfg: DictConfig) -> None:
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     quieten_libraries()
     trainer, module, data = build(cfg, folder)
-    if not trainer.is_global_zero:
-        logging.getLogger().setLevel(logging.ERROR)  # one rank speaks
     lock = runs.hold(folder) if trainer.is_global_zero else None
     config = runs.resolved_config(folder, cfg)
-    checkpoint = checkpoints.newest_whole(folder / "checkpoints")
+    find = checkpoints.newest_whole if trainer.is_global_zero else checkpoints.newest  # one rank reads it to check it
+    checkpoint = find(folder / "checkpoints")
     add_loggers(trainer, cfg, folder, config, checkpoint)
     log.info(f"run: {folder}" + (f", resumed from {checkpoint.name}" if checkpoint else ""))
 
@@ -62,9 +74,11 @@ def run(cfg: DictConfig) -> None:
     log.info(describe(trainer, module, data))
     exit_code = 1
     try:
-        fit_and_measure(trainer, module, data, checkpoint)
-        if trainer.is_global_zero:
-            finish(trainer, module, data, folder)
+        with listening(trainer, module):
+            fit_and_measure(trainer, module, data, checkpoint)
+            trained = gathered(module.model, trainer.strategy)
+            if trainer.is_global_zero:
+                finish(trainer, module, trained, data, folder)
         exit_code = 0
     except (OSError, SafetensorError) as error:
         raise runs.RunStopped(f"{folder}: {error}; resume=auto goes on from the last checkpoint") from error
@@ -81,16 +95,19 @@ def fit_and_measure(trainer: lightning.Trainer, module: Pretraining, data: Any, 
 
     Raises:
         KeyboardInterrupt: the user interrupted the training; Lightning itself would only exit.
+        Preempted: the run was told to end, and has a checkpoint.
+        Said: another rank is the cause of this one's end, and that has been said.
     """
-    try:
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
-    except SystemExit:
-        if trainer.interrupted:
-            raise KeyboardInterrupt("; resume=auto goes on from the last checkpoint") from None
-        raise
-    if module.measured_whole != trainer.global_step:
-        trainer.limit_val_batches = 1.0
-        trainer.validate(module, datamodule=data, verbose=False)
+    with naming_the_cause(trainer):
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        except SystemExit:
+            if trainer.interrupted:
+                raise KeyboardInterrupt("; resume=auto goes on from the last checkpoint") from None
+            raise
+        if module.measured_whole != trainer.global_step:
+            trainer.limit_val_batches = 1.0
+            trainer.validate(module, datamodule=data, verbose=False)
 
 
 def quieten_libraries() -> None:
@@ -99,6 +116,7 @@ def quieten_libraries() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)  # it sets its own level when it is imported
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="The `srun` command is available")  # one process by hand is meant
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # rows are memory-mapped
 
 
@@ -111,6 +129,7 @@ def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining
     model_config = hydra.utils.instantiate(cfg.model, _convert_="all")
     data = hydra.utils.instantiate(cfg.data)
     schedule = hydra.utils.instantiate(cfg.schedule)
+    strategy = build_strategy(cfg, model_config)
     module = Pretraining(
         model_config,
         optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
@@ -119,13 +138,27 @@ def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining
         sequence_length=cfg.data.sequence_length,
         compile=cfg.compile,
         activation_checkpointing=cfg.activation_checkpointing,
+        weights_later=isinstance(strategy, Sharded),
     )
-    trainer = build_trainer(cfg, module, folder)
-    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+    trainer = build_trainer(cfg, module, strategy, folder)
+    layout = trainer.strategy.layout
+    check_spread(model_config, data, layout)
+    readers = layout.data
+    trainer.accumulate_grad_batches = data.accumulation(readers)
     if cfg.validation_tokens is not None:
-        trainer.limit_val_batches = math.ceil(cfg.validation_tokens / data.validation_batch_tokens(trainer.world_size))
+        trainer.limit_val_batches = math.ceil(cfg.validation_tokens / data.validation_batch_tokens(readers))
     trainer.val_check_interval = module.steps_of(cfg.validate_every_tokens) * trainer.accumulate_grad_batches
     return trainer, module, data
+
+
+def check_spread(config: PalimpsestConfig, data: Any, layout: Layout) -> None:
+    """Raise ValueError where heads or tokens cannot be shared as `layout` says; the line names the key."""
+    if layout.tensor > 1:
+        check_split(config, layout.tensor)
+    if layout.context > 1:
+        check_heads(config, layout.context, layout.tensor)
+        check_tokens(data.micro_batch_size * data.sequence_length, layout.context)
+        check_tokens(data.validation_batch_tokens(1), layout.context)
 
 
 def check_settings(cfg: DictConfig) -> None:
@@ -135,9 +168,9 @@ def check_settings(cfg: DictConfig) -> None:
     if cfg.validation_tokens is not None:
         check_whole("validation_tokens", cfg.validation_tokens, 1)
     check_whole("seed", cfg.seed, 0, 2**32 - 1)
-    for key in ("compile", "activation_checkpointing"):
-        if not isinstance(cfg[key], bool):
-            raise ValueError(f"{key}={cfg[key]} is neither true nor false")
+    if not isinstance(cfg.compile, bool):
+        raise ValueError(f"compile={cfg.compile} is neither true nor false")
+    check_policy(cfg.activation_checkpointing)
     if cfg.trainer.precision not in PRECISIONS:
         raise ValueError(f"trainer.precision={cfg.trainer.precision} is not supported: give {', '.join(PRECISIONS)}")
     clip = cfg.trainer.gradient_clip_val
@@ -145,13 +178,13 @@ def check_settings(cfg: DictConfig) -> None:
         raise ValueError(f"trainer.gradient_clip_val={clip} is not a norm: give a number above 0, or null for no limit")
 
 
-def build_trainer(cfg: DictConfig, module: Pretraining, folder: Path) -> lightning.Trainer:
+def build_trainer(cfg: DictConfig, module: Pretraining, strategy: Strategy, folder: Path) -> lightning.Trainer:
     """The Trainer of a configuration, without its loggers.
 
     Raises:
         ValueError: the devices asked for are not there.
     """
-    strategy = hydra.utils.instantiate(cfg.strategy) if cfg.strategy._target_ else "auto"
+    environment = launched.cluster_environment()
     callbacks = [hydra.utils.instantiate(callback, _convert_="all") for callback in cfg.callbacks.values() if callback]
     try:
         trainer = lightning.Trainer(
@@ -160,8 +193,8 @@ def build_trainer(cfg: DictConfig, module: Pretraining, folder: Path) -> lightni
             max_steps=math.ceil(cfg.max_tokens / module.batch_tokens),
             max_epochs=-1,
             check_val_every_n_epoch=None,
-            callbacks=[*callbacks, checkpoints.RandomState()],
-            plugins=[checkpoints.AtomicCheckpointIO()],
+            callbacks=[*callbacks, checkpoints.RandomState(), first_failure(folder)],
+            plugins=[environment] if environment else None,
             logger=False,
             default_root_dir=folder,
             use_distributed_sampler=False,  # the data module gives each rank its part of a global batch
@@ -174,15 +207,34 @@ def build_trainer(cfg: DictConfig, module: Pretraining, folder: Path) -> lightni
         )
     except (MisconfigurationException, TypeError, ValueError) as error:
         raise ValueError(f"trainer: {error}") from error
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    from_outside = environment is not None and not isinstance(environment, LightningEnvironment)
-    if trainer.num_nodes > 1 or (trainer.world_size > 1 and from_outside):
-        # each of them has chosen a folder of its own, and would resume on its own
+    if trainer.world_size > 1 and launched.ranks().alone and HydraConfig.get().mode == RunMode.MULTIRUN:
+        # Lightning starts the others with the same command, and each would be a sweep of its own
         raise ValueError(
-            "trainer: several processes that were started from outside (torchrun, srun) cannot share a run yet: "
-            "start one process, and give it trainer.devices=N on one machine"
+            f"trainer.devices={cfg.trainer.devices}: a sweep's (-m) runs on this machine have one device each: give "
+            "trainer.devices=1, or -m hydra/launcher=slurm"
         )
     return trainer
+
+
+def first_failure(folder: Path) -> LambdaCallback:
+    """Writes down an error in training at once: what Lightning does next ends the other ranks, who would seem first."""
+    return LambdaCallback(on_exception=lambda trainer, module, error: failures.record(folder, error))
+
+
+def build_strategy(cfg: DictConfig, config: PalimpsestConfig) -> Strategy:
+    """The configured strategy, or the one that the model's size and the devices call for.
+
+    Raises:
+        ValueError: the devices asked for are not there.
+    """
+    if cfg.strategy._target_:
+        return hydra.utils.instantiate(cfg.strategy)
+    with torch.device("meta"):
+        parameters = count_parameters(PalimpsestForCausalLM(config)).total
+    try:
+        return choose(cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes, parameters)
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise ValueError(f"trainer: {error}") from error
 
 
 def adopt_tokenizer(data: Any, module: Pretraining) -> None:
@@ -219,7 +271,7 @@ def add_loggers(
     metrics = MetricsCsv(folder)
     step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
     metrics.resume_from(step)
-    settings = {**config, "commit": runs.commit()}
+    settings = {**config, "commit": runs.commit(), "ranks": ranks(trainer)}
     # the settings name targets themselves, which Hydra must not build: given after it
     others = [hydra.utils.instantiate(logger, _partial_=True) for logger in cfg.logger.values()]
     trainer.loggers = [metrics, *(logger(folder=folder, settings=settings) for logger in others)]
@@ -240,9 +292,11 @@ def describe(trainer: lightning.Trainer, module: Pretraining, data: Any) -> str:
     )
 
 
-def finish(trainer: lightning.Trainer, module: Pretraining, data: Any, folder: Path) -> None:
-    """Export the model, write summary.json, and print what came out."""
-    export(module, data.hf_tokenizer, folder / "export")
+def finish(
+    trainer: lightning.Trainer, module: Pretraining, trained: PalimpsestForCausalLM, data: Any, folder: Path
+) -> None:
+    """Export the trained model, write summary.json, and print what came out."""
+    export(trained, data.hf_tokenizer, folder / "export")
     found = module.validation
     summary: dict[str, Any] = {
         "tokens": trainer.global_step * module.batch_tokens,
@@ -288,12 +342,12 @@ def picture(trainer: lightning.Trainer, summary: dict[str, Any], path: Path) -> 
     show(trainer, "validation_by_component", path)
 
 
-def export(module: Pretraining, tokenizer: Any, folder: Path) -> None:
+def export(model: PalimpsestForCausalLM, tokenizer: Any, folder: Path) -> None:
     """Write the model and its tokenizer in Hugging Face format, whole or not at all."""
     if folder.is_dir():  # a run that was killed after this, which has the same weights at its end
         return
     beside = folder.with_name(".export")
-    export_pretrained(module.model, beside)
+    export_pretrained(model, beside)
     tokenizer.save_pretrained(beside)
     beside.rename(folder)
 

@@ -1,5 +1,6 @@
 """The LightningModule of pretraining: loss, optimizer, schedule in tokens, and steps that are not finite."""
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,6 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, count_parameters, flops_per_token
 from lit_modules.networks.positions import locate
+from lit_modules.parallel.context import ContextParallel
+from lit_modules.parallel.gradients import clip_gradients
+from lit_modules.parallel.materializing import materialize
+from lit_modules.parallel.spreading import spread
 from lit_modules.runs import RunStopped
 
 log = logging.getLogger(__name__)
@@ -48,8 +53,9 @@ class Pretraining(lightning.LightningModule):
         schedule: from tokens seen to a factor of the peak learning rate (lit_modules.schedules).
         batch_tokens: tokens of an optimizer step, over all ranks and accumulation steps.
         sequence_length: tokens of a training sequence, for the count of FLOPs.
-        compile: torch.compile each block in place.
-        activation_checkpointing: recompute each block in the backward pass.
+        compile: torch.compile each block.
+        activation_checkpointing: a policy of lit_modules.parallel.recomputing.
+        weights_later: make the network without weights; each rank makes its own when the model is spread over ranks.
 
     Batches are dicts as `data_pipeline.datamodule` gives them: input_ids, targets int64 [1, N] (-100: no target),
     cu_seqlens int32 [documents + 1]; of a mixture's held-out text also component int64 [sequences].
@@ -70,7 +76,8 @@ class Pretraining(lightning.LightningModule):
         batch_tokens: int,
         sequence_length: int,
         compile: bool = False,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: str | int = "none",
+        weights_later: bool = False,
     ) -> None:
         super().__init__()
         try:
@@ -79,7 +86,9 @@ class Pretraining(lightning.LightningModule):
             trial.step()
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise ValueError(f"optimizer: {error}") from error
-        self.model = PalimpsestForCausalLM(config)
+        self.random_state = torch.get_rng_state() if weights_later else None  # that the weights will be drawn from
+        with torch.device("meta") if weights_later else contextlib.nullcontext():
+            self.model = PalimpsestForCausalLM(config)
         self.make_optimizer, self.schedule = optimizer, schedule
         self.batch_tokens = batch_tokens
         self.parameter_count = count_parameters(self.model)
@@ -87,22 +96,35 @@ class Pretraining(lightning.LightningModule):
         self.data_fingerprint: str | None = None
         self.components: tuple[str, ...] = ()
         self.phase_starts: dict[int, str] = {}
-        if activation_checkpointing:
-            enable = getattr(
-                self.model, "activation_checkpointing_enable", None
-            )  # newer, where the other name is deprecated
-            (enable or self.model.gradient_checkpointing_enable)()
-        if compile:
-            for block in self.model.model.layers:
-                block.compile()  # in place: the names of the parameters stay
+        self.compile_blocks, self.activation_checkpointing = compile, activation_checkpointing
+        self.is_spread = False
+        self.context: ContextParallel | None = None
         self.micro_losses: list[torch.Tensor] = []  # of the step under way
         self.window_loss, self.window_steps = 0.0, 0  # since the last report
         self.gradient_norm, self.learning_rate = 0.0, 0.0  # of the last step
         self.skipped_steps, self.skipped_in_a_row = 0, 0
+        self.asked_to_end = (False, False)  # this rank, by SIGUSR1 and by SIGTERM: callbacks.preemption sets it
+        self.agreed_to_end = (False, False)  # any rank, as of the last reduction
         self.validation: Validation | None = None
         self.measured_whole: int | None = None  # the step at which a validation last read all the held-out text
         self._sums: torch.Tensor | None = None
         self._component_sums: torch.Tensor | None = None
+
+    def configure_model(self) -> None:
+        """Lightning's hook, before each fit and validation: spread the network over the strategy's ranks, once."""
+        if self.is_spread:
+            return
+        self.is_spread = True
+        self.context = spread(
+            self.model,
+            None if self._trainer is None else self.trainer.strategy,
+            compile=self.compile_blocks,
+            activation_checkpointing=self.activation_checkpointing,
+        )
+        if self.random_state is not None:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.random_state)
+                materialize(self.model, self.trainer.strategy.root_device)
 
     def steps_of(self, tokens: int) -> int:
         """Optimizer steps in `tokens`, rounded, at least one."""
@@ -123,10 +145,15 @@ class Pretraining(lightning.LightningModule):
         if self.trainer.is_global_zero:
             log.info(f"phase {number + 1} of {len(self.phase_starts)} begins: {self.phase_starts[step]}")
 
+    def own_part(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Of a batch, what this rank reads: all of it, unless ranks share sequences."""
+        if self.compile_blocks:  # the number of documents changes from batch to batch: else it would compile twice
+            torch._dynamo.maybe_mark_dynamic(batch["cu_seqlens"], 0)
+        return batch if self.context is None else self.context.part(batch)
+
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss = self.model(
-            input_ids=batch["input_ids"], cu_seqlens=batch["cu_seqlens"], shift_labels=batch["targets"]
-        ).loss
+        batch = self.own_part(batch)
+        loss = self.model(**as_arguments(batch), num_items_in_batch=batch.get("targets_per_rank")).loss
         self.micro_losses.append(loss.detach())
         return loss
 
@@ -155,12 +182,11 @@ class Pretraining(lightning.LightningModule):
             RunStopped: ten steps in a row were dropped.
         """
         limit = gradient_clip_val or float("inf")  # as for Lightning, 0 is no limit
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), limit)
+        norm = clip_gradients(self.parameters(), limit)
         loss = torch.stack(self.micro_losses).mean()
         self.learning_rate = optimizer.param_groups[0]["lr"]
         self.micro_losses.clear()
-        finite = bool(torch.isfinite(norm) & torch.isfinite(loss))
-        if self.trainer.strategy.reduce_boolean_decision(finite, all=True):
+        if self.agree(torch.isfinite(norm) & torch.isfinite(loss)):
             self.skipped_in_a_row = 0
             self.gradient_norm = float(norm)
             self.window_loss, self.window_steps = self.window_loss + float(loss), self.window_steps + 1
@@ -178,6 +204,14 @@ class Pretraining(lightning.LightningModule):
                 "a lower optimizer.lr, a longer schedule.warmup_tokens or trainer.precision=32-true may mend it"
             )
 
+    def agree(self, finite: torch.Tensor | bool) -> bool:
+        """Whether it is finite on every rank. In the same reduction, `agreed_to_end` takes what any rank was told."""
+        told = torch.tensor([0.0, *map(float, self.asked_to_end)], device=self.device)
+        told[0] = ~torch.as_tensor(finite, device=self.device)
+        found, *asked = self.trainer.strategy.reduce(told, reduce_op="sum").tolist()
+        self.agreed_to_end = tuple(number > 0 for number in asked)
+        return not found
+
     def take_mean_loss(self) -> float:
         """The mean loss of the steps since the last call, over all ranks; NaN if every one was skipped."""
         sums = torch.tensor([self.window_loss, float(self.window_steps)], device=self.device)
@@ -192,23 +226,23 @@ class Pretraining(lightning.LightningModule):
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
         """Add each token's loss to the sum of its position and, in a mixture, of its component."""
-        losses = self.model(
-            input_ids=batch["input_ids"],
-            cu_seqlens=batch["cu_seqlens"],
-            shift_labels=batch["targets"],
-            reduction="none",
-        ).loss
-        position = locate(*losses.shape, 0, losses.device, cu_seqlens=batch["cu_seqlens"]).index[0]
-        self._sums[0].index_add_(0, position, losses[0].double())
-        self._sums[1].index_add_(0, position, (batch["targets"][0] != -100).double())
         if self.components:
-            component = batch["component"]
-            self._component_sums[0].index_add_(0, component, losses.double().view(len(component), -1).sum(1))
-            targets = (batch["targets"] != -100).view(len(component), -1)
-            self._component_sums[1].index_add_(0, component, targets.sum(1).double())
+            of_sequences = batch["component"]
+            length = batch["targets"].shape[1] // len(of_sequences)
+            batch = batch | {"component": of_sequences.repeat_interleave(length)}
+        batch = self.own_part(batch)
+        losses = self.model(**as_arguments(batch), reduction="none").loss[0].double()
+        counts = (batch["targets"][0] != -100).double()
+        if "positions" in batch:
+            position = batch["positions"].index[0]
+        else:
+            position = locate(1, len(losses), 0, losses.device, cu_seqlens=batch["cu_seqlens"]).index[0]
+        self._sums.index_add_(1, position, torch.stack((losses, counts)))
+        if self.components:
+            self._component_sums.index_add_(1, batch["component"], torch.stack((losses, counts)))
 
     def on_validation_epoch_end(self) -> None:
-        total, tokens = self.trainer.strategy.reduce(self._sums, reduce_op="sum").cpu().numpy()
+        total, tokens = self._over_ranks(self._sums).cpu().numpy()
         self.validation = Validation(total / tokens.clip(min=1), tokens, self._component_losses())
         step = self.trainer.global_step
         limit = self.trainer.limit_val_batches  # as for Lightning, 1.0 is all the batches and 1 is one batch
@@ -221,11 +255,16 @@ class Pretraining(lightning.LightningModule):
         if self.trainer.is_global_zero:
             log.info(f"held-out loss {self.validation.loss:.4f} over {self.validation.tokens} tokens")
 
+    def _over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, counting the tokens of those that share heads once: each of them has had them all."""
+        layout = getattr(self.trainer.strategy, "layout", None)
+        return self.trainer.strategy.reduce(sums, reduce_op="sum") / (1 if layout is None else layout.tensor)
+
     def _component_losses(self) -> dict[str, tuple[float, int]]:
         """(loss, tokens) of each component that the validation has read, over all ranks."""
         if not self.components:
             return {}
-        sums = self.trainer.strategy.reduce(self._component_sums, reduce_op="sum").T.tolist()
+        sums = self._over_ranks(self._component_sums).T.tolist()
         return {
             name: (total / tokens, int(tokens))
             for name, (total, tokens) in zip(self.components, sums, strict=True)
@@ -262,3 +301,10 @@ class Pretraining(lightning.LightningModule):
         for part in ("total", "current"):
             behind = {name: progress[part]["processed"] - number for name, number in progress[part].items()}
             progress[part] = {name: done - max(0, less) for name, less in behind.items()}
+
+
+def as_arguments(batch: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the model for a batch, or for a rank's part of one, which holds positions in place of
+    cu_seqlens."""
+    where = "positions" if "positions" in batch else "cu_seqlens"
+    return {"input_ids": batch["input_ids"], "shift_labels": batch["targets"], where: batch[where]}

@@ -160,7 +160,7 @@ def test_activation_checkpointing_and_compiled_blocks_train_alike(tmp_path, monk
     losses = []
     eager_compile = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: eager_compile(self, backend="aot_eager"))
-    for settings in ({}, {"activation_checkpointing": True}, {"compile": True}):
+    for settings in ({}, {"activation_checkpointing": "full"}, {"compile": True}):
         model = module(**settings)
         train(model, 5, tmp_path)
         losses.append(model.window_loss)
@@ -168,13 +168,13 @@ def test_activation_checkpointing_and_compiled_blocks_train_alike(tmp_path, monk
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_activation_checkpointing_computes_each_block_again_in_the_backward_pass(tmp_path, on):
-    model, calls = module(activation_checkpointing=on), []
+@pytest.mark.parametrize(("policy", "again"), [("none", 0), (2, 1), ("full", 2)])
+def test_activation_checkpointing_computes_blocks_again_in_the_backward_pass(tmp_path, policy, again):
+    model, calls = module(activation_checkpointing=policy), []
     for block in model.model.model.layers:
         block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     train(model, 1, tmp_path)
-    assert len(calls) == 2 * (1 + on)
+    assert len(calls) == 2 + again
 
 
 def test_compiled_blocks_keep_the_names_of_their_parameters():

@@ -120,9 +120,20 @@ def test_a_truncated_export_is_named(run, trained, tmp_path):
 
 
 def test_one_checkpoint_of_a_run_can_be_read(run, trained):
-    newest = sorted((trained / "checkpoints").glob("step_*.ckpt"))[-1]
+    newest = sorted((trained / "checkpoints").glob("step_*"))[-1]
     whole = generate(run, trained, "prompt=a", "temperature=0").out
     assert generate(run, newest, "prompt=a", "temperature=0").out == whole
+
+
+def test_a_damaged_checkpoint_is_named_with_its_file(run, trained, tmp_path):
+    import shutil
+
+    newest = sorted((trained / "checkpoints").glob("step_*"))[-1]
+    copy = shutil.copytree(newest, tmp_path / newest.name)
+    (copy / "__0_0.distcp").unlink()
+    found = generate(run, copy, "prompt=a")
+    assert found.status == 2
+    assert f"checkpoint={copy} cannot be loaded: __0_0.distcp is missing" in found.err
 
 
 def test_without_a_bos_prompts_begin_with_the_eos_that_training_put_before_documents(trained):

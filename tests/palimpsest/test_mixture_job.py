@@ -86,7 +86,7 @@ def test_a_mixture_is_trained_measured_by_component_and_resumed_inside_a_phase(
         assert run(*mixture("parts"), tiny=False).status == 130
     found = run(*mixture("parts", "resume=auto"), tiny=False)
     assert found.status == 0, found.err
-    assert "resumed from step_00000012.ckpt" in found.out
+    assert "resumed from step_00000012\n" in found.out
     assert "begins" not in found.out, "the second phase had begun before"
     mine, theirs = weights(the_run(place, "parts")), weights(whole)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
