@@ -21,13 +21,14 @@ from safetensors import SafetensorError
 from data_pipeline.mixtures.card import draw_held_out
 from data_pipeline.settings import check_whole
 from lit_modules import checkpoints, runs
+from lit_modules.callbacks.machines import ranks
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
 from lit_modules.callbacks.preemption import listening
 from lit_modules.callbacks.progress import count
 from lit_modules.callbacks.watchdog import naming_the_cause
 from lit_modules.launching import failures
 from lit_modules.launching import ranks as launched
-from lit_modules.loggers import MetricsCsv, ranks
+from lit_modules.metrics_csv import MetricsCsv
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, count_parameters, export_pretrained
 from lit_modules.parallel.choosing import choose
 from lit_modules.parallel.context import check_heads, check_tokens

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from lit_modules.callbacks.progress import reports_after
-from lit_modules.loggers import MetricsCsv
+from lit_modules.metrics_csv import MetricsCsv
 
 try:
     import psutil
@@ -296,3 +296,14 @@ def summarize(found: list[dict[str, float]]) -> dict[str, float]:
         metrics["straggler/slowdown"] = max(own) / median
         metrics["straggler/longest_data_seconds"] = max(waits)
     return metrics
+
+
+def ranks(trainer: lightning.Trainer) -> dict[str, Any]:
+    """What the ranks of a run are, for wandb's config."""
+    on_gpu = trainer.strategy.root_device.type == "cuda"
+    return {
+        "world_size": trainer.world_size,
+        "nodes": trainer.num_nodes,
+        "strategy": type(trainer.strategy).__name__,
+        "gpu": torch.cuda.get_device_name(trainer.strategy.root_device) if on_gpu else None,
+    }

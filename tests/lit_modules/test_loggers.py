@@ -1,6 +1,6 @@
 import csv
 
-from lit_modules.loggers import MetricsCsv
+from lit_modules.metrics_csv import MetricsCsv
 
 
 def table(path):
@@ -45,7 +45,7 @@ def test_a_disk_that_takes_no_row_does_not_end_the_run(tmp_path, caplog):
 
 
 def test_a_column_that_the_disk_refused_leaves_the_file_right(tmp_path, monkeypatch):
-    from lit_modules import loggers
+    from lit_modules import metrics_csv
 
     logger = MetricsCsv(tmp_path)
     logger.log_metrics({"a": 1.0}, step=1)
@@ -54,7 +54,7 @@ def test_a_column_that_the_disk_refused_leaves_the_file_right(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loggers, "write_whole", full)
+        patch.setattr(metrics_csv, "write_whole", full)
         logger.log_metrics({"b": 2.0}, step=2)
     logger.log_metrics({"a": 3.0}, step=3)
     logger.log_metrics({"b": 4.0}, step=4)

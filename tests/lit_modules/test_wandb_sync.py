@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_modules import loggers, runs, wandb_sync
+from lit_modules.callbacks import machines
 from lit_modules.loggers import Wandb, run_id
 from tests.lit_modules.wandb_server import Server, serve
 
@@ -231,5 +232,5 @@ def test_the_environments_mode_holds_where_the_configuration_leaves_it_open(serv
 
 def test_the_ranks_settings_name_the_strategy_and_the_world():
     strategy = SimpleNamespace(root_device=SimpleNamespace(type="cpu"))
-    found = loggers.ranks(SimpleNamespace(world_size=16, num_nodes=2, strategy=strategy))
+    found = machines.ranks(SimpleNamespace(world_size=16, num_nodes=2, strategy=strategy))
     assert found == {"world_size": 16, "nodes": 2, "strategy": "SimpleNamespace", "gpu": None}

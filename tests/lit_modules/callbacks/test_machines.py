@@ -14,7 +14,7 @@ import torch
 
 from lit_modules.callbacks import machines
 from lit_modules.callbacks.machines import Machines, OwnPace, Place
-from lit_modules.loggers import MetricsCsv
+from lit_modules.metrics_csv import MetricsCsv
 from tests.conftest import ROOT
 
 
