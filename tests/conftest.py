@@ -59,6 +59,12 @@ def write_text(folder: Path, documents: int = 120) -> Path:
     return folder
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the cluster's runs, which mostly wait: beside other tests they cost little, at the end they would run
+    on one core."""
+    items.sort(key=lambda item: Path(item.fspath).name not in ("test_survival.py", "test_launching.py"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     """At the tests' sizes threads only wait for one another: on busy cores they made them ten times slower. The command
