@@ -24,13 +24,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 
-import hydra
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
 from benchmarks.measuring import one_line, relative_error
+from benchmarks.modules import pretraining
 from benchmarks.tables import table
 from benchmarks.training_speed import set_gates
 from data_pipeline.files import write_whole
@@ -85,19 +85,8 @@ class Measured:
 
 def build(size: str, length: int, device: torch.device) -> Pretraining:
     """The module as `job=pretrain` makes it, on this device alone; the same in every process."""
-    overrides = [f"model=fox_pro_{size}", "optimizer.lr=1e-7"]
-    overrides += ["+optimizer.fused=true"] * (device.type == "cuda")
-    with hydra.initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
-        cfg = hydra.compose("config", overrides)
     torch.manual_seed(0)
-    with device:
-        module = Pretraining(
-            hydra.utils.instantiate(cfg.model, _convert_="all"),
-            optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
-            schedule=lambda tokens: 1.0,
-            batch_tokens=length,
-            sequence_length=length,
-        )
+    module = pretraining(f"fox_pro_{size}", device, length, length)
     set_gates(module, None)
     return module
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring import one_line
+from benchmarks.modules import compose, pretraining
 from benchmarks.tables import table
 from benchmarks.training_speed import elapsed, read_clock
 from data_pipeline.files import write_whole
@@ -35,7 +36,6 @@ from lit_modules.pretraining import Pretraining
 
 WARM, TIMED = 3, 4  # steps
 GIB = 2**30
-CONF = Path(__file__).resolve().parents[1] / "conf"
 PHASES = ("forward", "backward", "clip", "optimizer")
 # Kernels by words of their names; the first match counts.
 KINDS = {
@@ -208,19 +208,10 @@ class Training:
 
 def build(case: Case, device: torch.device) -> Pretraining:
     """The module as `job=pretrain` makes it."""
-    overrides = [f"model={case.model}", "optimizer.lr=1e-7", *["+optimizer.fused=true"] * (device.type == "cuda")]
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = hydra.compose("config", overrides)
+    tokens = case.sequences * case.length * case.accumulation
+    settings = {"compile": case.compile, "activation_checkpointing": case.recomputation}
+    module = pretraining(case.model, device, tokens, case.length, **settings)
     with device:
-        module = Pretraining(
-            hydra.utils.instantiate(cfg.model, _convert_="all"),
-            optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
-            schedule=lambda tokens: 1.0,
-            batch_tokens=case.sequences * case.length * case.accumulation,
-            sequence_length=case.length,
-            compile=case.compile,
-            activation_checkpointing=case.recomputation,
-        )
         module.configure_model()
     return module
 
@@ -269,8 +260,7 @@ def planned(case: Case, gpu: str, version: str) -> tuple[float, float]:
     """(peak bytes, tokens a second) that the plan gives, for a GPU and a version of torch."""
     if version.startswith("2.11."):
         eager.NORMS_IN_FLOAT32 = False
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = hydra.compose("config", [f"model={case.model}"])
+    cfg = compose(f"model={case.model}")
     setup = Setup(
         gpu=gpu,
         sequence_length=case.length,

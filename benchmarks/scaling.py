@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hydra
 import lightning
 import torch
 import torch.distributed as dist
@@ -31,6 +30,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.measuring import one_line
+from benchmarks.modules import pretraining
 from benchmarks.tables import table
 from data_pipeline.files import write_whole
 from lit_modules.callbacks.progress import peak_flops
@@ -192,19 +192,9 @@ def strategy_of(case: Case) -> Strategy:
 
 def build(size: str, length: int, tokens_a_step: int, compiled: bool) -> Pretraining:
     """The module as `job=pretrain` makes it."""
-    overrides = [f"model=fox_pro_{size}", "optimizer.lr=1e-7"]
-    overrides += ["+optimizer.fused=true"] * torch.cuda.is_available()
-    with hydra.initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
-        cfg = hydra.compose("config", overrides)
     torch.manual_seed(0)
-    return Pretraining(
-        hydra.utils.instantiate(cfg.model, _convert_="all"),
-        optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
-        schedule=lambda tokens: 1.0,
-        batch_tokens=tokens_a_step,
-        sequence_length=length,
-        compile=compiled and torch.cuda.is_available(),
-    )
+    compiled = compiled and torch.cuda.is_available()
+    return pretraining(f"fox_pro_{size}", torch.device("cpu"), tokens_a_step, length, compile=compiled)
 
 
 def fit(case: Case, arguments: argparse.Namespace, steps: int, callbacks: list[Callback], folder: str, **fit: Any):

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -31,6 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.attention_peers import PRUNE, largest_logits
 from benchmarks.attention_run import TrainedGates, pruned_fraction
 from benchmarks.measuring import one_line
+from benchmarks.modules import pretraining
 from benchmarks.tables import table
 from data_pipeline.files import write_whole
 from lit_modules.callbacks.forget_gates import projections
@@ -82,19 +82,9 @@ def sdpa_in_place_of_ours(q: Tensor, k: Tensor, v: Tensor, log_forget: None, *, 
 
 def build(variant: Variant, size: str, length: int, device: torch.device) -> Pretraining:
     """The module as `job=pretrain` makes it, compiled where there is a GPU."""
-    overrides = [f"model={variant.model}_{size}", "optimizer.lr=1e-7"]
-    overrides += ["+optimizer.fused=true"] * (device.type == "cuda") + [f"model.prune={PRUNE}"] * variant.pruned
-    with hydra.initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
-        cfg = hydra.compose("config", overrides)
-    with device:
-        module = Pretraining(
-            hydra.utils.instantiate(cfg.model, _convert_="all"),
-            optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
-            schedule=lambda tokens: 1.0,
-            batch_tokens=length,
-            sequence_length=length,
-            compile=device.type == "cuda",
-        )
+    overrides = [f"model.prune={PRUNE}"] * variant.pruned
+    compiled = device.type == "cuda"
+    module = pretraining(f"{variant.model}_{size}", device, length, length, overrides, compile=compiled)
     module.configure_model()
     return module
 

@@ -106,12 +106,6 @@ def sweep_folder(runs_dir: str, experiment: str | None, resume: str | None) -> s
     return str(new_folder(Path(runs_dir) / (experiment or "default")))
 
 
-def register_resolvers() -> None:
-    """Give `conf/config.yaml` the functions that choose folders. A choice is made once: hence the cache."""
-    for function in (run_folder, sweep_folder, hydra_folder):
-        OmegaConf.register_new_resolver(function.__name__, function, use_cache=True, replace=True)
-
-
 def newest_unfinished(parent: Path) -> Path | None:
     """The newest run below `parent` that has begun, has not finished, and is not running now; None if there is none."""
     if not parent.is_dir():

@@ -10,17 +10,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lightning
+import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from lit_modules.callbacks.progress import reports_after
 from lit_modules.metrics_csv import MetricsCsv
-
-try:
-    import psutil
-except ModuleNotFoundError:
-    psutil = None
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +38,7 @@ class Machines(Callback):
     To wandb, for each host and each GPU of it: `system/<host>/gpu0_utilization` (percent), `..._memory_gib`,
     `..._temperature` (degrees C), `..._power` (watts), `..._forward_seconds`, `..._data_seconds`, and
     `system/<host>/cpu_percent`, `system/<host>/host_memory_gib`. Ranks without a GPU are `rank0`, `rank1`, ... there.
-    What a machine does not tell is left out: utilization, temperature and power need nvidia-ml-py, the host's psutil.
+    What a machine does not tell is left out.
 
     To every logger: `system/gpu_utilization_lowest`, `system/gpu_temperature_highest`, `system/gpu_power_total`; and of
     several ranks `straggler/slowest_rank`, `straggler/slowdown` (its own time for a micro-batch over the median rank's)
@@ -64,8 +60,7 @@ class Machines(Callback):
         self.places = gather_places(trainer, module.device)
         interval = module.steps_of(self.every_tokens) * trainer.accumulate_grad_batches
         self.pace = OwnPace(module.model.model.layers, module.device, every=max(1, interval // SAMPLES))
-        if psutil is not None:
-            psutil.cpu_percent()  # the next call tells of the time since this one
+        psutil.cpu_percent()  # the next call tells of the time since this one
         hosts: dict[str, list[str]] = {}
         for place in self.places:
             hosts.setdefault(place.host, []).append(place.device)
@@ -261,9 +256,7 @@ def told(ask: Callable[[], float]) -> float:
 
 
 def read_host() -> list[float]:
-    """HOST's values; NaN without psutil."""
-    if psutil is None:
-        return [math.nan] * len(HOST)
+    """HOST's values."""
     return [psutil.cpu_percent(), psutil.virtual_memory().used / 2**30]
 
 

@@ -20,8 +20,8 @@ STARTED = "started.json"  # {"job"}: the start that a run goes on with by itself
 
 
 def register_resolvers() -> None:
-    """Give conf/ the functions that choose folders and files, with one answer for all ranks of a run."""
-    runs.register_resolvers()
+    """Give conf/ the functions that choose folders and files, with one answer for all ranks of a run. A choice is made
+    once: hence the cache."""
     for function in (run_folder, sweep_folder, hydra_folder, logs.log_file, gpus_per_node):
         OmegaConf.register_new_resolver(function.__name__, function, use_cache=True, replace=True)
 

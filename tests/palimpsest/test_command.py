@@ -109,10 +109,10 @@ def test_every_experiment_composes_and_builds_its_parts(path):
     import hydra
     import torch
 
-    from lit_modules import runs
+    from lit_modules.launching import begin
     from lit_modules.networks import PalimpsestForCausalLM
 
-    runs.register_resolvers()
+    begin.register_resolvers()
     experiment = path.relative_to(ROOT / "conf" / "experiment").with_suffix("")
     overrides = [f"experiment={experiment}"] + (["data.source.path=/data"] if experiment.parent.name else [])
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
