@@ -6,6 +6,11 @@ They know nothing of steps or batches, so that a schedule means the same at ever
 import math
 from dataclasses import dataclass
 
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 
 @dataclass(frozen=True)
 class WarmupCosine:
@@ -81,6 +86,45 @@ class WarmupStableDecay:
         if left >= self.decay_tokens:
             return 1.0
         return self.final + (1 - self.final) * (1 - math.sqrt(1 - left / self.decay_tokens))
+
+
+class Plateau:
+    """The peak rate, cut whenever the held-out loss has not improved for a while (torch's ReduceLROnPlateau).
+
+    Args:
+        factor: what a cut multiplies the rate with.
+        patience: validations without improvement that are let pass.
+        least: the smallest factor of the peak rate.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    def __init__(self, factor: float = 0.1, patience: int = 10, least: float = 0.01) -> None:
+        if not 0 < factor < 1:
+            raise ValueError(f"schedule.factor={factor}: give a number between 0 and 1")
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise ValueError(f"schedule.patience={patience} is not a count: give a whole number, 0 or more")
+        if not 0 <= least <= 1:
+            raise ValueError(f"schedule.least={least} is not a part of the peak rate: give a number from 0 to 1")
+        self._rate = SGD([Parameter(torch.zeros(1))], lr=1.0)
+        self._cuts = ReduceLROnPlateau(self._rate, factor=factor, patience=patience, min_lr=least)
+
+    def __call__(self, tokens: int) -> float:
+        return self._rate.param_groups[0]["lr"]
+
+    def observe(self, loss: float) -> None:
+        """Take note of a held-out loss."""
+        self._cuts.step(loss)
+
+    def state_dict(self) -> dict[str, float]:
+        """The best loss so far, how long ago it was, and the rate's factor."""
+        return {"best": self._cuts.best, "bad": self._cuts.num_bad_epochs, "factor": self(0)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what `state_dict` returned."""
+        self._cuts.best, self._cuts.num_bad_epochs = state["best"], state["bad"]
+        self._rate.param_groups[0]["lr"] = state["factor"]
 
 
 def check_final(final: float) -> None:

@@ -123,6 +123,7 @@ class Progress(Callback):
             "train/gradient_norm": module.gradient_norm,
             "train/skipped_steps": module.skipped_steps,
             "tokens_per_second": rate,
+            **module.take_metrics(),
         }
         if self.peak is not None:
             metrics["mfu"] = rate * module.flops_per_token / (self.peak * trainer.world_size)

@@ -11,8 +11,13 @@ from torch.distributed.tensor import DTensor
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The module's parameters and buffers themselves, by name: the same names under DDP, FSDP2 and torch.compile."""
-    return {name: value for name, value in get_model_state_dict(module).items() if isinstance(value, Tensor)}
+    """The module's parameters and buffers themselves, by name: the same names under DDP, FSDP2 and torch.compile.
+
+    Of a module that says what is `checkpointed(name)`, only that.
+    """
+    wanted = getattr(module, "checkpointed", lambda name: True)
+    state = get_model_state_dict(module)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and wanted(name)}
 
 
 def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, make: bool = False) -> dict[str, Tensor]:

@@ -286,7 +286,7 @@ def test_a_sweep_has_a_folder_and_in_it_a_run_for_each_value(run, command):
 
 def test_the_best_checkpoint_stays_the_best_after_a_resume(run, command, monkeypatch):
     """Validations at steps 10 and 20; the first is made to look better, and the run stops between them."""
-    from lit_modules.pretraining import Validation
+    from lit_modules.training import Validation
 
     monkeypatch.setattr(Validation, "__post_init__", lambda self: self.__dict__.update(loss=3.0, tokens=1))
     folder = stop_early(run, command, "checkpoint_every_tokens=5120", at=11)

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lit_modules.callbacks.watchdog import Watchdog, naming_the_cause
 from lit_modules.launching import failures
-from lit_modules.pretrain import first_failure
+from lit_modules.trainer import first_failure
 from lit_modules.runs import Said
 
 SECONDS = 6

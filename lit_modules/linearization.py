@@ -1,0 +1,338 @@
+"""The LightningModule of linearization: stages of objectives against a teacher that is the same model unchanged."""
+
+import copy
+import dataclasses
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_modules.networks import ParameterCount
+from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+from lit_modules.networks.linear_kl_divergence import linear_kl_divergence
+from lit_modules.networks.linearized.lora import set_trainable, trainable
+from lit_modules.networks.positions import locate
+from lit_modules.training import Training
+
+log = logging.getLogger(__name__)
+
+OBJECTIVES = ("cross_entropy", "kl", "attention_transfer")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a linearization's training: what is trained, for how long, towards what.
+
+    The loss is the sum of the objectives, each times its weight; one of weight 0 costs nothing.
+
+    Args:
+        tokens: that it reads; None: the rest of max_tokens.
+        train: groups of parameters (lit_modules.networks.linearized.lora): lora, feature_maps, scalars, norms,
+            gates, or all.
+        lr: peak learning rate; None: optimizer.lr.
+        cross_entropy: weight of the next tokens' cross-entropy.
+        kl: weight of KL(teacher || student) of the next tokens' distributions.
+        attention_transfer: weight of the squared error of the layers' attention outputs, the mean over layers, each
+            computed from what the teacher's layer before it gives (arXiv 2410.10254, eq. 6).
+
+    Raises:
+        ValueError: a value is out of range; the line names the key.
+    """
+
+    tokens: int | None = None
+    train: tuple[str, ...] = ("lora",)
+    lr: float | None = None
+    cross_entropy: float = 1.0
+    kl: float = 0.0
+    attention_transfer: float = 0.0
+
+    def check(self, name: str) -> None:
+        """Raise ValueError for a setting that cannot work; `name` is the stage's."""
+        for key in OBJECTIVES:
+            weight = getattr(self, key)
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
+                raise ValueError(f"stages.{name}.{key}={weight} is not a weight: give a number, 0 or more")
+        if not any(getattr(self, key) for key in OBJECTIVES):
+            raise ValueError(f"stages.{name}: {', '.join(OBJECTIVES)} are all 0: give one of them a weight")
+        if not self.train:
+            raise ValueError(f"stages.{name}.train is empty: name the groups of parameters that it trains, as [lora]")
+        if "all" in self.train and self.attention_transfer:
+            raise ValueError(
+                f"stages.{name}: train=[all] would change the layers that attention_transfer learns from: "
+                "train feature_maps, scalars or lora"
+            )
+        if self.lr is not None and not self.lr > 0:
+            raise ValueError(f"stages.{name}.lr={self.lr}: give a learning rate above 0, or null for optimizer.lr")
+
+
+def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) -> list[tuple[int, str, Stage]]:
+    """(first optimizer step, name, stage) of each stage, its `tokens` filled in: whole optimizer steps.
+
+    Raises:
+        ValueError: the stages do not fill max_tokens, or a stage cannot work.
+    """
+    if not stages:
+        raise ValueError("stages is empty: give at least one, as +stages.finetuning.train=[lora]")
+    open_ended = [name for name, stage in stages.items() if stage.tokens is None]
+    if len(open_ended) > 1:
+        raise ValueError(f"stages {' and '.join(open_ended)} have no tokens: only one can take the rest of max_tokens")
+    given = sum(stage.tokens for stage in stages.values() if stage.tokens is not None)
+    rest = max_tokens - given
+    if rest < 0 or (rest == 0) == bool(open_ended):
+        change = "raise max_tokens, or lower theirs" if open_ended else "give one of them tokens=null, for the rest"
+        raise ValueError(f"max_tokens={max_tokens}, and the stages that say their tokens have {given}: {change}")
+    planned, first, end = [], 0, 0
+    for name, stage in stages.items():
+        stage.check(name)
+        end += rest if stage.tokens is None else stage.tokens
+        last = math.ceil(end / batch_tokens)
+        if last == first:
+            raise ValueError(f"stages.{name}.tokens={stage.tokens} makes no step of data.batch_tokens={batch_tokens}")
+        planned.append((first, name, dataclasses.replace(stage, tokens=(last - first) * batch_tokens)))
+        first = last
+    return planned
+
+
+def schedule_over(tokens: int, schedule: Any) -> Any:
+    """The schedule, run through in so many tokens where it has a length."""
+    return dataclasses.replace(schedule, max_tokens=tokens) if hasattr(schedule, "max_tokens") else schedule
+
+
+class Linearization(Training):
+    """Training of a linearized model towards the text and its teacher, the model that it was.
+
+    Args:
+        stages: by name, in order.
+        max_tokens: of the whole training.
+        schedule: a schedule of lit_modules.schedules; each stage runs through it anew, on its own tokens.
+        optimizer, batch_tokens, compile, activation_checkpointing: as in Training; what is computed again is "none" or
+            "full", every layer.
+
+    The model comes after the data, with `adopt`. While one copy of the weights can be student and teacher at once, it
+    is; where all of them are trained, the teacher is a copy.
+
+    Raises:
+        ValueError: a setting cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: dict[str, Stage],
+        max_tokens: int,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
+        schedule: Any,
+        batch_tokens: int,
+        compile: bool = False,
+        activation_checkpointing: str | int = "none",
+    ) -> None:
+        super().__init__(
+            optimizer=optimizer,
+            schedule=schedule,
+            batch_tokens=batch_tokens,
+            compile=compile,
+            activation_checkpointing=activation_checkpointing,
+        )
+        if activation_checkpointing not in ("none", "full"):
+            raise ValueError(
+                f"activation_checkpointing={activation_checkpointing} is not for job=linearize: give none or full"
+            )
+        self.stages = plan_stages(stages, max_tokens, batch_tokens)
+        self.schedules = [schedule_over(stage.tokens, schedule) for _, _, stage in self.stages]
+        self.phase_starts = {step: name for step, name, _ in self.stages} if len(self.stages) > 1 else {}
+        self.before: dict[str, float] = {}  # held-out loss of the teacher, and of the student before training
+        self.groups: list[str] = []  # of parameters, one for each of the optimizer's groups
+        self.stage = -1  # the one whose parameters have gradients
+        self._teacher: list[nn.Module] = []  # in a list: it is no part of this module
+        self._parts: dict[str, list[Tensor]] = {}
+
+    def adopt(self, model: Any) -> None:
+        """Take the linearized model, LoRA and all, that is to be trained.
+
+        Raises:
+            ValueError: a stage trains what the model does not have.
+        """
+        self.model = model.train()
+        total = sum(parameter.numel() for parameter in model.parameters())
+        head = model.lm_head.weight
+        shared = head is model.get_input_embeddings().weight
+        embedding = 0 if shared else model.get_input_embeddings().weight.numel()
+        self.parameter_count = ParameterCount(total, embedding, total - embedding - head.numel(), head.numel())
+        self.flops_per_token = self._flops_per_token()
+        if any("all" in stage.train for *_, stage in self.stages) and any(s.kl for *_, s in self.stages):
+            self._teacher = [copy.deepcopy(model).requires_grad_(False)]
+        if self.activation_checkpointing == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        for name, stage in ((name, stage) for _, name, stage in self.stages):
+            try:
+                trainable(model, stage.train)
+            except ValueError as error:
+                raise ValueError(f"stages.{name}.train: {error}") from error
+        self.enter(0)
+        everything = {name for _, _, stage in self.stages for name in stage.train}
+        set_trainable(model, sorted(everything))  # the optimizer takes what any stage trains
+        self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if self.compile_blocks:
+            for layer in model.model.layers:
+                layer.forward = torch.compile(layer.forward)
+
+    def _flops_per_token(self) -> int:
+        """Of the projections alone, in the longest stage: two for each weight and pass. Backward passes that reach no
+        weight cost one pass, those of trained weights two."""
+        stage = max((stage for *_, stage in self.stages), key=lambda stage: stage.tokens)
+        passes = 3.0 if "all" in stage.train else 2.0
+        student = passes if stage.cross_entropy or stage.kl else 0.0
+        teacher = 1.0 if stage.kl or stage.attention_transfer else 0.0
+        return int(2 * self.parameter_count.active * (student + teacher))
+
+    def enter(self, stage: int) -> None:
+        """Let the parameters of a stage have gradients, and no others."""
+        if stage == self.stage:
+            return
+        self.stage = stage
+        set_trainable(self.model, self.stages[stage][2].train)
+
+    def stage_at(self, step: int) -> int:
+        """The stage that an optimizer step belongs to."""
+        return max(number for number, (first, _, _) in enumerate(self.stages) if first <= step)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """One group for each kind of parameter that a stage trains, weight decay for matrices only."""
+        kept = self.model.no_decay_parameters()
+        parameters = dict(self.model.named_parameters())
+        seen: set[str] = set()
+        groups, self.groups = [], []
+        for kind in dict.fromkeys(kind for *_, stage in self.stages for kind in stage.train):
+            names = [name for name in trainable(self.model, [kind])[kind] if name not in seen]
+            seen.update(names)
+            for decays in (True, False):
+                chosen = [parameters[name] for name in names if (name not in kept) == decays]
+                if chosen:
+                    groups.append({"params": chosen} if decays else {"params": chosen, "weight_decay": 0.0})
+                    self.groups.append(kind)
+        return groups
+
+    def factor(self, group: int, tokens: int) -> float:
+        """The factor of optimizer.lr of a parameter group, after so many tokens; 0 in stages that do not train it."""
+        number = self.stage_at(tokens // self.batch_tokens)
+        first, _, stage = self.stages[number]
+        if self.groups[group] not in stage.train:
+            return 0.0
+        scale = 1.0 if stage.lr is None else stage.lr / self.base_lr
+        return scale * self.schedules[number](tokens - first * self.batch_tokens)
+
+    @property
+    def base_lr(self) -> float:
+        """optimizer.lr."""
+        return self.make_optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
+
+    def on_fit_start(self) -> None:
+        for teacher in self._teacher:
+            teacher.to(self.device)
+
+    def on_train_start(self) -> None:
+        """Measure where the training begins, and where it is to lead."""
+        if self.before:
+            return
+        limit = self.trainer.limit_val_batches
+        for mode in ("teacher", "student"):
+            self.before[mode] = self.measure(mode, limit if isinstance(limit, int) else None)
+        if self.trainer.is_global_zero:
+            log.info(
+                f"held-out loss: teacher {self.before['teacher']:.4f}, before training {self.before['student']:.4f}"
+            )
+        for logger in self.trainer.loggers:
+            found = {f"validation/{mode}_before": loss for mode, loss in self.before.items()}
+            logger.log_metrics({"tokens": 0, **found}, 0)
+
+    @torch.no_grad()
+    def measure(self, mode: str, batches: int | None = None) -> float:
+        """The held-out loss in nats per token of the "teacher" or of the "student", over all ranks.
+
+        Args:
+            batches: of each rank; None: all.
+        """
+        data, strategy = self.trainer.datamodule, self.trainer.strategy
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        was_training = self.training
+        self.eval()
+        with self.trainer.precision_plugin.forward_context():
+            for batch in itertools.islice(data.val_dataloader(), batches):
+                batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+                sums[0] += self.token_losses(batch, mode).double().sum()
+                sums[1] += (batch["targets"] != IGNORE_INDEX).sum()
+        self.train(was_training)
+        total, tokens = strategy.reduce(sums, reduce_op="sum").tolist()
+        return total / max(tokens, 1.0)
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.enter(self.stage_at(self.trainer.global_step))
+
+    def training_loss(self, batch: dict[str, Any]) -> Tensor:
+        """The weighted sum of the stage's objectives."""
+        stage, head, targets = self.stages[self.stage][2], self.model.lm_head.weight, batch["targets"]
+        ids = batch["input_ids"]
+        positions = locate(*ids.shape, 0, ids.device, cu_seqlens=batch["cu_seqlens"])
+        parts: dict[str, Tensor] = {}
+        teacher = None
+        if stage.attention_transfer:
+            teacher = self.model.features(ids, positions=positions, mode="transfer").detach()
+            parts["attention_transfer"] = self.model.transfer_losses().mean()
+        if stage.cross_entropy or stage.kl:
+            student = self.model.features(ids, positions=positions)
+        if stage.cross_entropy:
+            parts["cross_entropy"] = linear_cross_entropy(student, head, targets)
+        if stage.kl:
+            if teacher is None:
+                teacher = self.teacher_features(ids, positions)
+            teacher_head = self._teacher[0].lm_head.weight if self._teacher else head
+            parts["kl"] = linear_kl_divergence(student, head, teacher, teacher_head, targets != IGNORE_INDEX)
+        for name, part in parts.items():
+            self._parts.setdefault(name, []).append(part.detach())
+        return sum(getattr(stage, name) * part for name, part in parts.items())
+
+    @torch.no_grad()
+    def teacher_features(self, ids: Tensor, positions: Any) -> Tensor:
+        """What the head reads of the model before it was linearized: `[1, N, hidden_size]`."""
+        model = self._teacher[0] if self._teacher else self.model
+        return model.features(ids, positions=positions, mode="teacher")
+
+    @torch.no_grad()
+    def token_losses(self, batch: dict[str, Any], mode: str = "student") -> Tensor:
+        """Nats of each token, [N], of the "student" or of the "teacher"."""
+        ids = batch["input_ids"]
+        positions = locate(*ids.shape, 0, ids.device, cu_seqlens=batch["cu_seqlens"])
+        model = self._teacher[0] if self._teacher and mode == "teacher" else self.model
+        hidden = model.features(ids, positions=positions, mode=mode)
+        return linear_cross_entropy(hidden, model.lm_head.weight, batch["targets"], reduction="none")[0]
+
+    def take_metrics(self) -> dict[str, float]:
+        """The mean of each objective since the last call, over all ranks, and the stage."""
+        names = sorted({name for *_, stage in self.stages for name in OBJECTIVES if getattr(stage, name)})
+        sums = torch.zeros(2, len(names), device=self.device)
+        for column, name in enumerate(names):
+            values = self._parts.get(name, [])
+            if values:
+                sums[0, column], sums[1, column] = torch.stack(values).float().sum(), len(values)
+        self._parts.clear()
+        total, counts = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
+        found = zip(names, total, counts, strict=True)
+        return {f"train/{name}": value / number for name, value, number in found if number}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["palimpsest"]["before"] = self.before
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.before = checkpoint["palimpsest"]["before"]
+
+    def checkpointed(self, name: str) -> bool:
+        """Whether a tensor of this module belongs in a checkpoint: what is never trained comes from the base model."""
+        return name.removeprefix("model.") in self.trained

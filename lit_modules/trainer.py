@@ -1,0 +1,231 @@
+"""What every job that trains does around its training: settings, Trainer, run folder, resuming, loggers."""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning
+import transformers
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
+from lightning.pytorch.strategies import Strategy
+from omegaconf import DictConfig
+from safetensors import SafetensorError
+
+from data_pipeline.settings import check_whole
+from lit_modules import checkpoints, runs
+from lit_modules.callbacks.machines import ranks
+from lit_modules.callbacks.preemption import listening
+from lit_modules.callbacks.progress import count
+from lit_modules.callbacks.watchdog import naming_the_cause
+from lit_modules.launching import failures
+from lit_modules.launching import ranks as launched
+from lit_modules.metrics_csv import MetricsCsv
+from lit_modules.parallel.recomputing import check_policy
+from lit_modules.training import Training
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+Parts = tuple[lightning.Trainer, Any, Any]
+"""Trainer, module (a Training) and data module."""
+
+
+def train(
+    cfg: DictConfig,
+    build: Callable[[DictConfig, Path], Parts],
+    adopt: Callable[[DictConfig, Training, Any, Path], None],
+    finish: Callable[[DictConfig, Parts, Path], None],
+) -> None:
+    """Check the configuration, prepare the text, train (or go on training), and leave a measured model.
+
+    Everything that can be refused is refused before any data is read.
+
+    Args:
+        build: the parts of the training; reads nothing from the disk that takes long.
+        adopt: brings the module together with the prepared data.
+        finish: exports and reports what was trained; every rank calls it.
+
+    Raises:
+        ValueError: a setting cannot work; the line names its key.
+        RunStopped: the run could not go on, for a reason that no setting caused.
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    check_settings(cfg)
+    lightning.seed_everything(cfg.seed, workers=True, verbose=False)
+    quieten_libraries()
+    trainer, module, data = build(cfg, folder)
+    lock = runs.hold(folder) if trainer.is_global_zero else None
+    config = runs.resolved_config(folder, cfg)
+    find = checkpoints.newest_whole if trainer.is_global_zero else checkpoints.newest  # one rank reads it to check it
+    checkpoint = find(folder / "checkpoints")
+    add_loggers(trainer, cfg, folder, config, checkpoint)
+    log.info(f"run: {folder}" + (f", resumed from {checkpoint.name}" if checkpoint else ""))
+
+    data.prepare()
+    adopt(cfg, module, data, folder)
+    module.data_fingerprint = data.fingerprint
+    module.components = tuple(data.component_bytes)
+    module.phase_starts = module.phase_starts | data.phase_starts
+    if trainer.is_global_zero:
+        runs.record_config(folder, config)
+        save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
+    log.info(describe(trainer, module, data))
+    exit_code = 1
+    try:
+        with listening(trainer, module):
+            fit_and_measure(trainer, module, data, checkpoint)
+            finish(cfg, (trainer, module, data), folder)
+        exit_code = 0
+    except (OSError, SafetensorError) as error:
+        raise runs.RunStopped(f"{folder}: {error}; resume=auto goes on from the last checkpoint") from error
+    finally:
+        for logger in trainer.loggers:
+            if hasattr(logger, "close"):
+                logger.close(exit_code)
+        if lock is not None:
+            lock.close()
+
+
+def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, checkpoint: Path | None) -> None:
+    """Train to the end, then measure on all the held-out text unless the last validation was just that.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted the training; Lightning itself would only exit.
+        Preempted: the run was told to end, and has a checkpoint.
+        Said: another rank is the cause of this one's end, and that has been said.
+    """
+    with naming_the_cause(trainer):
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        except SystemExit:
+            if trainer.interrupted:
+                raise KeyboardInterrupt("; resume=auto goes on from the last checkpoint") from None
+            raise
+        if module.measured_whole != trainer.global_step:
+            trainer.limit_val_batches = 1.0
+            trainer.validate(module, datamodule=data, verbose=False)
+
+
+def quieten_libraries() -> None:
+    """Leave out what the libraries say that our own lines say, or that a user can do nothing about."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # it sets its own level when it is imported
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="The `srun` command is available")  # one process by hand is meant
+    warnings.filterwarnings("ignore", message=".*does not have many workers")  # rows are memory-mapped
+
+
+def check_settings(cfg: DictConfig) -> None:
+    """Raise ValueError for a setting of no group that cannot work; the line names its key."""
+    for key in ("max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens"):
+        check_whole(key, cfg[key], 1)
+    if cfg.validation_tokens is not None:
+        check_whole("validation_tokens", cfg.validation_tokens, 1)
+    check_whole("seed", cfg.seed, 0, 2**32 - 1)
+    if not isinstance(cfg.compile, bool):
+        raise ValueError(f"compile={cfg.compile} is neither true nor false")
+    check_policy(cfg.activation_checkpointing)
+    if cfg.trainer.precision not in PRECISIONS:
+        raise ValueError(f"trainer.precision={cfg.trainer.precision} is not supported: give {', '.join(PRECISIONS)}")
+    clip = cfg.trainer.gradient_clip_val
+    if clip is not None and (not isinstance(clip, int | float) or clip < 0):
+        raise ValueError(f"trainer.gradient_clip_val={clip} is not a norm: give a number above 0, or null for no limit")
+
+
+def build_trainer(cfg: DictConfig, module: Training, strategy: Strategy, folder: Path) -> lightning.Trainer:
+    """The Trainer of a configuration, without its loggers.
+
+    Raises:
+        ValueError: the devices asked for are not there.
+    """
+    environment = launched.cluster_environment()
+    callbacks = [hydra.utils.instantiate(callback, _convert_="all") for callback in cfg.callbacks.values() if callback]
+    try:
+        trainer = lightning.Trainer(
+            **cfg.trainer,
+            strategy=strategy,
+            max_steps=math.ceil(cfg.max_tokens / module.batch_tokens),
+            max_epochs=-1,
+            check_val_every_n_epoch=None,
+            callbacks=[*callbacks, checkpoints.RandomState(), first_failure(folder)],
+            plugins=[environment] if environment else None,
+            logger=False,
+            default_root_dir=folder,
+            use_distributed_sampler=False,  # the data module gives each rank its part of a global batch
+            num_sanity_val_steps=0,
+            inference_mode=False,  # samples are generated in a validation, by modules that may be compiled
+            log_every_n_steps=1,  # nothing is logged through Lightning: this only keeps it from warning
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise ValueError(f"trainer: {error}") from error
+    if trainer.world_size > 1 and launched.ranks().alone and HydraConfig.get().mode == RunMode.MULTIRUN:
+        # Lightning starts the others with the same command, and each would be a sweep of its own
+        raise ValueError(
+            f"trainer.devices={cfg.trainer.devices}: a sweep's (-m) runs on this machine have one device each: give "
+            "trainer.devices=1, or -m hydra/launcher=slurm"
+        )
+    return trainer
+
+
+def set_lengths(cfg: DictConfig, trainer: lightning.Trainer, module: Training, data: Any) -> None:
+    """Accumulation, and how often and how much is validated, in micro-batches of this number of ranks."""
+    readers = trainer.strategy.layout.data
+    trainer.accumulate_grad_batches = data.accumulation(readers)
+    if cfg.validation_tokens is not None:
+        trainer.limit_val_batches = math.ceil(cfg.validation_tokens / data.validation_batch_tokens(readers))
+    trainer.val_check_interval = module.steps_of(cfg.validate_every_tokens) * trainer.accumulate_grad_batches
+
+
+def first_failure(folder: Path) -> LambdaCallback:
+    """Writes down an error in training at once: what Lightning does next ends the other ranks, who would seem first."""
+    return LambdaCallback(on_exception=lambda trainer, module, error: failures.record(folder, error))
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Keep the tokenizer in the run's folder, so that the run can generate by itself."""
+    if not folder.is_dir():
+        beside = folder.with_name(".tokenizer")
+        tokenizer.save_pretrained(beside)
+        beside.rename(folder)
+
+
+def add_loggers(
+    trainer: lightning.Trainer, cfg: DictConfig, folder: Path, config: dict[str, Any], checkpoint: Path | None
+) -> None:
+    """Give the trainer metrics.csv and the configured loggers, which go on where the checkpoint stands."""
+    if not trainer.is_global_zero:
+        return
+    metrics = MetricsCsv(folder)
+    step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+    metrics.resume_from(step)
+    settings = {**config, "commit": runs.commit(), "ranks": ranks(trainer)}
+    # the settings name targets themselves, which Hydra must not build: given after it
+    others = [hydra.utils.instantiate(logger, _partial_=True) for logger in cfg.logger.values()]
+    trainer.loggers = [metrics, *(logger(folder=folder, settings=settings) for logger in others)]
+
+
+def describe(trainer: lightning.Trainer, module: Training, data: Any) -> str:
+    """What is about to be trained, in three lines."""
+    tokens = trainer.max_steps * module.batch_tokens
+    passes = tokens / (data.train_sequences * data.sequence_length)
+    return (
+        f"model: {count(module.parameter_count.active)} parameters and "
+        f"{count(module.parameter_count.embedding)} in the input embedding\n"
+        f"text: {count(data.train_sequences * data.sequence_length)} tokens in sequences of {data.sequence_length}; "
+        f"{count(tokens)} tokens to train on, {passes:.2f} passes\n"
+        f"steps: {trainer.max_steps} of {count(module.batch_tokens)} tokens, "
+        f"{trainer.accumulate_grad_batches} x {data.micro_batch_size} sequences on each of {trainer.world_size} "
+        f"{trainer.accelerator.__class__.__name__.removesuffix('Accelerator')}, {trainer.precision}"
+    )
