@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from data_pipeline.files import write_whole
 from data_pipeline.tokenizer import document_start
-from lit_modules import checkpoints, runs
+from lit_modules import checkpoints, decoding, runs
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 
 log = logging.getLogger(__name__)
@@ -121,11 +121,14 @@ def check_number(key: str, value: Any, *, whole: bool = False) -> None:
 
 def load(checkpoint: str) -> tuple[Any, Any]:
     """Model and tokenizer of a run's folder (its export, or its newest checkpoint), of one of its checkpoints (or
-    `checkpoints/best`), of an export, or of any Hugging Face folder or name.
+    `checkpoints/best`), of an export, of the adapter of a linearized model (folded in), or of any Hugging Face folder
+    or name.
 
     Raises:
         ValueError: there is nothing to load, or a file of it is missing.
     """
+    from lit_modules.networks.linearized import adapters  # peft takes its time, and runs that sample need none
+
     folder = Path(checkpoint)
     try:
         if checkpoints.is_checkpoint(folder):
@@ -134,7 +137,13 @@ def load(checkpoint: str) -> tuple[Any, Any]:
                 raise ValueError(f"checkpoint={checkpoint} cannot be loaded: {wrong}")
             return from_checkpoint(folder), AutoTokenizer.from_pretrained(folder.parent.parent / "tokenizer")
         if not folder.is_dir() and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
-            raise ValueError(f"checkpoint={checkpoint} is no folder: give a run's, an export's, or a name on the Hub")
+            raise ValueError(
+                f"checkpoint={checkpoint} is no folder: give a run's, an export's, an adapter's, or a name on the Hub"
+            )
+        if (folder / adapters.RECORD).is_file():
+            beside = folder.resolve().parent / "tokenizer"
+            source = beside if beside.is_dir() else adapters.read_record(folder)["base"]
+            return adapters.load_adapted(folder, merge=True), AutoTokenizer.from_pretrained(source)
         if not (folder / runs.CONFIG).is_file():
             return AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
         tokenizer_folder = folder / "tokenizer"
@@ -150,9 +159,16 @@ def load(checkpoint: str) -> tuple[Any, Any]:
 
 
 def from_checkpoint(path: Path) -> Any:
-    """The network of a training checkpoint, with the weights it had then."""
+    """The network of a training checkpoint, with the weights it had then.
+
+    Raises:
+        ValueError: the checkpoint is one of job=linearize, which holds what is trained and not the network.
+    """
     state = checkpoints.read_trainer(path)
-    model = PalimpsestForCausalLM(PalimpsestConfig(**state["palimpsest"]["model_config"]))
+    config = state["palimpsest"]["model_config"]
+    if config.get("model_type", PalimpsestConfig.model_type) != PalimpsestConfig.model_type:
+        raise ValueError(f"{path} is there to go on linearizing from: its run has a model to load, export/, at its end")
+    model = PalimpsestForCausalLM(PalimpsestConfig(**config))
     weights = checkpoints.consolidated(path)
     model.load_state_dict({k.removeprefix("model."): v for k, v in weights.items() if k.startswith("model.")})
     return model
@@ -183,7 +199,8 @@ def write_on(
     """The texts that follow `prompts`, generated as one left-padded batch.
 
     A model of ours sees each prompt begin as documents do in training, and stops where the next document would begin.
-    Others get the special tokens that their tokenizer adds. Random numbers come from torch's global generator.
+    Others get the special tokens that their tokenizer adds. Random numbers come from torch's global generator. A
+    linearized model on a GPU decodes by replays of a captured step.
     """
     ends = {tokenizer.eos_token_id}
     if isinstance(model.config, PalimpsestConfig):
@@ -197,14 +214,28 @@ def write_on(
     pad = next((t for t in (tokenizer.pad_token_id, *sorted(ends)) if t is not None), 0)
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    with torch.no_grad():
-        out = model.generate(
+    if decoding.can_be_captured(model):
+        out = decoding.generate_captured(
+            model,
             ids,
-            attention_mask=mask,
+            mask,
             max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(ends) or None,
+            temperature=settings.get("temperature", 0.0),
+            top_k=settings.get("top_k"),
+            top_p=settings.get("top_p"),
+            eos_token_ids=sorted(ends),
             pad_token_id=pad,
             streamer=streamer,
-            **settings,
         )
+    else:
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=sorted(ends) or None,
+                pad_token_id=pad,
+                streamer=streamer,
+                **settings,
+            )
     return tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)

@@ -21,6 +21,7 @@ from lit_modules.training import Training
 
 log = logging.getLogger(__name__)
 
+CHANGES_BASE = {"projections", "all"}  # groups of weights that the teacher is made of, too
 OBJECTIVES = ("cross_entropy", "kl", "attention_transfer")
 
 
@@ -32,8 +33,8 @@ class Stage:
 
     Args:
         tokens: that it reads; None: the rest of max_tokens.
-        train: groups of parameters (lit_modules.networks.linearized.lora): lora, feature_maps, scalars, norms,
-            gates, or all.
+        train: groups of parameters (lit_modules.networks.linearized.lora): lora, feature_maps, scalars, norms, gates,
+            projections, or all.
         lr: peak learning rate; None: optimizer.lr.
         cross_entropy: weight of the next tokens' cross-entropy.
         kl: weight of KL(teacher || student) of the next tokens' distributions.
@@ -61,9 +62,9 @@ class Stage:
             raise ValueError(f"stages.{name}: {', '.join(OBJECTIVES)} are all 0: give one of them a weight")
         if not self.train:
             raise ValueError(f"stages.{name}.train is empty: name the groups of parameters that it trains, as [lora]")
-        if "all" in self.train and self.attention_transfer:
+        if CHANGES_BASE.intersection(self.train) and self.attention_transfer:
             raise ValueError(
-                f"stages.{name}: train=[all] would change the layers that attention_transfer learns from: "
+                f"stages.{name}: train={list(self.train)} would change the layers that attention_transfer learns from: "
                 "train feature_maps, scalars or lora"
             )
         if self.lr is not None and not self.lr > 0:
@@ -148,6 +149,7 @@ class Linearization(Training):
         self.before: dict[str, float] = {}  # held-out loss of the teacher, and of the student before training
         self.groups: list[str] = []  # of parameters, one for each of the optimizer's groups
         self.stage = -1  # the one whose parameters have gradients
+        self.changes_base = False  # whether the teacher's weights are trained, too
         self._teacher: list[nn.Module] = []  # in a list: it is no part of this module
         self._parts: dict[str, list[Tensor]] = {}
 
@@ -164,7 +166,8 @@ class Linearization(Training):
         embedding = 0 if shared else model.get_input_embeddings().weight.numel()
         self.parameter_count = ParameterCount(total, embedding, total - embedding - head.numel(), head.numel())
         self.flops_per_token = self._flops_per_token()
-        if any("all" in stage.train for *_, stage in self.stages) and any(s.kl for *_, s in self.stages):
+        self.changes_base = any(CHANGES_BASE.intersection(stage.train) for *_, stage in self.stages)
+        if self.changes_base and any(stage.kl for *_, stage in self.stages):
             self._teacher = [copy.deepcopy(model).requires_grad_(False)]
         if self.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -200,6 +203,11 @@ class Linearization(Training):
     def stage_at(self, step: int) -> int:
         """The stage that an optimizer step belongs to."""
         return max(number for number, (first, _, _) in enumerate(self.stages) if first <= step)
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the teacher's weights are still there."""
+        return bool(self._teacher) or not self.changes_base
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """One group for each kind of parameter that a stage trains, weight decay for matrices only."""

@@ -203,7 +203,7 @@ def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
     """Leave `adapter/` (where there is LoRA) and `export/`, write summary.json, and print what came out."""
     trainer, module, data = parts
     summary = measured(trainer, module, data)
-    summary["teacher_loss"] = module.measure("teacher")
+    summary["teacher_loss"] = module.measure("teacher") if module.has_teacher else module.before["teacher"]
     summary["loss_before_training"] = module.before["student"]
     if not trainer.is_global_zero:
         return
@@ -215,7 +215,7 @@ def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
         unigram = summary["unigram_bits_per_byte"] * math.log(2) * data.validation_bytes / summary["validation_tokens"]
         summary["recovery"] = (unigram - summary["validation_loss"]) / (unigram - summary["teacher_loss"])
         closing.append(f"recovery: {summary['recovery']:.1%} of the teacher's advantage over the unigram model")
-    if has_lora(model):
+    if (has_lora(model) or model.new_parameters()) and not module.changes_base:
         save_adapter(model, folder / "adapter", base=str(cfg.base))
         closing.append(f"adapter:  {folder}/adapter/")
     export_merged(model, data.hf_tokenizer, folder / "export")

@@ -41,6 +41,7 @@ TINY = (
     "schedule.warmup_tokens=1024",
     "callbacks.samples.max_new_tokens=8",
     "callbacks.forget_gates.tokens=32",
+    "callbacks.forget_gates.heads=1",
 )
 
 

@@ -10,6 +10,7 @@ from kernels.gated_recurrence.step import plain_step
 from kernels.gated_recurrence.triton_operator import triton_recurrence
 from kernels.gated_recurrence.triton_step import MAX_STEPS, short_recurrence, step
 from kernels.gated_recurrence.validation import check_arguments, check_slot_arguments, check_step_arguments
+from kernels.gated_recurrence.windowed_step import windowed_step
 
 __all__ = [
     "gated_recurrence",
@@ -17,6 +18,7 @@ __all__ = [
     "gated_recurrence_step",
     "gated_slot_attention",
     "gated_slot_attention_reference",
+    "windowed_step",
 ]
 
 

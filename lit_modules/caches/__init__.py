@@ -2,5 +2,6 @@
 
 from lit_modules.caches.attention import AttentionCacheLayer
 from lit_modules.caches.recurrent import RecurrentCacheLayer
+from lit_modules.caches.static import StaticAttentionCacheLayer
 
-__all__ = ["AttentionCacheLayer", "RecurrentCacheLayer"]
+__all__ = ["AttentionCacheLayer", "RecurrentCacheLayer", "StaticAttentionCacheLayer"]

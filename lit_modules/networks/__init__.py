@@ -1,6 +1,7 @@
 """The networks: one configuration, one causal language model, one block, and a file for each token mixer.
 
-Importing this registers them with Hugging Face's `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
+Importing this registers them, and linearized pretrained models, with Hugging Face's `AutoConfig`, `AutoModel` and
+`AutoModelForCausalLM`.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -9,6 +10,7 @@ from lit_modules.networks.causal_lm import PalimpsestForCausalLM, PalimpsestMode
 from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.counting import ParameterCount, count_parameters, flops_per_token
 from lit_modules.networks.export import export_pretrained
+from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, linearize, load_pretrained
 from lit_modules.networks.positions import Positions
 
 AutoConfig.register("palimpsest", PalimpsestConfig, exist_ok=True)
@@ -16,6 +18,8 @@ AutoModel.register(PalimpsestConfig, PalimpsestModel, exist_ok=True)
 AutoModelForCausalLM.register(PalimpsestConfig, PalimpsestForCausalLM, exist_ok=True)
 
 __all__ = [
+    "Linearization",
+    "LinearizedForCausalLM",
     "PalimpsestConfig",
     "PalimpsestForCausalLM",
     "PalimpsestModel",
@@ -24,4 +28,6 @@ __all__ = [
     "count_parameters",
     "export_pretrained",
     "flops_per_token",
+    "linearize",
+    "load_pretrained",
 ]

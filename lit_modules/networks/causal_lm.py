@@ -5,18 +5,18 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from lit_modules.networks.block import Block
 from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.forget_gate import ForgetGate
 from lit_modules.networks.headwise_linear import HeadwiseLinear
-from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+from lit_modules.networks.language_modelling import LanguageModelling
 from lit_modules.networks.mixers.hgrn2 import LowerBounds
 from lit_modules.networks.mixers.mamba2 import Mamba2
 from lit_modules.networks.norm import RMSNorm
-from lit_modules.networks.positions import Positions, check_position_ids, locate
+from lit_modules.networks.positions import Positions, locate
 from lit_modules.networks.rotary import rotary_tables
 from lit_modules.networks.short_convolution import ShortConvolution
 
@@ -96,7 +96,8 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
             use_cache = not self.training and cu_seqlens is None and positions is None
         cache = self._cache_to_fill(past_key_values, use_cache)
         if positions is None:
-            positions = self._positions(hidden, attention_mask, position_ids, cache, cu_seqlens)
+            past = 0 if cache is None else cache.get_seq_length()
+            positions = locate(*hidden.shape[:2], past, hidden.device, attention_mask, cu_seqlens, position_ids)
         elif any(x is not None for x in (attention_mask, position_ids, cache, cu_seqlens)):
             raise ValueError(
                 "positions says all that attention_mask, position_ids, cu_seqlens and a cache do: give it alone"
@@ -138,23 +139,6 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
             )
         return past_key_values
 
-    def _positions(
-        self,
-        hidden: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Cache | None,
-        cu_seqlens: Tensor | None,
-    ) -> Positions:
-        batch, length, _ = hidden.shape
-        past = 0 if cache is None else cache.get_seq_length()
-        positions = locate(batch, length, past, hidden.device, attention_mask, cu_seqlens)
-        if position_ids is not None and attention_mask is None and cu_seqlens is None:
-            check_position_ids(position_ids)
-        if position_ids is None:
-            return positions
-        return positions._replace(rotary_index=position_ids.expand(batch, length))
-
     def _rotating(self, positions: Positions) -> Positions:
         """`positions` with the tables of the rotary embedding, for `rotary_index` or else for `index`."""
         index = positions.index if positions.rotary_index is None else positions.rotary_index
@@ -162,7 +146,7 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         return positions._replace(rotary_index=index, rotary=tables)
 
 
-class PalimpsestForCausalLM(PalimpsestPreTrainedModel, GenerationMixin):
+class PalimpsestForCausalLM(LanguageModelling, PalimpsestPreTrainedModel, GenerationMixin):
     """A causal language model; every size and switch is in its `PalimpsestConfig`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
@@ -177,6 +161,10 @@ class PalimpsestForCausalLM(PalimpsestPreTrainedModel, GenerationMixin):
         """An empty cache for `past_key_values`."""
         return self.model.new_cache()
 
+    def stack(self, **arguments) -> BaseModelOutputWithPast:
+        """The stack's outputs, of the arguments of `forward`."""
+        return self.model(**arguments)
+
     def no_decay_parameters(self) -> set[str]:
         """Names of the parameters without weight decay: norms (those of single heads too), biases, gate biases, and
         those that a module names in its own `no_decay`."""
@@ -184,97 +172,3 @@ class PalimpsestForCausalLM(PalimpsestPreTrainedModel, GenerationMixin):
         biases = {name for name, _ in self.named_parameters() if name.rpartition(".")[2] == "bias"}
         own = {f"{name}.{key}" for name, module in self.named_modules() for key in getattr(module, "no_decay", ())}
         return norms | biases | own
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        cu_seqlens: Tensor | None = None,
-        positions: Positions | None = None,
-        shift_labels: Tensor | None = None,
-        reduction: str = "mean",
-        num_items_in_batch: int | Tensor | None = None,
-        **kwargs,
-    ) -> CausalLMOutputWithPast:
-        """Logits, or the loss.
-
-        Args:
-            input_ids: `[B, T]` int64.
-            attention_mask: `[B, S]` of 0 and 1, S counting what is cached: zeros on the left of a row, or on its right
-                where nothing is generated (outputs at padding are unspecified).
-            position_ids: `[B, T]`, for the rotary embedding alone; by default each document counts from 0.
-            past_key_values: what `new_cache()` returned; it is filled in place.
-            inputs_embeds: `[B, T, hidden_size]` in place of input_ids.
-            labels: `[B, T]` int64, the inputs themselves, shifted here; -100 is left out. The logits come as well.
-            use_cache: return a cache; by default, outside training, when neither targets nor cu_seqlens are given.
-            logits_to_keep: logits of the last so many tokens (0: all), or of these indices.
-            cu_seqlens: `[N + 1]` int32, packed documents in a batch of 1, which do not see each other.
-            positions: where each token stands, in place of cu_seqlens and the like, from which it is found by default.
-            shift_labels: `[B, T]` int64, the targets themselves; -100 is left out. No logits are made (None), nor
-                ever held for more than a few tokens: this is the way to train.
-            reduction: "mean" over the targets that count (0 when there is none), "sum", or "none": float32 `[B, T]`
-                without a gradient, 0 where left out. With labels, position t then holds the loss of token t + 1.
-            num_items_in_batch: divide the summed loss by this, as Hugging Face's Trainer asks.
-
-        Raises:
-            ValueError: for arguments that contradict each other, masks with holes, a cache of another model.
-        """
-        targets = _targets(labels, shift_labels)
-        if use_cache is None and targets is not None:
-            use_cache = past_key_values is not None
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            cu_seqlens=cu_seqlens,
-            positions=positions,
-            **kwargs,
-        )
-        hidden, loss, logits = outputs.last_hidden_state, None, None
-        if targets is not None:
-            loss = self._loss(hidden, targets, reduction, num_items_in_batch)
-        if shift_labels is None:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(hidden[:, kept])
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
-        )
-
-    def _loss(self, hidden: Tensor, targets: Tensor, reduction: str, num_items_in_batch: int | Tensor | None) -> Tensor:
-        if num_items_in_batch is None:
-            return linear_cross_entropy(hidden, self.lm_head.weight, targets, reduction=reduction)
-        return linear_cross_entropy(hidden, self.lm_head.weight, targets, reduction="sum") / num_items_in_batch
-
-    def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs: dict, generation_mode, batch_size: int, max_cache_length: int
-    ) -> None:
-        """Hugging Face's hook where `generate` makes its cache: ours in place of a `DynamicCache`."""
-        if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} does not fit this model: leave it out"
-            )
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None:
-            cache._is_user_defined = True
-        elif generation_config.use_cache:
-            cache = model_kwargs["past_key_values"] = self.new_cache()
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
-
-
-def _targets(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
-    if labels is not None and shift_labels is not None:
-        raise ValueError("labels and shift_labels are both given: give shift_labels alone for targets already shifted")
-    if labels is None:
-        return shift_labels
-    return torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)), dim=1)

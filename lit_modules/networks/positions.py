@@ -32,16 +32,35 @@ def locate(
     device: torch.device,
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> Positions:
     """Find the positions of `[batch, length]` new tokens that follow `past` cached ones.
 
     Args:
         attention_mask: `[batch, past + length]` of 0 and 1 (or bool): zeros on the left or on the right of each row.
         cu_seqlens: `[N + 1]` int32, needs batch 1 and nothing cached.
+        position_ids: `[batch or 1, length]`, what the rotary embedding turns by; `rotary_index` is None without.
 
     Raises:
-        ValueError: for both at once, a wrong shape, a mask with holes, packed documents that continue a cache.
+        ValueError: for both at once, a wrong shape, a mask with holes, packed documents that continue a cache, or
+            position_ids that start again where neither a mask nor cu_seqlens says why.
     """
+    positions = _located(batch, length, past, device, attention_mask, cu_seqlens)
+    if position_ids is None:
+        return positions
+    if attention_mask is None and cu_seqlens is None:
+        _check_position_ids(position_ids)
+    return positions._replace(rotary_index=position_ids.expand(batch, length))
+
+
+def _located(
+    batch: int,
+    length: int,
+    past: int,
+    device: torch.device,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Positions:
     time = torch.arange(past, past + length, device=device)
     if cu_seqlens is not None:
         _check_packed(batch, length, past, attention_mask, cu_seqlens)
@@ -53,7 +72,7 @@ def locate(
     return Positions((time - kv_start[:, None]).clamp(min=0), kv_start=kv_start.int())
 
 
-def check_position_ids(position_ids: Tensor) -> None:
+def _check_position_ids(position_ids: Tensor) -> None:
     """Refuse `position_ids` `[B, T]` that start again within a row, as packed documents do: they need cu_seqlens.
 
     Raises:

@@ -103,6 +103,8 @@ class Linearization:
             )
         if self.mixer == "lolcats" and (not self.window or self.sinks):
             raise ValueError("linearization.mixer=lolcats needs linearization.window above 0 and linearization.sinks=0")
+        if self.mixer == "lolcats" and self.feature_map == "none":
+            raise ValueError("linearization.feature_map=none with linearization.mixer=lolcats: give learned or softmax")
 
     @property
     def gate_temperature(self) -> float:

@@ -121,6 +121,22 @@ def test_a_long_sequence_is_cut_without_being_asked(monkeypatch):
     assert LOGITS_AT_ONCE * 4 == 256 * 2**20
 
 
+@pytest.mark.parametrize(("vocab", "width_of_products"), [(23, 64), (64, 64), (130, 192)])
+def test_products_are_taken_with_a_multiple_of_64_tokens_and_gradients_have_the_true_shape(vocab, width_of_products):
+    hidden, weight, targets = example(90, vocab=vocab, dtype=torch.bfloat16)
+    with LargestTensor() as largest:
+        loss = linear_cross_entropy(hidden, weight, targets, chunk_size=80)
+    assert largest.elements == 64 * width_of_products  # and of tokens, too
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    expected = F.cross_entropy((hidden.double() @ weight.double().T), targets)
+    for gradient, like, wanted in zip(
+        gradients, (hidden, weight), torch.autograd.grad(expected, (hidden, weight)), strict=True
+    ):
+        assert (gradient.shape, gradient.dtype) == (like.shape, like.dtype)
+        assert gradient.is_contiguous()
+        assert (gradient - wanted).norm() < 0.02 * wanted.norm()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,0 +1,120 @@
+"""Errors of decoding linearized models, before anything is timed, and the models that its benchmark is about."""
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.measuring import relative_error
+from kernels.gated_recurrence import windowed_step
+from kernels.gated_recurrence.windowed_step import plain_windowed_step
+from lit_modules.decoding import DecodingStep, Output, Replay
+from lit_modules.networks.linearized import Linearization, linearize
+from lit_modules.networks.positions import locate
+
+SHAPES = {
+    "llama3_8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 5e5,
+    },
+    "small": {
+        "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "vocab_size": 4096, "initializer_range": 0.04,
+    },
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 256, "initializer_range": 0.1,
+    },
+}  # fmt: skip
+LIGER, HYBRID, SOFTMAX = "Liger-GLA", "Liger-GLA, every 8th softmax", "own attention"
+KERNEL_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def new_model(shape: str, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A Llama with random weights, made on the device in that dtype."""
+    config = LlamaConfig(max_position_embeddings=2**17, attn_implementation="sdpa", **SHAPES[shape])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def settings_of(implementation: str, layers: int) -> Linearization:
+    """Which layers are linearized."""
+    kept = {LIGER: range(0), HYBRID: range(7, layers, 8), SOFTMAX: range(layers)}
+    return Linearization(softmax_layers=tuple(kept[implementation]))
+
+
+def step_arguments(
+    batch: int, heads: int, groups: int, dim: int, window: int, sinks: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor | int]:
+    """Random arguments of `windowed_step`, at the first token, with an empty state and ring."""
+    normal = lambda *shape: torch.randn(batch, *shape, device=device)  # noqa: E731
+    return {
+        "q": normal(1, heads * groups, dim).to(dtype),
+        "k": normal(1, heads, dim).to(dtype),
+        "v": normal(1, heads, dim).to(dtype),
+        "log_decay": logsigmoid(normal(1, heads, dim)) / 16,
+        "state": torch.zeros(batch, heads, dim, dim, device=device),
+        "q_window": normal(1, heads * groups, dim).to(dtype),
+        "k_window": normal(1, heads, dim).to(dtype),
+        "ring_keys": torch.zeros(batch, sinks + window, heads, dim, device=device, dtype=dtype),
+        "ring_values": torch.zeros(batch, sinks + window, heads, dim, device=device, dtype=dtype),
+        "tokens": torch.zeros(1, dtype=torch.int32, device=device),
+        "state_weight": torch.full((heads * groups,), 0.5, device=device),
+        "window_weight": torch.full((heads * groups,), 0.5, device=device),
+        "sinks": sinks,
+    }
+
+
+def kernel_error(device: torch.device, dtype: torch.dtype) -> float:
+    """The largest relative error of `windowed_step` against its plain form in float64, of outputs and states."""
+    held = step_arguments(3, 2, 4, 128, 64, 4, dtype, device)
+    exact = {name: x.double() if isinstance(x, Tensor) and name != "tokens" else x for name, x in held.items()}
+    kv_start = torch.tensor([0, 3, 70], dtype=torch.int32, device=device)
+    worst = 0.0
+    for _ in range(90):
+        new = step_arguments(3, 2, 4, 128, 64, 4, dtype, device)
+        for name in ("q", "k", "v", "log_decay", "q_window", "k_window"):
+            held[name], exact[name] = new[name], new[name].double()
+        out = windowed_step(**held, kv_start=kv_start)
+        by_definition = plain_windowed_step(
+            **exact, kv_start=kv_start, state_scale=1.0, window_scale=exact["q_window"].shape[-1] ** -0.5
+        )
+        worst = max(worst, relative_error(out, by_definition))
+        held["tokens"] += 1
+    return max(worst, relative_error(held["state"], exact["state"]))
+
+
+@torch.no_grad()
+def decoding_errors(implementation: str, shape: str, device: torch.device, compiled: bool) -> tuple[float, float]:
+    """Relative errors of logits in bfloat16 against the parallel pass in float32: of decoding by replays, and of the
+    parallel pass in bfloat16. Rows are padded on the left; the tokens are given."""
+    model = linearize(new_model(shape, device, torch.bfloat16), settings_of(implementation, 8))
+    batch, length = 3, 100
+    tokens = torch.randint(SHAPES[shape]["vocab_size"], (batch, length), device=device)
+    mask = (torch.arange(length, device=device) >= torch.tensor([0, 2, 5], device=device)[:, None]).long()
+    prompt = 10
+    output = Output(batch, length - prompt, (), 0, device)
+    logits = torch.zeros(length - prompt, batch, SHAPES[shape]["vocab_size"], device=device)
+
+    def given(found: Tensor) -> Tensor:
+        logits.index_copy_(0, output.count, found[None])
+        return tokens[:, prompt:].index_select(1, output.count)[:, 0]
+
+    cache = model.new_cache(length)
+    first = model(tokens[:, :prompt], attention_mask=mask[:, :prompt], past_key_values=cache, logits_to_keep=1).logits
+    positions = locate(batch, prompt, 0, device, mask[:, :prompt])
+    step = DecodingStep(model, cache, positions, given, output, compile=compiled)
+    step.take(given(first[:, -1].float()))
+    replay = Replay(step)
+    for _ in range(length - prompt - 1):
+        replay()
+    parallel = model(tokens, attention_mask=mask, use_cache=False).logits[:, prompt - 1 : -1]
+    exact = copy.deepcopy(model).float()(tokens, attention_mask=mask, use_cache=False).logits[:, prompt - 1 : -1]
+    return relative_error(logits.transpose(0, 1), exact.double()), relative_error(parallel, exact.double())

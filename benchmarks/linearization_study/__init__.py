@@ -1,0 +1,1 @@
+"""Linearization of a small model that was pretrained here: what each run found, the report and the pictures."""

@@ -1,0 +1,275 @@
+"""The study's report: `python -m benchmarks.linearization_study.report`.
+
+Reads what the runs left (records.py) and writes tables by variant and the order of the paper's variants, pair by pair.
+"""
+
+import argparse
+import itertools
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.linearization_study import pictures
+from benchmarks.linearization_study.noise import RULE, Noise, Sample, compare, pooled
+from benchmarks.linearization_study.records import (
+    CURVES,
+    RESULTS,
+    RUNS,
+    TEACHER,
+    UNIGRAM,
+    Point,
+    Result,
+    Teacher,
+    latest,
+    read,
+)
+from benchmarks.tables import table
+from data_pipeline.files import write_whole
+
+REFERENCE = "Liger-GLA"
+
+
+@dataclass(frozen=True)
+class Published:
+    """Of the paper's variant of Llama-3-8B: validation perplexity (table 6) and the mean accuracy on six tasks, in
+    percent (tables 2, 3, 5 and 6; arXiv 2503.01496); None where it gives none."""
+
+    perplexity: float | None
+    accuracy: float | None
+
+
+# The accuracy of HGRN2 and GSA is the mean of what table 5 gives: five tasks, and MMLU.
+PAPER = {
+    TEACHER: Published(None, 71.7),
+    REFERENCE: Published(2.96, 67.0),
+    "Liger-HGRN2": Published(None, (5 * 69.5 + 36.2) / 6),
+    "Liger-GSA": Published(None, (5 * 70.5 + 41.2) / 6),
+    "Liger-GLA, hybrid": Published(None, 67.5),
+    "LoLCATs": Published(None, 62.2),
+    "SUPRA": Published(None, 63.2),
+    "random gate projection": Published(3.16, 63.8),
+    "learned feature map": Published(9.04, 40.2),
+    "no LoRA": Published(3.23, 61.7),
+    "no SWA": Published(3.75, 54.2),
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """All runs on one teacher that count, nats per token of each variant, and the runs that diverged."""
+
+    teacher: Teacher
+    results: Sequence[Result]
+    samples: Mapping[str, Sample]
+    diverged: Sequence[Result]
+
+    @property
+    def noise(self) -> Noise:
+        return pooled(self.samples.values())
+
+    def recovery(self, variant: str) -> Sample | None:
+        """The part of the teacher's advantage over the unigram model that is left; None where one of the two is
+        missing."""
+        if TEACHER not in self.samples or UNIGRAM not in self.samples:
+            return None
+        unigram = self.samples[UNIGRAM].mean
+        advantage = unigram - self.samples[TEACHER].mean
+        sample = self.samples[variant]
+        return Sample({seed: (unigram - nats) / advantage for seed, nats in sample.values.items()}, sample.exact)
+
+
+def studies(results: Sequence[Result]) -> list[Study]:
+    """The runs that count, by teacher; variants from the best.
+
+    Raises:
+        ValueError: runs of one variant have different settings or tokens of adaptation.
+    """
+    found = []
+    results = latest(results)
+    for teacher in dict.fromkeys(result.teacher for result in results):
+        mine = [result for result in results if result.teacher == teacher]
+        finite = [result for result in mine if math.isfinite(result.held_out_nats)]
+        _check_alike(finite)
+        samples = {}
+        for variant in dict.fromkeys(result.variant for result in finite):
+            runs = [result for result in finite if result.variant == variant]
+            values = {run.seed: run.held_out_nats for run in runs}
+            same = len(set(values.values())) == 1
+            samples[variant] = Sample(values, exact=same and runs[0].adaptation_tokens == 0)
+        samples = dict(sorted(samples.items(), key=lambda item: item[1].mean))
+        found.append(Study(teacher, finite, samples, [result for result in mine if result not in finite]))
+    return found
+
+
+def _check_alike(results: Sequence[Result]) -> None:
+    known: dict[str, Result] = {}
+    for result in results:
+        first = known.setdefault(result.variant, result)
+        if (first.settings, first.adaptation_tokens) != (result.settings, result.adaptation_tokens):
+            raise ValueError(
+                f"{result.variant}: seed {first.seed} was run with {first.settings} for {first.adaptation_tokens} "
+                f"tokens, seed {result.seed} with {result.settings} for {result.adaptation_tokens}: run the older of "
+                "the two again, or give one another name"
+            )
+
+
+def variants_table(study: Study) -> str:
+    """A line for each variant, from the best."""
+    header = ["", "seeds", "tokens", "nats per token", "perplexity", f"minus {REFERENCE}", "recovery"]
+    header += ["paper: perplexity", "paper: accuracy, %"]
+    tokens = {result.variant: result.adaptation_tokens for result in study.results}
+    rows = []
+    for variant, sample in study.samples.items():
+        recovery, published = study.recovery(variant), PAPER.get(variant)
+        rows.append(
+            [
+                variant,
+                "any" if sample.exact else len(sample.values),
+                f"{tokens[variant]:,}",
+                with_deviation(sample, ".4f"),
+                f"{math.exp(sample.mean):.2f}",
+                _against_reference(study, variant),
+                "" if recovery is None else with_deviation(recovery, ".1%"),
+                f"{published.perplexity:.2f}" if published and published.perplexity else "",
+                f"{published.accuracy:.1f}" if published and published.accuracy else "",
+            ]
+        )
+    return table(header, rows)
+
+
+def with_deviation(sample: Sample, form: str) -> str:
+    """The mean, and the standard deviation over seeds where there is one."""
+    mean = format(sample.mean, form)
+    return mean if not sample.deviation else f"{mean} ± {format(sample.deviation, form)}"
+
+
+def _against_reference(study: Study, variant: str) -> str:
+    if variant == REFERENCE or REFERENCE not in study.samples:
+        return ""
+    found = compare(study.samples[REFERENCE], study.samples[variant], study.noise)
+    margin = "" if found.margin is None else f" (noise {found.margin:.4f})"
+    return f"{found.difference:+.4f}{margin}{'' if found.decided else ', undecided'}"
+
+
+def paper_pairs() -> list[tuple[str, str, str]]:
+    """(better, worse, by what) of every two variants that the paper measures alike: the ablation by perplexity, the
+    others by accuracy. The teacher is in no pair."""
+    by_perplexity = {name: each.perplexity for name, each in PAPER.items() if each.perplexity is not None}
+    others = {name: -each.accuracy for name, each in PAPER.items() if name not in (TEACHER, *by_perplexity)}
+    others[REFERENCE] = -PAPER[REFERENCE].accuracy
+    pairs = []
+    for published, by in ((by_perplexity, "perplexity"), (others, "accuracy")):
+        order = sorted(published, key=published.get)
+        pairs += [(better, worse, by) for better, worse in itertools.combinations(order, 2)]
+    return pairs
+
+
+def order_table(study: Study) -> str:
+    """The paper's order, pair by pair: how it came out here. Pairs that were not run are not listed."""
+    rows = []
+    for better, worse, by in paper_pairs():
+        if better not in study.samples or worse not in study.samples:
+            continue
+        found = compare(study.samples[better], study.samples[worse], study.noise)
+        verdict = "undecided"
+        if found.decided:
+            verdict = "as in the paper" if found.difference > 0 else "reversed"
+        first, second = (getattr(PAPER[name], by) for name in (better, worse))
+        rows.append(
+            [
+                f"{better} before {worse}",
+                f"{by} {first:.2f}, {second:.2f}" if by == "perplexity" else f"{by} {first:.1f}, {second:.1f}",
+                f"{found.difference:+.4f}",
+                "not known" if found.margin is None else f"{found.margin:.4f}",
+                f"{found.seeds} paired" if found.seeds else "not paired",
+                verdict,
+            ]
+        )
+    counts = {name: sum(row[-1] == name for row in rows) for name in ("as in the paper", "reversed", "undecided")}
+    summary = ", ".join(f"{count} {name}" for name, count in counts.items())
+    header = ["order in the paper", "by", "nats per token apart", "noise", "seeds", "here"]
+    return table(header, rows) + f"\nOf {len(rows)} pairs: {summary}.\n" if rows else ""
+
+
+def section(study: Study, drawn: Mapping[str, str]) -> str:
+    """One teacher's part of the page. drawn: captions of its pictures, by file name."""
+    noise = study.noise
+    parts = [
+        f"## Teacher: {study.teacher.parameters / 1e6:.1f}M parameters, {study.teacher.tokens / 1e6:.1f}M tokens",
+        variants_table(study).rstrip(),
+        "Mean ± standard deviation over seeds. Recovery: (unigram - variant) / (unigram - teacher), in nats per token. "
+        f"Noise of all variants together: {'not known' if noise.deviation is None else f'{noise.deviation:.4f}'} nats "
+        f"per token, {noise.freedom} degrees of freedom.",
+    ]
+    if study.diverged:
+        names = ", ".join(f"{result.variant} (seed {result.seed})" for result in study.diverged)
+        parts.append(f"Diverged, and left out: {names}.")
+    order = order_table(study).rstrip()
+    parts += [f"### The order of the paper's variants\n\n{order}"] * bool(order)
+    parts += [f"![{caption}]({name})" for name, caption in drawn.items()]
+    runs = [*study.results, *study.diverged]
+    sources = [", ".join(sorted({getattr(run, name) for run in runs})) for name in ("gpu", "commit")]
+    first, last = (f([run.date[:10] for run in runs]) for f in (min, max))
+    parts.append(f"{first} to {last}; {sources[0]}; commits {sources[1]}.")
+    return "\n\n".join(parts)
+
+
+def page(found: Sequence[Study], drawn: Mapping[Teacher, Mapping[str, str]]) -> str:
+    """The whole report."""
+    head = (
+        "# Linearization at small scale\n\nA model that was pretrained here, and what is left of it after its "
+        "attention was replaced and adapted, on text that none of them was trained on. The paper's numbers "
+        "(arXiv 2503.01496) are of Llama-3-8B: the orders can be compared, the values cannot. By "
+        f"`python -m benchmarks.linearization_study.report`.\n\n{RULE}"
+    )
+    return "\n\n".join([head, *(section(study, drawn.get(study.teacher, {})) for study in found)]) + "\n"
+
+
+def write(results: Path, output: Path) -> Path:
+    """Read the runs in `results`, write the page and its pictures to `output`, and return the page's path.
+
+    Raises:
+        ValueError: there are no runs, or they cannot be read.
+    """
+    found = studies(read(results / RUNS, Result))
+    if not found:
+        raise ValueError(f"{results / RUNS} has no runs: run the study first")
+    points = latest(read(results / CURVES, Point))
+    drawn = {}
+    for study in found:
+        name = f"linearization_study_{study.teacher.parameters / 1e6:.0f}m_{study.teacher.tokens / 1e6:.0f}m"
+        mine = [point for point in points if point.teacher == study.teacher and math.isfinite(point.held_out_nats)]
+        captions = {}
+        if mine:
+            levels = {variant: sample.mean for variant, sample in study.samples.items() if sample.exact}
+            pictures.draw_curves(mine, levels, output / f"{name}_curves.png")
+            captions[f"{name}_curves.png"] = "held-out perplexity against tokens of adaptation"
+        recovered = {variant: study.recovery(variant) for variant in study.samples if variant not in (TEACHER, UNIGRAM)}
+        if recovered and None not in recovered.values():
+            pictures.draw_recovery(recovered, output / f"{name}_recovery.png")
+            captions[f"{name}_recovery.png"] = "recovery of each variant"
+        drawn[study.teacher] = captions
+    path = output / RUNS.replace(".csv", ".md")
+    write_whole(path, page(found, drawn))
+    return path
+
+
+def main() -> int:
+    """Write the report. Returns the status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the runs' CSV files")
+    parser.add_argument("--output", type=Path, help="folder of the report, where it is another")
+    arguments = parser.parse_args()
+    try:
+        path = write(arguments.results, arguments.output or arguments.results)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(path.read_text(encoding="utf-8"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

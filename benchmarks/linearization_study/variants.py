@@ -1,0 +1,96 @@
+"""The variants of the study: each a name and what it changes in `experiment=liger/study`."""
+
+from benchmarks.linearization_study.records import TEACHER, UNTRAINED
+
+TOKENS = 2_621_440  # of adaptation, in conf/experiment/liger/study.yaml
+HALF = TOKENS // 2
+QUARTER = TOKENS // 4
+
+GLA = "Liger-GLA"
+
+LOLCATS = [
+    "linearization=lolcats",
+    "++stages.alignment.train=[feature_maps,scalars]",
+    f"++stages.alignment.tokens={HALF}",
+    "++stages.alignment.lr=1e-2",
+    "++stages.alignment.cross_entropy=0.0",
+    "++stages.alignment.attention_transfer=1000.0",
+    "stages.finetuning.train=[lora,feature_maps,scalars]",
+]
+
+
+def alignment(tokens: int, train: str, lr: float) -> list[str]:
+    """Overrides for a first stage of attention transfer."""
+    return [
+        f"++stages.alignment.train={train}",
+        f"++stages.alignment.tokens={tokens}",
+        f"++stages.alignment.lr={lr}",
+        "++stages.alignment.cross_entropy=0.0",
+        "++stages.alignment.attention_transfer=1000.0",
+    ]
+
+
+KL = ["stages.finetuning.cross_entropy=0.0", "stages.finetuning.kl=1.0"]
+COSINE = ["schedule=cosine", "schedule.warmup_tokens=131072"]
+
+UNTRAINED_VARIANTS: dict[str, list[str]] = {
+    TEACHER: ["linearization.softmax_layers=[0,1,2,3,4,5,6,7]"],
+    UNTRAINED: ["linearization=sliding_window"],
+    "Liger-GLA, untrained": [],
+}
+"""Measured as they are converted, without any training."""
+
+PAPER: dict[str, list[str]] = {
+    GLA: [],
+    "Liger-HGRN2": ["linearization=liger_hgrn2"],
+    "Liger-GSA": ["linearization=liger_gsa"],
+    "Liger-RWKV6": ["linearization=liger_rwkv6"],
+    "Liger-Mamba2": ["linearization=liger_mamba2"],
+    "Liger-mLSTM, gated retention": ["linearization=liger_mlstm"],
+    "Liger-GLA, hybrid": ["softmax_layers={every:8}"],
+    "LoLCATs": LOLCATS,
+    "SUPRA": [
+        "linearization=supra",
+        "lora=null",
+        "stages.finetuning.train=[all]",
+        "stages.finetuning.lr=1e-3",
+        *COSINE,
+    ],
+    "random gate projection": ["linearization.gate_source=random", "stages.finetuning.train=[lora,gates]"],
+    "learned feature map": ["linearization.feature_map=learned", "stages.finetuning.train=[lora,feature_maps]"],
+    "no LoRA": ["lora=null", "stages.finetuning.train=[projections]"],
+    "no SWA": ["linearization.window=0", "linearization.state_weight=1.0"],
+}
+"""The structures and the ablations of arXiv 2503.01496, tables 2, 5 and 6, and its scalar gates."""
+
+LORA_QKVO = "lora.targets=[q_proj,k_proj,v_proj,o_proj]"
+SCALARS = ["linearization.learned_weights=head", "linearization.learned_gate_shift=true"]
+
+BEYOND: dict[str, list[str]] = {
+    "learning rate 3e-3": ["optimizer.lr=3e-3"],
+    "learning rate 1e-2": ["optimizer.lr=1e-2"],
+    "cosine": [*COSINE, "optimizer.lr=3e-3"],
+    "KL": KL,
+    "KL and cross-entropy": ["stages.finetuning.cross_entropy=0.5", "stages.finetuning.kl=0.5"],
+    "alignment, then cross-entropy": alignment(QUARTER, "[lora]", 1e-3),
+    "alignment, then KL": [*alignment(QUARTER, "[lora]", 1e-3), *KL],
+    "sinks": ["linearization.sinks=4"],
+    "window 128": ["linearization.window=128"],
+    "learned weights of heads": [
+        "linearization.learned_weights=head",
+        "stages.finetuning.train=[lora,scalars]",
+    ],
+    "learned weights and gate shifts": [*SCALARS, "stages.finetuning.train=[lora,scalars]"],
+    "calibrated gates and weights": [
+        *SCALARS,
+        *alignment(TOKENS // 8, "[scalars]", 3e-2),
+        "stages.finetuning.train=[lora,scalars]",
+    ],
+    "delayed state": ["linearization.delayed=true"],
+    "LoRA on q, k, v, o": [LORA_QKVO],
+    "LoRA of rank 32": ["lora.rank=32", "lora.alpha=32"],
+    "hybrid, most sensitive layer": ["softmax_layers={most_sensitive:1}"],
+    "slow gates (temperature 64)": ["linearization.temperature=64"],
+    "fast gates (temperature 4)": ["linearization.temperature=4"],
+}
+"""What may lower the gap at equal tokens, one change of Liger-GLA at a time."""

@@ -1,0 +1,254 @@
+"""A data module of instructions: records in, packed batches out, in the form and the order of all token data."""
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from data_pipeline.batches import IGNORED
+from data_pipeline.datamodule import TokenData, check_positive
+from data_pipeline.documents import SPLITS
+from data_pipeline.fingerprint import prepared_folder, read_manifest
+from data_pipeline.instructions.packing import PACKINGS
+from data_pipeline.instructions.records import Record, Records
+from data_pipeline.instructions.rendering import AlpacaTemplate, ChatTemplate, Example
+from data_pipeline.instructions.storage import SequenceWriter, StoredSequences
+from data_pipeline.progress import Stage
+from data_pipeline.tokenizer import Pretrained
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1  # part of every fingerprint: raise it when the code writes something else from the same inputs
+RECORDS_AT_ONCE = 512
+CHOICES = {"template": ("alpaca", "chat"), "loss_on": ("answers", "all"), "packing": tuple(PACKINGS)}
+
+
+class InstructionData(TokenData):
+    """Instructions and their answers, rendered, tokenized, and packed into sequences under `data_dir`.
+
+    path, split, revision, columns: see `data_pipeline.instructions.records.Records`. A record has instruction, output
+        and perhaps input, or messages of role and content.
+    template: "chat", the chat template of the tokenizer; "alpaca", the prompts of that name.
+    loss_on: "answers", or "all" tokens but the first of an example.
+    packing: "whole", examples are packed first fit, and one that is longer than a sequence is cut to it;
+        "concatenate", they run on across the ends of sequences.
+    cross_documents: a sequence is one document, in which examples see those before them.
+    validation_records: so many records, the first ones, are held out; or None, and `validation_fraction` of all, by a
+        hash of the record.
+
+    The tokenizer needs an eos token, which ends every example, and no pad token. Sequences with no target are left
+    out. In `manifest`, for each split: `examples`, `tokens`, `target_tokens`, `sequences`, `pass_tokens` (what one pass
+    reads), and what was lost: `truncated` and `without_target` examples, `left_out` sequences, and with a chat template
+    `joined` examples, left out because a token had parts of a prompt and of an answer. `validation_bytes` is of the
+    text that the targets of the held-out examples decode to, without special tokens.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Pretrained,
+        data_dir: str | Path = "data",
+        split: str = "train",
+        revision: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        template: str = "chat",
+        loss_on: str = "answers",
+        packing: str = "whole",
+        cross_documents: bool = False,
+        sequence_length: int = 1024,
+        validation_length: int = 1024,
+        batch_tokens: int = 8192,
+        micro_batch_size: int = 8,
+        validation_records: int | None = 200,
+        validation_fraction: float | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(
+            data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers
+        )
+        for key, value in (("template", template), ("loss_on", loss_on), ("packing", packing)):
+            if value not in CHOICES[key]:
+                raise ValueError(f"data.{key}={value}: give {' or '.join(CHOICES[key])}")
+        if not isinstance(cross_documents, bool):
+            raise ValueError(f"data.cross_documents={cross_documents} is neither true nor false")
+        if not isinstance(tokenizer, Pretrained):
+            raise ValueError(
+                "tokenizer=bpe is trained on text, and data has instructions: use tokenizer=pretrained and the model's "
+                "own (tokenizer.path)"
+            )
+        _check_held_out(validation_records, validation_fraction)
+        self.records = Records(str(path), split, revision, dict(columns or {}))
+        self.tokenizer, self.template, self.loss_on = tokenizer, template, loss_on
+        self.packing, self.cross_documents = packing, cross_documents
+        self.validation_records, self.validation_fraction = validation_records, validation_fraction
+        self._folder: Path | None = None
+
+    def prepare(self) -> None:
+        """Read, render, tokenize and pack, where that is not done yet.
+
+        Raises ValueError naming the key, or the record, that cannot work.
+        """
+        if self.fingerprint is not None:
+            return
+        records = self.records.identity()
+        tokenizer = self._prepare_tokenizer(self.tokenizer, None)
+        if self.hf_tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"tokenizer.path={self.tokenizer.path} has no eos_token, which ends every answer: set one in its "
+                "tokenizer_config.json"
+            )
+        identity = {
+            "format": FORMAT,
+            "records": records,
+            "tokenizer": tokenizer.name,
+            "template": self.template,
+            "loss_on": self.loss_on,
+            "packing": self.packing,
+            "cross_documents": self.cross_documents,
+            "lengths": [self.sequence_length, self.validation_length],
+            "held_out": [self.validation_records, self.validation_fraction],
+        }
+        self._folder = prepared_folder(self.data_dir, "instructions", identity, self._build)
+        self.manifest = read_manifest(self._folder)
+        self.train_sequences = self.manifest["train"]["sequences"]
+        self.validation_bytes = self.manifest["validation"]["bytes"]
+        self.fingerprint = self._folder.name.removeprefix("instructions-")
+        logger.info("instructions: %s", _summary(self.manifest))
+
+    def open(self, split: str, length: int) -> StoredSequences:
+        """Return a split's sequences, memory-mapped; `length` is the one that they were packed to."""
+        return StoredSequences(self._folder, split)
+
+    def _build(self, folder: Path) -> dict:
+        parts = {split: _Part(self, split, folder) for split in SPLITS}
+        template = self._make_template()
+        with Stage("tokenizing instructions", "examples") as stage:
+            for records in _groups(self.records):
+                for record, example in zip(records, template.render(records), strict=True):
+                    parts[self._split_of(record, stage.done)].add(example)
+                    stage.advance(1)
+            for part in parts.values():
+                part.finish()
+        self._check(parts, stage.done)
+        return {
+            **{split: part.counts for split, part in parts.items()},
+            "vocab_size": len(self.hf_tokenizer),
+            "seconds": round(stage.seconds, 3),
+        }
+
+    def _make_template(self) -> AlpacaTemplate | ChatTemplate:
+        if self.template == "alpaca":
+            return AlpacaTemplate(self.hf_tokenizer, self.loss_on)
+        return ChatTemplate(self.hf_tokenizer, self.loss_on, f"tokenizer.path={self.tokenizer.path}")
+
+    def _split_of(self, record: Record, number: int) -> str:
+        if self.validation_records is not None:
+            return "validation" if number < self.validation_records else "train"
+        digest = hashlib.sha256(record.canonical()).digest()
+        held_out = int.from_bytes(digest[:8], "big") / 2**64 < self.validation_fraction
+        return "validation" if held_out else "train"
+
+    def _check(self, parts: dict[str, "_Part"], records: int) -> None:
+        """Raise ValueError, naming the key to change, where a split has nothing to learn or to measure."""
+        for split, part in parts.items():
+            if part.counts["sequences"]:
+                continue
+            if part.counts["examples"]:
+                length = "sequence_length" if split == "train" else "validation_length"
+                raise ValueError(
+                    f"data.{length}={part.length}: no {split} example of {part.counts['examples']} has a target within "
+                    f"it ({part.counts['joined']} of them because a token had parts of a prompt and of an answer)"
+                )
+            key = "validation_fraction" if self.validation_records is None else "validation_records"
+            change = "lower it" if split == "train" else "raise it"
+            raise ValueError(
+                f"data.{key}={getattr(self, key)} leaves no {split} record among {records}: {change}, or give "
+                "data.path more records"
+            )
+
+
+class _Part:
+    """What becomes of one split's examples: packed, written, counted."""
+
+    def __init__(self, data: InstructionData, split: str, folder: Path) -> None:
+        self.length = data.sequence_length if split == "train" else data.validation_length
+        self.packing, self.split, self.tokenizer = data.packing, split, data.hf_tokenizer
+        self._packer = PACKINGS[data.packing](self.length, self.tokenizer.eos_token_id, data.cross_documents)
+        self._writer = SequenceWriter(folder, split)
+        counted = ("examples", "tokens", "target_tokens", "truncated", "without_target", "joined", "left_out")
+        self.counts = {**dict.fromkeys(counted, 0), **({"bytes": 0} if split == "validation" else {})}
+
+    def add(self, example: Example | None) -> None:
+        self.counts["examples"] += 1
+        if example is None:
+            self.counts["joined"] += 1
+            return
+        if self.packing == "whole" and len(example.tokens) > self.length:
+            example = Example(*(part[: self.length] for part in example))
+            self.counts["truncated"] += 1
+            if not example.learned.any():
+                self.counts["without_target"] += 1
+                return
+        self.counts["tokens"] += len(example.tokens)
+        if self.split == "validation":
+            text = self.tokenizer.decode(
+                example.tokens[example.learned].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            self.counts["bytes"] += len(text.encode())
+        self._write(self._packer.add(example))
+
+    def finish(self) -> None:
+        self._write(self._packer.finish())
+        self._writer.close()
+        self.counts["sequences"] = self._writer.sequences
+        self.counts["pass_tokens"] = self._writer.sequences * self.length
+
+    def _write(self, sequences: Iterator) -> None:
+        for sequence in sequences:
+            targets = int((sequence.targets != IGNORED).sum())
+            self.counts["target_tokens"] += targets
+            if targets:
+                self._writer.write(sequence)
+            else:
+                self.counts["left_out"] += 1
+
+
+def _groups(records: Records) -> Iterator[list[Record]]:
+    """Yield lists of records, so that a tokenizer's threads have work."""
+    iterator = iter(records)
+    while group := list(itertools.islice(iterator, RECORDS_AT_ONCE)):
+        yield group
+
+
+def _check_held_out(records: int | None, fraction: float | None) -> None:
+    if (records is None) == (fraction is None):
+        raise ValueError(
+            f"data.validation_records={records} and data.validation_fraction={fraction}: give one of them, and null "
+            "for the other"
+        )
+    if records is not None:
+        check_positive(validation_records=records)
+    elif not 0 < fraction < 1:
+        raise ValueError(f"data.validation_fraction={fraction}: give a fraction between 0 and 1")
+
+
+def _summary(manifest: dict) -> str:
+    lines = []
+    for split in SPLITS:
+        counts = manifest[split]
+        lost = ", ".join(
+            f"{counts[key]:,} {words}"
+            for key, words in (
+                ("truncated", "cut to a sequence"),
+                ("without_target", "without a target then"),
+                ("joined", "left out, where a token has parts of a prompt and of an answer"),
+            )
+            if counts[key]
+        )
+        lines.append(
+            f"{split} {counts['examples']:,} examples, {counts['tokens']:,} tokens, {counts['target_tokens']:,} of "
+            f"them targets, {counts['pass_tokens']:,} in a pass{f' ({lost})' if lost else ''}"
+        )
+    return "; ".join(lines)

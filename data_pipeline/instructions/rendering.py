@@ -1,0 +1,212 @@
+"""Records as tokens, by the Alpaca prompts or a tokenizer's chat template, with the answers' tokens known exactly."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jinja2
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from data_pipeline.instructions.records import Record
+
+# Stanford Alpaca's prompts: the words are the format that other people's models and data share.
+WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a chat template with this says which of its text is generated
+
+
+class Example(NamedTuple):
+    """A record's tokens, int32 [n], and which of them are learned, bool [n]; the first never is."""
+
+    tokens: np.ndarray
+    learned: np.ndarray
+
+
+class AlpacaTemplate:
+    """The two Alpaca prompts, then the answer and eos.
+
+    Prompt and answer are encoded apart, as they are when the model answers. A text that quotes a special token spells
+    it. The prompt begins with what the tokenizer puts before a text (bos, or nothing).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, loss_on: str) -> None:
+        self.loss_on, self.eos = loss_on, tokenizer.eos_token_id
+        self._lead = _tokens_before_text(tokenizer)
+        self._encoder = _plain(tokenizer)
+        self._encoder.encode_special_tokens = True
+
+    def render(self, records: Sequence[Record]) -> list[Example]:
+        """Return an example for each record. Raises ValueError where a record lacks a field."""
+        prompts, answers = [], []
+        for record in records:
+            instruction = record.text("instruction")
+            context = record.text("input") if record.has("input") else ""
+            answers.append(record.text("output"))
+            prompts.append((WITH_INPUT if context else WITHOUT_INPUT).format(instruction=instruction, input=context))
+        encoded = [
+            [encoding.ids for encoding in self._encoder.encode_batch_fast(texts, add_special_tokens=False)]
+            for texts in (prompts, answers)
+        ]
+        return [self._example(prompt, answer) for prompt, answer in zip(*encoded, strict=True)]
+
+    def _example(self, prompt: list[int], answer: list[int]) -> Example:
+        tokens = np.array([*self._lead, *prompt, *answer, self.eos], np.int32)
+        learned = np.ones(len(tokens), bool)
+        learned[: len(self._lead) + len(prompt) if self.loss_on == "answers" else 1] = False
+        return Example(tokens, learned)
+
+
+class ChatTemplate:
+    """The tokenizer's own chat template, on conversations, and on instructions as conversations of one turn.
+
+    Answers are what the template marks as generated. Where it marks nothing, they are what it adds to the prompt: the
+    prompt's text must begin the whole one's, and its tokens the whole one's tokens. White space at an answer's end is
+    not learned where it has tokens of its own. The last answer ends in eos, added where the template does not end in
+    it.
+
+    Raises:
+        ValueError: the tokenizer has no chat template. `name` says which tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, loss_on: str, name: str) -> None:
+        self.tokenizer, self.loss_on, self.eos = tokenizer, loss_on, tokenizer.eos_token_id
+        try:
+            template = tokenizer.get_chat_template()
+        except ValueError:
+            raise ValueError(
+                f"data.template=chat: {name} has no chat template; use data.template=alpaca, or a tokenizer with one"
+            ) from None
+        self._marked = MARKED.search(template) is not None
+        self._encoder = _plain(tokenizer)
+
+    def render(self, records: Sequence[Record]) -> list[Example | None]:
+        """Return an example for each record, and None where a token has parts of a prompt and of an answer.
+
+        Raises ValueError where a record lacks a field, or the template makes answers that cannot be told from prompts.
+        """
+        return [self._example(record) for record in records]
+
+    def _example(self, record: Record) -> Example | None:
+        messages = record.messages() if record.has("messages") else _as_messages(record)
+        try:
+            if self.loss_on == "all":
+                text = self._text(messages)
+                tokens = self._encode(text[: len(text.rstrip())])
+                return self._ended(tokens, np.ones(len(tokens), bool))
+            found = self._by_mark(messages) if self._marked else None
+            if found is not None:
+                return self._ended(*found)
+            spans = self._spans(messages)
+        except (jinja2.TemplateError, ValueError, TypeError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise ValueError(f"{record.where}: the tokenizer's chat template refuses it: {reason}") from error
+        if spans is None:
+            raise ValueError(
+                f"{record.where}: the tokenizer's chat template renders earlier turns otherwise once others follow, so "
+                "answers cannot be told from prompts: use data.loss_on=all, data.template=alpaca, or a chat template "
+                "that marks answers with {% generation %}"
+            )
+        found = self._by_spans(spans)
+        return None if found is None else self._ended(*found)
+
+    def _text(self, messages: list[dict], prompt: bool = False) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+
+    def _encode(self, text: str) -> np.ndarray:
+        # Of one text: `encode` would also find where in the text each token stands.
+        return np.array(self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
+
+    def _by_mark(self, messages: list[dict]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return tokens and answers as the template marks them; None where a mark found no token of its own."""
+        rendered = self.tokenizer.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},  # longer than the model's context is no mistake here
+        )
+        learned = np.array(rendered["assistant_masks"], bool)
+        runs = np.count_nonzero(learned & ~np.concatenate([[False], learned[:-1]]))
+        if runs != sum(message["role"] == "assistant" for message in messages):
+            return None
+        return np.array(rendered["input_ids"], np.int32), learned
+
+    def _spans(self, messages: list[dict]) -> list[tuple[str, str]] | None:
+        """Return each answer's prompt, and that with the answer; None where they do not begin the text of the whole."""
+        text, spans = self._text(messages), []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._text(messages[:number], prompt=True)
+                whole = text if message is messages[-1] else self._text(messages[: number + 1])
+                if not (whole.startswith(prompt) and text.startswith(whole)):
+                    return None
+                spans.append((prompt, whole))
+        return spans
+
+    def _by_spans(self, spans: list[tuple[str, str]]) -> tuple[np.ndarray, np.ndarray] | None:
+        tokens = self._encode(_without_tail(*spans[-1]))
+        begins = [self._boundary(tokens, prompt) for prompt, _ in spans]
+        ends = [*(self._end(tokens, *span) for span in spans[:-1]), len(tokens)]
+        if None in begins or None in ends:
+            return None
+        learned = np.zeros(len(tokens), bool)
+        for begin, end in zip(begins, ends, strict=True):
+            learned[begin:end] = True
+        return tokens, learned
+
+    def _end(self, tokens: np.ndarray, prompt: str, whole: str) -> int | None:
+        end = self._boundary(tokens, _without_tail(prompt, whole))
+        # None: the white space after the answer may be one token with its last character.
+        return self._boundary(tokens, whole) if end is None else end
+
+    def _boundary(self, tokens: np.ndarray, text: str) -> int | None:
+        """Return how many tokens a text at the beginning is, or None where it ends within a token."""
+        beginning = self._encode(text)
+        return len(beginning) if np.array_equal(tokens[: len(beginning)], beginning) else None
+
+    def _ended(self, tokens: np.ndarray, learned: np.ndarray) -> Example:
+        """End an example in eos, which is learned: cut white space behind the last one, or add one."""
+        ends = np.flatnonzero(tokens == self.eos)
+        if len(ends) and not self.tokenizer.decode(tokens[ends[-1] + 1 :].tolist()).strip():
+            tokens, learned = tokens[: ends[-1] + 1], learned[: ends[-1] + 1].copy()
+            learned[-1] = True
+        else:
+            tokens, learned = np.append(tokens, np.int32(self.eos)), np.append(learned, True)
+        learned[0] = False
+        return Example(tokens, learned)
+
+
+def _as_messages(record: Record) -> list[dict[str, str]]:
+    instruction = record.text("instruction")
+    context = record.text("input") if record.has("input") else ""
+    asked = f"{instruction}\n\n{context}" if context else instruction
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": record.text("output")}]
+
+
+def _without_tail(prompt: str, whole: str) -> str:
+    return whole[: max(len(prompt), len(whole.rstrip()))]
+
+
+def _plain(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """Return a copy that neither cuts nor pads."""
+    plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    plain.no_truncation()
+    plain.no_padding()
+    return plain
+
+
+def _tokens_before_text(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text; those that it puts after are left out."""
+    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(alone)] == alone), whole[:0])

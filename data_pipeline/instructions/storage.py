@@ -1,0 +1,46 @@
+"""Packed sequences on disk: Arrow, read memory-mapped."""
+
+from pathlib import Path
+
+import datasets
+from datasets.arrow_writer import ArrowWriter
+from torch.utils.data import Dataset
+
+from data_pipeline.batches import NOTHING, Sequence
+
+COLUMNS = datasets.Features(dict.fromkeys(Sequence._fields, datasets.List(datasets.Value("int32"))))
+
+
+class SequenceWriter:
+    """One split's sequences, into one file."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.sequences = 0
+        self._writer = ArrowWriter(path=str(_path(folder, split)), features=COLUMNS)
+
+    def write(self, sequence: Sequence) -> None:
+        """Append a sequence."""
+        self._writer.write(sequence._asdict())
+        self.sequences += 1
+
+    def close(self) -> None:
+        """End the file."""
+        self._writer.finalize()
+        self._writer.close()
+
+
+class StoredSequences(Dataset):
+    """A split's sequences; index -1 is one of no tokens, which `collate` fills with ignored ones."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self._rows = datasets.Dataset.from_file(str(_path(folder, split))).with_format("numpy")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Sequence:
+        return NOTHING if index == -1 else Sequence(**self._rows[index])
+
+
+def _path(folder: Path, split: str) -> Path:
+    return folder / f"{split}.arrow"

@@ -1,0 +1,125 @@
+"""Data sets from a folder of copies, and what to say where neither it nor the Hub has one.
+
+A copy of `name` of the data set `path` (as in a task's `dataset_name` and `dataset_path`) is looked for in
+`FOLDER/path/name`, and one of a data set without names in `FOLDER/path` and `FOLDER/path/data`: where the Hub's own
+repositories mostly have their files, so that a downloaded repository is such a copy. It is either what
+`Dataset.save_to_disk` leaves, or has files `SPLIT.parquet`, `SPLIT-00000-of-00002.parquet`, ..., or the same in .jsonl.
+"""
+
+import contextlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+from pyarrow import parquet
+
+SUFFIXES = (".parquet", ".jsonl")
+
+
+class NoData(Exception):
+    """A data set that is not to be had: `dataset` names it, `looked` says where a copy was looked for, and `reason`
+    why it was not downloaded."""
+
+    def __init__(self, dataset: str, looked: list[Path], reason: str) -> None:
+        super().__init__(reason)
+        self.dataset, self.looked, self.reason = dataset, looked, reason
+
+
+class Copies:
+    """Answers `datasets.load_dataset` from a folder first. Once the Hub has not answered, it is not asked again.
+
+    Args:
+        folder: the folder of copies, or None.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.silent: str | None = None
+        self.download = datasets.load_dataset
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While it lasts, tasks that call `datasets.load_dataset` get what `load` returns."""
+        datasets.load_dataset = self.load
+        try:
+            yield
+        finally:
+            datasets.load_dataset = self.download
+
+    def load(self, path: str, name: str | None = None, **settings: Any) -> Any:
+        """The data set, from its copy or as `datasets.load_dataset` finds it.
+
+        Raises:
+            NoData: there is none.
+            ValueError: the copy cannot be read.
+        """
+        folders = [] if "data_files" in settings else self.folders(path, name or settings.get("data_dir"))
+        for folder in folders:
+            if holds_data(folder):
+                found = read(folder)
+                return found[settings["split"]] if settings.get("split") else found
+        title = f"{path} ({name})" if name else path
+        if self.silent is not None:
+            raise NoData(title, folders, self.silent)
+        try:
+            return self.download(path, name, **settings)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, ConnectionError):
+                self.silent = reason
+            raise NoData(title, folders, reason) from error
+
+    def folders(self, path: str, name: str | None) -> list[Path]:
+        """Where a copy may be."""
+        if self.folder is None:
+            return []
+        return [self.folder / path / name] if name else [self.folder / path, self.folder / path / "data"]
+
+
+def holds_data(folder: Path) -> bool:
+    """Whether there is a data set in the folder itself."""
+    return (folder / "dataset_dict.json").is_file() or bool(split_files(folder))
+
+
+def split_files(folder: Path) -> dict[str, list[Path]]:
+    """The files of each split, in order."""
+    found = defaultdict(list)
+    for file in sorted(folder.glob("*")):
+        if file.suffix in SUFFIXES and file.is_file():
+            found[file.stem.split("-")[0]].append(file)
+    return dict(found)
+
+
+def read(folder: Path) -> datasets.DatasetDict:
+    """The splits of a copy, held in memory: what a task makes of them would else be written beside them.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        try:
+            return datasets.load_from_disk(str(folder), keep_in_memory=True)
+        except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{folder} cannot be read as a saved data set: {first_line(error)}") from error
+    splits = split_files(folder).items()
+    return datasets.DatasetDict(
+        {split: datasets.concatenate_datasets([read_file(file) for file in files]) for split, files in splits}
+    )
+
+
+def read_file(path: Path) -> datasets.Dataset:
+    try:
+        if path.suffix == ".parquet":
+            return datasets.Dataset(parquet.read_table(path))
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return datasets.Dataset.from_list([json.loads(line) for line in lines if line.strip()])
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

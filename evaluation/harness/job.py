@@ -1,0 +1,167 @@
+"""The job: settings in, tasks and model, results out."""
+
+import importlib.metadata
+import json
+import logging
+import platform
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from data_pipeline.files import write_whole
+from data_pipeline.settings import check_whole
+from evaluation import places
+from evaluation.harness.published import METRICS
+from lit_modules import runs
+
+log = logging.getLogger(__name__)
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the values depend on beside the checkpoint, checked: conf/job/evaluate.yaml and conf/benchmark/harness.yaml.
+
+    Raises:
+        ValueError: a value that cannot be; the line names its key.
+    """
+
+    tasks: tuple[str, ...]
+    num_fewshot: dict[str, int]
+    limit: int | None
+    batch_size: int | str
+    max_length: int | None
+    dtype: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ValueError("benchmark.tasks is empty: name one or more tasks of lm-eval")
+        for name, number in self.num_fewshot.items():
+            check_whole(f"benchmark.num_fewshot.{name}", number, 0)
+            if name not in self.tasks and name not in METRICS:
+                raise ValueError(f"benchmark.num_fewshot.{name} is for none of benchmark.tasks={list(self.tasks)}")
+        for key in ("limit", "max_length"):
+            if getattr(self, key) is not None:
+                check_whole(f"benchmark.{key}", getattr(self, key), 1)
+        if self.batch_size != "auto":
+            check_whole("batch_size", self.batch_size, 1)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype} is unknown: give {', '.join(DTYPES)}")
+
+
+def run(cfg: DictConfig) -> None:
+    """Evaluate a checkpoint; print the table, write harness.json, harness.md and harness.png, log to the run.
+
+    Raises:
+        ValueError: a setting cannot be, a task or its data is not to be had, there is no checkpoint.
+    """
+    # Here, so that a missing extra is named: Hydra hides what goes wrong while it looks for this function.
+    from evaluation.harness.tasks import load_suite, quiet
+
+    settings = settings_of(cfg)
+    place = places.place(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
+    with quiet():
+        suite = load_suite(
+            settings.tasks, settings.num_fewshot, folder(cfg.benchmark.tasks_folder), datasets_folder(cfg)
+        )
+    place.make()
+    report = measured(cfg, settings, suite, place)
+    write(report, place)
+
+
+def settings_of(cfg: DictConfig) -> Settings:
+    """The settings as the configuration gives them."""
+    asked = cfg.benchmark.tasks
+    return Settings(
+        tasks=tuple(map(str, asked)) if isinstance(asked, ListConfig) else (str(asked),),
+        num_fewshot=OmegaConf.to_container(cfg.benchmark.num_fewshot, resolve=True),
+        limit=cfg.benchmark.limit,
+        batch_size=cfg.batch_size,
+        max_length=cfg.benchmark.max_length,
+        dtype=str(cfg.dtype),
+        seed=cfg.seed,
+    )
+
+
+def folder(path: str | None) -> Path | None:
+    return None if path is None else Path(str(path))
+
+
+def datasets_folder(cfg: DictConfig) -> Path | None:
+    """The folder of copies. Raises ValueError if it is none."""
+    found = folder(cfg.benchmark.datasets_folder)
+    if found is not None and not found.is_dir():
+        raise ValueError(f"benchmark.datasets_folder={found} is no folder: give one with copies of data sets")
+    return found
+
+
+def measured(cfg: DictConfig, settings: Settings, suite: Any, place: places.Place) -> dict[str, Any]:
+    """Values, and what they were made with."""
+    import torch
+
+    from evaluation.harness.scoring import averages, rows, score
+    from lit_modules import generate
+
+    device = generate.choose_device(cfg.device)
+    commit, versions = runs.commit(), {name: importlib.metadata.version(name) for name in PACKAGES}
+    identity = {
+        "weights": places.weights(str(cfg.checkpoint)),
+        "commit": commit,
+        "versions": versions,
+        "dtype": settings.dtype,
+        "max_length": settings.max_length,
+        "limit": settings.limit,
+        "seed": settings.seed,
+    }
+    records = score(suite, lambda: load(cfg, settings, device), identity, settings.limit, place.folder / "harness")
+    found = rows(suite, records)
+    return {
+        "checkpoint": str(cfg.checkpoint),
+        "tasks": found,
+        "averages": averages(found),
+        "subtasks": records,
+        "settings": asdict(settings),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": commit,
+        "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def load(cfg: DictConfig, settings: Settings, device: Any) -> Any:
+    """The checkpoint on its device, as lm-eval calls it."""
+    import torch
+    import transformers
+
+    from evaluation.harness.model import CheckpointLM
+    from evaluation.harness.tasks import quiet
+    from lit_modules import generate
+
+    transformers.logging.disable_progress_bar()
+    model, tokenizer = generate.load(str(cfg.checkpoint))
+    model.to(device=device, dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype)).eval()
+    with quiet():
+        return CheckpointLM(model, tokenizer, settings.batch_size, settings.max_length)
+
+
+def write(report: dict[str, Any], place: places.Place) -> None:
+    """The three files, the run's wandb run, and the table on standard output."""
+    from evaluation.harness.report import as_markdown, draw
+    from evaluation.run_log import log_to_run
+
+    text = as_markdown(report)
+    write_whole(place.folder / "harness.json", json.dumps(report, indent=2) + "\n")
+    write_whole(place.folder / "harness.md", text)
+    picture = draw(report, place.folder / "harness.png")
+    if place.run is not None:
+        values = {f"harness/{name}_{row['metric']}": row["value"] for name, row in report["tasks"].items()}
+        values |= {f"harness/{name}": row["value"] for name, row in report["averages"].items()}
+        log_to_run(place.run, values, {} if picture is None else {"harness/picture": picture})
+    print(text)
+    log.info(f"written: {place.folder}/harness.json, .md" + ("" if picture is None else " and .png"))

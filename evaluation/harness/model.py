@@ -1,0 +1,105 @@
+"""A loaded checkpoint as lm-eval calls it."""
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from tokenizers import processors
+from torch import Tensor
+
+from data_pipeline.tokenizer import document_start
+from lit_modules.networks import PalimpsestConfig
+
+LARGEST_BATCH = 64
+CPU_BATCH = 8  # on a CPU a batch that is too large is not refused, but slow
+
+
+class CheckpointLM(HFLM):
+    """Log-likelihoods and texts of a model, in lm-eval's terms.
+
+    What differs from lm-eval's own class: a model of ours sees every text begin as documents do in training; the token
+    that begins a document is never scored itself, nor seen twice; log-probabilities are taken in float32 at least; the
+    batch size that was found for long requests serves shorter ones; requests that had to be cut are counted.
+
+    lm-eval pads on the right and passes no mask where it scores: with a causal model nothing of the padding reaches
+    what stands before it.
+
+    Args:
+        model, tokenizer: as `lit_modules.generate.load` returns them; the model on its device.
+        batch_size: requests at a time, or "auto".
+        max_length: tokens of context, None for what the model's configuration says.
+
+    Attributes:
+        cut: how many requests were longer than max_length, and lost their first tokens.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, batch_size: int | str, max_length: int | None) -> None:
+        tokenizer, first = copy.deepcopy(tokenizer), None
+        if isinstance(model.config, PalimpsestConfig):
+            first = document_start(tokenizer)
+            begin_documents(tokenizer, first)
+        if batch_size == "auto" and model.device.type == "cpu":
+            batch_size = CPU_BATCH
+        super().__init__(
+            pretrained=model,
+            tokenizer=tokenizer,
+            backend="causal",
+            batch_size=batch_size,
+            max_batch_size=LARGEST_BATCH,
+            max_length=max_length,
+            prefix_token_id=first,
+            softmax_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
+        )
+        self.cut = 0
+        self.longest = 1  # tokens of the longest of the texts that are scored whole
+        self.found: dict[int, int] = {}  # by the tokens of a request: the batch that memory had room for
+
+    def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Logits `[B, T, vocabulary]` of right-padded tokens `[B, T]`."""
+        with torch.no_grad():
+            return self.model(inps, use_cache=False).logits
+
+    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+        """As lm-eval's, which itself puts the beginning of a document before the tokens: the tokenizer must not."""
+        with self.bare_tokens():
+            self.longest = max(len(self.tok_encode(request.args[0])) for request in requests)
+            return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
+
+    @contextlib.contextmanager
+    def bare_tokens(self) -> Iterator[None]:
+        kept, self.add_bos_token = self.add_bos_token, False
+        try:
+            yield
+        finally:
+            self.add_bos_token = kept
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        self.cut += sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests)
+        silent = disable_tqdm or override_bs is not None  # a bar for each batch of a long text
+        return super()._loglikelihood_tokens(requests, disable_tqdm=silent, override_bs=override_bs)
+
+    def _detect_batch_size(self, requests: Sequence[tuple] | None = None, pos: int = 0) -> int:
+        """The largest batch that memory has room for, at the length of request `pos` (of whole texts, the longest)
+        rounded up to a power of two; tried once for each such length."""
+        length = len(requests[pos][1]) + len(requests[pos][2]) if requests else self.longest
+        length = min(self.max_length, 1 << (length - 1).bit_length())
+        if length not in self.found:
+            self.found[length] = super()._detect_batch_size([(None, [0] * length, [0])])
+        return self.found[length]
+
+
+def begin_documents(tokenizer: Any, first: int) -> None:
+    """Let the tokenizer put the token `first` before each text, where special tokens are asked for."""
+    token = tokenizer.convert_ids_to_tokens(first)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, first)]
+    )

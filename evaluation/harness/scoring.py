@@ -1,0 +1,171 @@
+"""Scores of a suite, a task at a time: each is kept when it is done, and groups and averages follow from them."""
+
+import contextlib
+import json
+import logging
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+
+from data_pipeline.files import write_whole
+from data_pipeline.fingerprint import fingerprint
+from evaluation.harness.model import CheckpointLM
+from evaluation.harness.published import METRICS
+from evaluation.harness.tasks import Suite, documents, quiet
+
+log = logging.getLogger(__name__)
+
+REPEATED = 8  # requests of a task that are put a second time, each in a batch of its own
+BOOTSTRAPS = 1000  # draws behind the standard error of a metric that is no mean
+
+
+def score(
+    suite: Suite, load: Callable[[], CheckpointLM], settings: Mapping[str, Any], limit: int | None, folder: Path
+) -> dict[str, dict]:
+    """A record of each task, by name: those that `folder` has of the same settings are read, the others made.
+
+    Args:
+        load: gives the model, and is called when a task is left to run.
+        settings: what the values depend on beside the tasks; JSON.
+        limit: documents of each task, None for all.
+        folder: holds a file for each task that is done.
+
+    Raises:
+        ValueError: the batch does not fit the device's memory.
+    """
+    files = {}
+    for name, task in suite.tasks.items():
+        identity = {
+            **settings,
+            "task": name,
+            "num_fewshot": task.get_config("num_fewshot"),
+            "documents": documents(task, limit),
+        }
+        files[name] = folder / f"{name.replace('/', '_')}-{fingerprint(identity)}.json", identity
+    found = {name: json.loads(path.read_text()) for name, (path, _) in files.items() if path.is_file()}
+    if found:
+        log.info(f"{len(found)} of {len(files)} tasks were done before")
+    model = load() if len(found) < len(files) else None
+    for name, (path, identity) in files.items():
+        if name in found:
+            continue
+        found[name] = {**score_task(model, name, suite.tasks[name], limit, settings["seed"]), "identity": identity}
+        write_whole(path, json.dumps(found[name], indent=2) + "\n")
+        first, (value, error) = next(iter(metrics(found[name]["results"]).items()))
+        near = "" if error is None else f" ± {error:.4f}"
+        log.info(
+            f"{len(found)} of {len(files)} tasks: {name} {first} {value:.4f}{near} "
+            f"({found[name]['documents']:,} documents in {found[name]['seconds']:.0f} s)"
+        )
+    return {name: found[name] for name in files}
+
+
+def score_task(model: CheckpointLM, name: str, task: Task, limit: int | None, seed: int) -> dict[str, Any]:
+    """What lm-eval finds on one task, and how well the model repeats itself."""
+    start, cut = time.perf_counter(), model.cut
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    task.set_fewshot_seed(seed)
+    try:
+        with quiet(), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints what it tries
+            out = evaluate(model, {"tasks": {name: task}}, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
+            cut = model.cut - cut
+            repeated = repeat(model, task, seed)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"batch_size={model.batch_size} does not fit the memory of {model.device} at {name}: give a smaller one"
+        ) from error
+    return {
+        "results": out["results"][name],
+        "version": out["versions"][name],
+        "num_fewshot": task.get_config("num_fewshot"),
+        "documents": out["n-samples"][name]["effective"],
+        "documents_in_all": out["n-samples"][name]["original"],
+        "max_length": model.max_length,
+        "dtype": str(model.model.dtype).removeprefix("torch."),
+        "cut_requests": cut,
+        "repeated": repeated,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def repeat(model: CheckpointLM, task: Task, seed: int) -> dict[str, float]:
+    """Put a few requests again, each alone, and compare.
+
+    Returns:
+        `requests`, how many; `largest_difference` of their log-likelihoods, in nats, or 1 where texts differ.
+    """
+    sample = random.Random(seed).sample(task.instances, min(REPEATED, len(task.instances)))
+    again = [getattr(model, request.request_type)([request], disable_tqdm=True)[0] for request in sample]
+    pairs = [(first_of(request.resps[0]), first_of(answer)) for request, answer in zip(sample, again, strict=True)]
+    differences = [float(a != b) if isinstance(a, str) else abs(a - b) for a, b in pairs]
+    return {"requests": len(sample), "largest_difference": max(differences)}
+
+
+def first_of(answer: Any) -> Any:
+    """The log-likelihood of (log-likelihood, whether greedy decoding says the same)."""
+    return answer[0] if isinstance(answer, tuple | list) else answer
+
+
+def metrics(results: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+    """Value and standard error (None where there is none) of each metric in lm-eval's results of a task or group."""
+    found = {}
+    for key, value in results.items():
+        metric, comma, filtered = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        error = results.get(f"{metric}_stderr,{filtered}")
+        found[metric if filtered == "none" else key] = (value, error if isinstance(error, float | int) else None)
+    return found
+
+
+def rows(suite: Suite, records: Mapping[str, dict]) -> dict[str, dict[str, Any]]:
+    """For each task or group asked for: its metric (the paper's, or length-normalized accuracy where there is one, or
+    the first), value, standard error, documents, and all its metrics."""
+    found = {}
+    for name in suite.rows:
+        members = [name]
+        results = records[name]["results"] if name in records else None
+        if results is None:
+            members = [task.task_name for task in suite.groups[name].get_all_tasks()]
+            results = suite.groups[name].aggregate({task: records[task]["results"] for task in members})
+        values = metrics(results)
+        wanted = (metric for metric in (METRICS.get(name), "acc_norm") if metric in values)
+        metric = next(wanted, next(iter(values)))
+        found[name] = {
+            "metric": metric,
+            "value": values[metric][0],
+            "standard_error": values[metric][1],
+            "num_fewshot": records[members[0]]["num_fewshot"],
+            "documents": sum(records[task]["documents"] for task in members),
+            "metrics": {key: {"value": value, "standard_error": error} for key, (value, error) in values.items()},
+        }
+    return found
+
+
+def averages(found: Mapping[str, dict]) -> dict[str, dict[str, float | None]]:
+    """The paper's two averages, of the whole suite and without MMLU, of those whose tasks are all there."""
+    suites = {"average": list(METRICS), "average_without_mmlu": [task for task in METRICS if task != "mmlu"]}
+    return {
+        name: {
+            "value": math.fsum(found[task]["value"] for task in tasks) / len(tasks),
+            "standard_error": pooled([found[task]["standard_error"] for task in tasks]),
+        }
+        for name, tasks in suites.items()
+        if all(task in found for task in tasks)
+    }
+
+
+def pooled(errors: list[float | None]) -> float | None:
+    """The standard error of a mean of independent values; None where one has none (a single document)."""
+    return None if None in errors else math.sqrt(math.fsum(error**2 for error in errors)) / len(errors)

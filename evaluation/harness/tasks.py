@@ -1,0 +1,157 @@
+"""The tasks that are asked for, set up with their documents before any model is loaded."""
+
+import contextlib
+import difflib
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+
+from data_pipeline.fingerprint import fingerprint
+from evaluation.harness.copies import Copies, NoData, first_line
+
+CHATTY = ("lm_eval", "datasets", "huggingface_hub", "httpx")
+
+
+@dataclass
+class Suite:
+    """Attributes:
+    tasks: by name, every task that is to be run.
+    groups: by name, those groups that were asked for and have a value of their own.
+    rows: what was asked for, in order: names of tasks and of such groups.
+    """
+
+    tasks: dict[str, Task] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    rows: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let the libraries log errors alone."""
+    levels = {name: logging.getLogger(name).level for name in CHATTY}
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def load_suite(
+    names: Sequence[str], num_fewshot: Mapping[str, int], tasks_folder: Path | None, datasets_folder: Path | None
+) -> Suite:
+    """Set up the named tasks, groups and tags.
+
+    Args:
+        num_fewshot: examples before each question, for a task or for all of a group; a task's own number else.
+        tasks_folder: YAML files of tasks beside lm-eval's own.
+        datasets_folder: copies of data sets, see `copies`.
+
+    Raises:
+        ValueError: an unknown name, a task that cannot be set up, data sets that are not to be had.
+    """
+    manager = manager_for(names, tasks_folder)
+    copies, suite, missing = Copies(datasets_folder), Suite(), {}
+    for name in names:
+        try:
+            with copies.in_place():
+                loaded = manager.load([name])
+        except NoData as error:
+            missing[name] = error
+            continue
+        except Exception as error:  # a task runs code of whoever wrote it
+            raise ValueError(f"benchmark.tasks: {name} cannot be set up: {what(error)}") from error
+        for task_name, task in loaded["tasks"].items():
+            set_fewshot(task, task_name, num_fewshot.get(task_name, num_fewshot.get(name)))
+        suite.tasks |= loaded["tasks"]
+        group = loaded.get("groups", {}).get(name)
+        if group is not None and group.has_aggregation:
+            suite.groups[name] = group
+        suite.rows += [name] if name in suite.groups else list(loaded["tasks"])
+    if missing:
+        raise ValueError(no_data(missing, datasets_folder))
+    suite.rows = list(dict.fromkeys(suite.rows))
+    return suite
+
+
+def manager_for(names: Sequence[str], tasks_folder: Path | None) -> TaskManager:
+    """lm-eval's index of tasks: of one's own folder where it holds all that is named, since all of lm-eval's take ten
+    seconds to list.
+
+    Raises:
+        ValueError: there is no such folder, or no such task.
+    """
+    if tasks_folder is not None:
+        if not tasks_folder.is_dir():
+            raise ValueError(f"benchmark.tasks_folder={tasks_folder} is no folder: give one with YAML files of tasks")
+        own = TaskManager(include_path=str(tasks_folder), include_defaults=False)
+        if all(holds(own, name) for name in names):
+            return own
+    manager = TaskManager(include_path=None if tasks_folder is None else str(tasks_folder))
+    for name in names:
+        if name not in manager.task_index:
+            near = difflib.get_close_matches(name, manager.all_tasks, 3)
+            beside = "" if tasks_folder is None else f" and in benchmark.tasks_folder={tasks_folder}"
+            mend = f"did you mean {', '.join(near)}?" if near else "`lm_eval ls tasks` lists them"
+            raise ValueError(
+                f"benchmark.tasks: {name} is not among the {len(manager.all_tasks):,} tasks of lm-eval{beside}: {mend}"
+            )
+    return manager
+
+
+def holds(manager: TaskManager, name: str) -> bool:
+    """Whether an index has a task, and a group with all that it is made of."""
+    entry = manager.task_index.get(name)
+    if entry is None:
+        return False
+    members = (entry.cfg or {}).get("task") if name in manager.all_groups else None
+    return not isinstance(members, list) or all(isinstance(m, str) and holds(manager, m) for m in members)
+
+
+def set_fewshot(task: Task, name: str, asked: int | None) -> None:
+    """Give the task the number of examples asked for, or else its own, or none.
+
+    Raises:
+        ValueError: the task allows none.
+    """
+    own = task.get_config("num_fewshot")
+    if asked is not None and own == 0 and asked != 0:
+        raise ValueError(f"benchmark.num_fewshot: {name} is made for 0 examples, found {asked}: leave it out")
+    task.set_config(key="num_fewshot", value=asked if asked is not None else own or 0)
+
+
+def no_data(missing: Mapping[str, NoData], datasets_folder: Path | None) -> str:
+    """The line for tasks whose data sets are not to be had."""
+    tasks = ", ".join(f"{name} needs {error.dataset}" for name, error in missing.items())
+    first = next(iter(missing.values()))
+    if datasets_folder is None:
+        copy = "give benchmark.datasets_folder=FOLDER with copies"
+    elif first.looked:
+        copy = f"a copy would be in {' or '.join(map(str, first.looked))}"
+    else:
+        copy = f"benchmark.datasets_folder={datasets_folder} is not asked for files that a task names itself"
+    return f"benchmark.tasks: {tasks}, which could not be downloaded ({first.reason}); {copy} (evaluation/README.md)"
+
+
+def what(error: Exception) -> str:
+    """An error on one line; a KeyError is mostly a split that the data set does not have."""
+    return f"its data has no {error}" if isinstance(error, KeyError) else first_line(error)
+
+
+def documents(task: Task, limit: int | None) -> str:
+    """A digest of all that a task asks: its documents up to the limit, those that examples are drawn from, and how
+    they are put."""
+    asked = task.task_docs if hasattr(task, "task_docs") else task.eval_docs
+    rows = [asked[number] for number in range(len(asked) if limit is None else min(limit, len(asked)))]
+    examples = list(task.fewshot_docs()) if task.get_config("num_fewshot") else []
+    config = {k: v for k, v in task.dump_config().items() if k != "metadata"}
+    told = json.dumps([rows, examples, config], default=str, sort_keys=True)
+    return fingerprint(re.sub(r" at 0x[0-9a-f]+", "", told))  # functions are shown with their addresses

@@ -1,0 +1,68 @@
+"""Where the results of a measurement go, and which weights it was made with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.fingerprint import file_identity
+from lit_modules import checkpoints, runs
+
+
+@dataclass(frozen=True)
+class Place:
+    """Attributes:
+    folder: for the results; `make` creates it.
+    run: the folder of the run that the checkpoint is of, or None.
+    """
+
+    folder: Path
+    run: Path | None
+
+    def make(self) -> None:
+        """Create the folder. Raises ValueError where it cannot be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"output: {self.folder} cannot be written ({error.strerror or error})") from error
+
+
+def place(checkpoint: str, output: str | None) -> Place:
+    """`evaluation/` in `output`, or else in the folder of the run that the checkpoint is of.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    run = run_of(checkpoint)
+    if output is not None:
+        if Path(output).is_file():
+            raise ValueError(f"output={output} is a file: give a folder")
+        return Place(Path(output) / "evaluation", run)
+    if run is None:
+        raise ValueError(
+            f"output is missing: checkpoint={checkpoint} is not of a run, in whose folder results would go; "
+            "give output=FOLDER"
+        )
+    return Place(run / "evaluation", run)
+
+
+def run_of(checkpoint: str) -> Path | None:
+    """The folder of the run that a checkpoint is of: itself, or where its export or `checkpoints/` stands."""
+    path = Path(checkpoint)
+    if not path.is_dir():
+        return None
+    for folder in (path, *path.absolute().parents[:2]):
+        if (folder / runs.CONFIG).is_file() and ((folder / "checkpoints").is_dir() or (folder / "export").is_dir()):
+            return folder
+    return None
+
+
+def weights(checkpoint: str) -> str:
+    """A name for the weights as they are now: a digest of a folder's files, or the name on the Hub."""
+    path = Path(checkpoint)
+    if not path.is_dir():
+        return checkpoint
+    folders = [path]
+    if run_of(checkpoint) == path:
+        newest = checkpoints.newest(path / "checkpoints")
+        folders = [folder for folder in (path / "export", newest) if folder is not None]
+    files = (file for folder in folders for file in sorted(folder.resolve().rglob("*")) if file.is_file())
+    return file_identity(files)

@@ -1,0 +1,43 @@
+"""What a measurement found, in the wandb run that the checkpoint's training made."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from lit_modules import runs
+from lit_modules.metrics_csv import MetricsCsv
+from lit_modules.wandb_sync import RUN_ID
+
+log = logging.getLogger(__name__)
+
+
+def log_to_run(run: Path, values: Mapping[str, float], pictures: Mapping[str, Path]) -> None:
+    """Log values and pictures at the run's last step, where it has a wandb run; a run that is going on is left alone,
+    and the log says so."""
+    if not (run / "wandb" / RUN_ID).is_file():
+        return
+    if runs.is_held(run):
+        log.warning(f"{run} is going on, so its wandb run is left alone: the same command logs to it later")
+        return
+    from lit_modules.loggers import Wandb
+
+    logger = Wandb(run, {}, **settings(run))
+    step = last_step(run)
+    logger.log_metrics(values, step)
+    for name, path in pictures.items():
+        logger.log_image(name, [str(path)], step)
+    logger.close(0)
+
+
+def settings(run: Path) -> dict:
+    """The project and the like that the run's configuration gave wandb."""
+    given = OmegaConf.to_container(OmegaConf.load(run / runs.CONFIG)).get("logger") or {}
+    return {key: value for key, value in given.get("wandb", {}).items() if key != "_target_"}
+
+
+def last_step(run: Path) -> int:
+    """The optimizer step of the last row of the run's metrics; 0 without any."""
+    rows = MetricsCsv(run).rows()[1:]
+    return int(rows[-1][0]) if rows else 0

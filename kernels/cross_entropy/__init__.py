@@ -1,0 +1,81 @@
+"""Losses of a language model's logits, with their gradient in the logits' place: cross-entropy and KL divergence."""
+
+import torch
+from torch import Tensor
+
+from kernels.cross_entropy.reference import IGNORE_INDEX, reference_token_losses
+
+__all__ = ["IGNORE_INDEX", "reference_token_losses", "token_losses"]
+
+
+def token_losses(
+    logits: Tensor,
+    targets: Tensor | None = None,
+    teacher_logits: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+    vocab_size: int | None = None,
+    temperature: float = 1.0,
+    gradient: bool = True,
+) -> Tensor:
+    """Cross-entropy and KL divergence of each token; `logits` becomes the gradient of their weighted sum.
+
+    With z a token's logits, t its teacher's, y its target and c the temperature:
+
+        cross-entropy = logsumexp(z) - z_y          divergence = c^2 KL(softmax(t / c) || softmax(z / c))
+
+    in nats. c^2 keeps the size of the divergence's gradient, which is c (softmax(z / c) - softmax(t / c)). Softmax and
+    sums are taken in float32 at least.
+
+    Args:
+        logits: `[N, P]`, rows contiguous; from column vocab_size on it is padding, which takes part in nothing.
+        targets: `[N]` int64 below vocab_size, or -100 to leave a token out of the cross-entropy.
+        teacher_logits: `[N, P]`, finite; for the divergence.
+        mask: `[N]` bool, which tokens count in the divergence; all by default.
+        weights: `[2]`, of cross-entropy and divergence in what the gradient is of; 1 and 1 by default.
+        vocab_size: default P.
+        temperature: of both distributions of the divergence.
+        gradient: whether to overwrite `logits` with the gradient, 0 in the padding; else they are left as they are.
+
+    Returns:
+        `[2, N]` cross-entropies and divergences, float32 at least; 0 where left out, or without targets or a teacher.
+        On a GPU a target that is no token gives NaN; elsewhere PyTorch raises.
+
+    Raises:
+        ValueError: for shapes that do not agree.
+    """
+    vocab_size = vocab_size or logits.shape[-1]
+    _check(logits, targets, teacher_logits, mask, vocab_size, temperature)
+    if weights is None:
+        weights = torch.ones(2, device=logits.device)
+    if logits.is_cuda and logits.dtype.itemsize <= 4:
+        from kernels.cross_entropy.triton_token_losses import fused_token_losses
+
+        return fused_token_losses(logits, targets, teacher_logits, mask, weights, vocab_size, temperature, gradient)
+    return reference_token_losses(logits, targets, teacher_logits, mask, weights, vocab_size, temperature, gradient)
+
+
+def _check(
+    logits: Tensor,
+    targets: Tensor | None,
+    teacher_logits: Tensor | None,
+    mask: Tensor | None,
+    vocab_size: int,
+    temperature: float,
+) -> None:
+    if logits.ndim != 2 or not 0 < vocab_size <= logits.shape[1] or not (logits.shape[0] < 2 or logits.stride(1) == 1):
+        raise ValueError(
+            f"logits are {list(logits.shape)} of strides {logits.stride()} for a vocabulary of {vocab_size}: give "
+            "[N, P], P vocab_size or more, rows contiguous"
+        )
+    tokens = {"targets": targets, "mask": mask}
+    for name, tensor in tokens.items():
+        if tensor is not None and tensor.shape != logits.shape[:1]:
+            raise ValueError(f"{name} is {list(tensor.shape)} for logits {list(logits.shape)}: give [N]")
+    if teacher_logits is not None and teacher_logits.shape != logits.shape:
+        raise ValueError(
+            f"teacher_logits are {list(teacher_logits.shape)} for logits {list(logits.shape)}: give the same shape"
+        )
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature} is not positive: give 1.0 for the models' own distributions")

@@ -1,0 +1,233 @@
+"""One token of a recurrence with a sliding window beside it, in Triton: all that a layer does between its projections.
+
+    S_t = G_t (.) S_{t-1} + k_t^T v_t        out_t = a q_t S_t + b softmax(scale q'_t K'^T) V
+
+Time is the reading and writing of the states and the reading of the ring, once each. A program owns some value columns
+of one key head in one row of the batch: that tile [Dk, columns] of the state, which it updates and reads with all query
+heads of the group in one product; and the same columns of the ring's values. The scores are the same for all columns:
+each program takes them anew, from keys that the first of them has brought into the cache.
+
+The new token's key and value come from the arguments, never from the ring, and the softmax starts with them. So the
+slot that is written is one that no program reads, and the order of the programs does not matter: the program of the
+first columns writes the key, each its own columns of the value. A sink is written while its token is in the window,
+where it is seen as such.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.operation import register_operation
+
+LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+
+# The smallest matrix product that tensor cores take.
+SMALLEST_PRODUCT = 16
+VALUE_COLUMNS = 32
+RING_BYTES = 16 * 1024  # of a tile of keys
+NUM_WARPS = 4
+
+
+def _windowed_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    q_window: Tensor,
+    k_window: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    tokens: Tensor,
+    kv_start: Tensor | None,
+    state_weight: Tensor,
+    window_weight: Tensor,
+    sinks: int,
+    state_scale: float,
+    window_scale: float,
+) -> Tensor:
+    """The arguments and the result of `kernels.gated_recurrence.windowed_step`."""
+    out = _empty_out(q_window)
+    batch, heads, key_dim, value_dim = state.shape
+    if out.numel() == 0:
+        return out
+    q, k, v, q_window, k_window = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, q_window, k_window))
+    if log_decay.ndim == 4 and log_decay.stride(-1) != 1:
+        log_decay = log_decay.contiguous()
+    slots, groups = ring_keys.shape[1], q.shape[2] // heads
+    block_values = min(VALUE_COLUMNS, _block(value_dim))
+    ring_tile = max(SMALLEST_PRODUCT, RING_BYTES // (_block(value_dim) * k.element_size()))
+    strides = [stride for x in (q, k, v, log_decay, q_window, k_window) for stride in (x.stride(0), x.stride(2))]
+    with torch.cuda.device_of(q):
+        _take_step[(triton.cdiv(value_dim, block_values), heads, batch)](
+            q,
+            k,
+            v,
+            log_decay,
+            state,
+            q_window,
+            k_window,
+            ring_keys,
+            ring_values,
+            tokens,
+            kv_start,
+            state_weight.contiguous(),
+            window_weight.contiguous(),
+            out,
+            *strides,
+            state_scale,
+            window_scale,
+            HEADS=heads,
+            GROUPS=groups,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            WINDOW=slots - sinks,
+            SINKS=sinks,
+            BLOCK_QUERIES=_block(groups),
+            BLOCK_KEYS=_block(key_dim),
+            BLOCK_DIM=_block(value_dim),
+            BLOCK_VALUES=block_values,
+            BLOCK_RING=min(ring_tile, _block(slots)),
+            PER_HEAD=log_decay.ndim == 3,
+            # Three products in tf32 for one in float32: tf32 alone has 10 bits.
+            PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+            num_warps=NUM_WARPS,
+        )
+    for x in (state, ring_keys, ring_values):
+        if not x.is_inference():
+            # Torch cannot see that the kernel writes, and a graph that has saved x must refuse to use it.
+            torch.autograd.graph.increment_version(x)
+    return out
+
+
+def _fake(
+    q,
+    k,
+    v,
+    log_decay,
+    state,
+    q_window,
+    k_window,
+    ring_keys,
+    ring_values,
+    tokens,
+    kv_start,
+    state_weight,
+    window_weight,
+    sinks,
+    state_scale,
+    window_scale,
+):
+    return _empty_out(q_window)
+
+
+triton_windowed_step = register_operation(
+    "triton_windowed_step", _windowed_step, _fake, mutates=("state", "ring_keys", "ring_values")
+)
+
+
+def _empty_out(q_window: Tensor) -> Tensor:
+    return q_window.new_empty(q_window.shape)
+
+
+def _block(size: int) -> int:
+    return max(SMALLEST_PRODUCT, triton.next_power_of_2(size))
+
+
+_STRIDES = [f"{x}_stride_{axis}" for x in ("q", "k", "v", "decay", "q_window", "k_window") for axis in "bh"]
+
+
+@triton.jit(do_not_specialize=_STRIDES)
+def _take_step(
+    q, k, v, log_decay, state, q_window, k_window, ring_keys, ring_values, tokens, kv_start,
+    state_weight, window_weight, out,
+    q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, decay_stride_b, decay_stride_h,
+    q_window_stride_b, q_window_stride_h, k_window_stride_b, k_window_stride_h,
+    state_scale, window_scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_VALUES: tl.constexpr, BLOCK_RING: tl.constexpr, PER_HEAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Some value columns of one key head in one row of the batch; kv_start may be None."""
+    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = tl.load(tokens)
+    start = 0
+    if kv_start is not None:
+        start = tl.load(kv_start + row)
+    batch = row.to(tl.int64)
+    group, key, dim = tl.arange(0, BLOCK_QUERIES), tl.arange(0, BLOCK_KEYS), tl.arange(0, BLOCK_DIM)
+    value = block * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
+    group_used, key_used, dim_used, value_used = group < GROUPS, key < KEY_DIM, dim < VALUE_DIM, value < VALUE_DIM
+
+    # All loads that wait for nothing come first.
+    state += (batch * HEADS + head) * (KEY_DIM * VALUE_DIM)
+    tile_offset, tile_used = key[:, None] * VALUE_DIM + value, key_used[:, None] & value_used
+    tile = tl.load(state + tile_offset, mask=tile_used, other=0.0)
+    k_t = tl.load(k + batch * k_stride_b + head * k_stride_h + key, mask=key_used, other=0.0)
+    v_t = tl.load(v + batch * v_stride_b + head * v_stride_h + value, mask=value_used, other=0.0)
+    log_decay += batch * decay_stride_b + head * decay_stride_h
+    if PER_HEAD:
+        decay = tl.exp(tl.load(log_decay).to(tl.float32))
+    else:
+        decay = tl.exp(tl.load(log_decay + key, mask=key_used, other=0.0).to(tl.float32))[:, None]
+    first = head * GROUPS
+    q += batch * q_stride_b + first * q_stride_h + key
+    q_next = tl.load(q, mask=key_used, other=0.0)
+    q_window += batch * q_window_stride_b + (first + group[:, None]) * q_window_stride_h + dim
+    q_here = tl.load(q_window, mask=group_used[:, None] & dim_used, other=0.0)
+    k_here = tl.load(k_window + batch * k_window_stride_b + head * k_window_stride_h + dim, mask=dim_used, other=0.0)
+    of_state = tl.load(state_weight + first + group, mask=group_used, other=0.0).to(tl.float32)
+    of_window = tl.load(window_weight + first + group, mask=group_used, other=0.0).to(tl.float32)
+
+    # Softmax over the ring, in powers of 2, which begins with the token itself. Padding adds no value, and sees none.
+    v_real = tl.where(token >= start, v_t.to(tl.float32), 0.0)
+    scale = window_scale * LOG2_E
+    row_max = tl.sum(q_here.to(tl.float32) * k_here.to(tl.float32), 1) * scale
+    row_sum = tl.full((BLOCK_QUERIES,), 1.0, tl.float32)
+    acc = tl.zeros((BLOCK_QUERIES, BLOCK_VALUES), tl.float32) + v_real
+    ring_keys += batch * ((SINKS + WINDOW) * HEADS * VALUE_DIM) + head * VALUE_DIM
+    ring_values += batch * ((SINKS + WINDOW) * HEADS * VALUE_DIM) + head * VALUE_DIM
+    for begin in tl.range(0, SINKS + WINDOW, BLOCK_RING):
+        slot = begin + tl.arange(0, BLOCK_RING)
+        # The newest token before this one in each slot: 1 to WINDOW before it, the last of which is not seen any more.
+        since = (token - 1 - (slot - SINKS) % WINDOW + WINDOW) % WINDOW + 1
+        visible = (slot < SINKS + WINDOW) & (since < WINDOW) & (token - since >= start)
+        if SINKS > 0:
+            visible = tl.where(slot < SINKS, start + slot <= token - WINDOW, visible)
+        place = slot * (HEADS * VALUE_DIM)
+        keys = tl.load(ring_keys + place[None, :] + dim[:, None], mask=visible[None, :] & dim_used[:, None], other=0.0)
+        values = tl.load(ring_values + place[:, None] + value, mask=visible[:, None] & value_used, other=0.0)
+        scores = tl.dot(q_here, keys, input_precision=PRECISION) * scale
+        scores = tl.where(visible[None, :], scores, -float("inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        row_max = new_max
+
+    tile = decay * tile + k_t.to(tl.float32)[:, None] * v_real
+    result = (of_window / row_sum)[:, None] * acc
+    for query in tl.static_range(GROUPS):
+        # Sums of float32: as products, the state's digits would have to be split, and more registers be held. The next
+        # query is loaded before, as no load moves up across the barrier of a sum.
+        q_t = q_next.to(tl.float32)
+        q_next = tl.load(q + (query + 1) * q_stride_h, mask=key_used & (query + 1 < GROUPS), other=0.0)
+        read = tl.sum(q_t[:, None] * tile, 0) * state_scale
+        result += tl.where((group == query)[:, None], of_state[:, None] * read, 0.0)
+    out += (batch * (HEADS * GROUPS) + first + group[:, None]) * VALUE_DIM + value
+    tl.store(out, result.to(out.dtype.element_ty), mask=group_used[:, None] & value_used)
+    tl.store(state + tile_offset, tile, mask=tile_used)
+
+    newest = (SINKS + token % WINDOW) * (HEADS * VALUE_DIM)
+    tl.store(ring_values + newest + value, v_t, mask=value_used)
+    tl.store(ring_keys + newest + dim, k_here, mask=dim_used & (block == 0))
+    if SINKS > 0:
+        own = token - start
+        is_sink = (own >= 0) & (own < SINKS)
+        tl.store(ring_values + own * (HEADS * VALUE_DIM) + value, v_t, mask=value_used & is_sink)
+        tl.store(ring_keys + own * (HEADS * VALUE_DIM) + dim, k_here, mask=dim_used & is_sink & (block == 0))

@@ -1,0 +1,18 @@
+"""Pretrained models whose attention becomes a recurrence and a window on the same weights.
+
+    model = load_pretrained("meta-llama/Llama-3.2-1B", Linearization(gate="gla"), dtype=torch.bfloat16)
+
+Importing this registers them with Hugging Face's `AutoConfig` and `AutoModelForCausalLM`.
+"""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lit_modules.networks.linearized.conversion import linearize, load_pretrained
+from lit_modules.networks.linearized.models import MODELS, LinearizedForCausalLM
+from lit_modules.networks.linearized.settings import Linearization
+
+for model_type, model_class in MODELS.items():
+    AutoConfig.register(model_type, model_class.config_class, exist_ok=True)
+    AutoModelForCausalLM.register(model_class.config_class, model_class, exist_ok=True)
+
+__all__ = ["Linearization", "LinearizedForCausalLM", "linearize", "load_pretrained"]

@@ -1,0 +1,265 @@
+"""A trained linearization on disk: the adapter beside its base model, and the merged model without it.
+
+The folder of an adapter holds what peft writes (`adapter_config.json`, `adapter_model.safetensors`, so that
+`PeftModel.from_pretrained(linearized_model, folder)` reads it), `linearization.json` (the base model, the settings)
+and, where the linearization has parameters of its own, `linearization.safetensors`. The base model is not in it.
+"""
+
+import contextlib
+import copy
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from lit_modules import runs
+from lit_modules.networks.linearized import lora
+from lit_modules.networks.linearized.conversion import load_pretrained
+from lit_modules.networks.linearized.families import PREFIX
+from lit_modules.networks.linearized.models import LinearizedForCausalLM
+from lit_modules.networks.linearized.settings import Linearization
+
+RECORD = "linearization.json"
+PARAMETERS = "linearization.safetensors"
+LORA_CONFIG, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
+PEFT_PREFIX = "base_model.model."  # of the names in LORA_WEIGHTS: where a PeftModel holds the model
+FORMAT = 1
+
+IDENTITY = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
+
+def export_merged(model: LinearizedForCausalLM, tokenizer: Any, folder: str | Path) -> Path:
+    """Write the model with LoRA folded in, and the tokenizer, as a Hugging Face folder, whole or not at all.
+
+    `import lit_modules.networks` makes `AutoModelForCausalLM.from_pretrained` know it. The model itself stays as it is.
+    """
+    with replaced_whole(Path(folder)) as partial:
+        lora.merged_copy(model).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    return Path(folder)
+
+
+def save_adapter(model: LinearizedForCausalLM, folder: str | Path, *, base: str) -> Path:
+    """Write what training added to the base model, whole or not at all.
+
+    Args:
+        base: the folder or the name on the Hub of the base model.
+
+    Raises:
+        ValueError: weights of the base model are trained, which no adapter holds.
+    """
+    own = model.new_parameters()
+    changed = [
+        name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name and name not in own
+    ]
+    if changed:
+        raise ValueError(
+            f"{changed[0]} of the base model is trained, and no adapter holds it: export the whole (export_merged)"
+        )
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base
+    with replaced_whole(Path(folder)) as partial:
+        if lora.has_lora(model):
+            weights = get_peft_model_state_dict(model, adapter_name=lora.ADAPTER, save_embedding_layers=False)
+            save_file(
+                {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in weights.items()},
+                partial / LORA_WEIGHTS,
+                metadata={"format": "pt"},
+            )
+            config = copy.copy(model.peft_config[lora.ADAPTER])
+            config.base_model_name_or_path, config.inference_mode = base, True
+            config.save_pretrained(str(partial))
+        if own:
+            save_file({name: tensor.detach().contiguous() for name, tensor in own.items()}, partial / PARAMETERS)
+        record = {
+            "format": FORMAT,
+            "base": base,
+            "base_identity": {**identity(model.config), "weights": fingerprint(model)},
+            "linearization": model.linearization.to_dict(),
+            "files": sorted(file.name for file in partial.iterdir()),
+        }
+        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return Path(folder)
+
+
+def load_adapted(
+    folder: str | Path, *, base: str | None = None, dtype: torch.dtype | str = "auto", merge: bool = False
+) -> LinearizedForCausalLM:
+    """The model that `save_adapter` wrote: the base model linearized as it was, with its parameters and LoRA.
+
+    Args:
+        base: where the base model is now; by default, where it was.
+        dtype: of the base model's weights; "auto": as they are stored.
+        merge: fold LoRA in.
+
+    Raises:
+        ValueError: a file is missing or damaged; the base model is not there, or is another one.
+    """
+    folder = Path(folder)
+    record = read_record(folder)
+    source = record["base"] if base is None else base
+    check_identity(record, base_config(source, folder), source, folder)  # before gigabytes are read
+    model = put_on(load_pretrained(source, record["linearization"], dtype), folder)
+    return lora.merge(model) if merge and lora.has_lora(model) else model
+
+
+def put_on(model: LinearizedForCausalLM, folder: str | Path) -> LinearizedForCausalLM:
+    """Load an adapter onto a linearized model without LoRA, in place; its LoRA is as free to be trained as after
+    `add_lora`.
+
+    Raises:
+        ValueError: the adapter was made for another base model or other settings; a file is missing or damaged; the
+            model has LoRA.
+    """
+    folder = Path(folder)
+    record = read_record(folder)
+    if lora.has_lora(model):
+        raise ValueError(f"{folder} cannot be put onto a model that has LoRA: merge it before")
+    check_settings(record["linearization"], model.linearization, folder)
+    check_identity(record, model.config, "the model", folder)
+    if record["base_identity"]["weights"] != fingerprint(model):
+        raise ValueError(f"{folder} was made for {record['base']}, and this model has its shape but other weights")
+    if PARAMETERS in record["files"]:
+        own = read_tensors(folder / PARAMETERS)
+        check_names(set(own), set(model.new_parameters()), folder / PARAMETERS)
+        model.load_state_dict(own, strict=False)
+    if LORA_WEIGHTS in record["files"]:
+        weights = read_tensors(folder / LORA_WEIGHTS)
+        lora.inject(model, read_lora_config(folder))
+        # peft's own way into the model knows the adapter's name and prefix; it says nothing of what is not there.
+        expected = get_peft_model_state_dict(model, adapter_name=lora.ADAPTER, save_embedding_layers=False)
+        check_names({name.removeprefix(PEFT_PREFIX) for name in weights}, set(expected), folder / LORA_WEIGHTS)
+        set_peft_model_state_dict(model, weights, lora.ADAPTER)
+    return model
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What `linearization.json` says of an adapter whose files are all there, its settings as a `Linearization`.
+
+    Raises:
+        ValueError: it is not there or damaged, of another format, or a file that it names is missing.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        raise ValueError(f"{folder} is no adapter of a linearized model: it has no {RECORD}")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise ValueError(f"its format is {record['format']}, and this version reads {FORMAT}")
+        record["linearization"] = Linearization(**record["linearization"])
+        missing = [name for name in record["files"] if not (folder / name).is_file()]
+        _ = record["base"], record["base_identity"]["weights"]
+    except KeyError as error:
+        raise ValueError(f"{path} cannot be read: it has no {error}") from error
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if missing:
+        raise ValueError(f"{folder} is not whole: {missing[0]} is missing")
+    return record
+
+
+def base_config(source: str, folder: Path) -> PreTrainedConfig:
+    """The configuration of the base model. Raises ValueError where there is none."""
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} was made for the base model {source}, which is not there ({str(error).splitlines()[0]}): bring "
+            f'it back, or give its place: base=FOLDER in load_adapted, or "base" in {folder / RECORD}'
+        ) from error
+
+
+def identity(config: PreTrainedConfig) -> dict[str, Any]:
+    """What of a model's configuration an adapter depends on; the same before and after linearization."""
+    return {
+        "family": config.model_type.removeprefix(PREFIX),
+        **{name: getattr(config, name, None) for name in IDENTITY},
+    }
+
+
+def fingerprint(model: LinearizedForCausalLM) -> str:
+    """A hash of a few of the base model's weights that linearization leaves alone, the same in float32 and bfloat16."""
+    first, last = model.model.layers[0], model.model.layers[-1]
+    sample = (model.model.norm.weight, first.mlp.down_proj.weight[0], last.mlp.down_proj.weight[0])
+    rounded = torch.cat([tensor.detach().cpu().bfloat16() for tensor in sample])
+    return hashlib.sha256(rounded.view(torch.int16).numpy().tobytes()).hexdigest()
+
+
+def check_identity(record: dict[str, Any], config: PreTrainedConfig, name: str, folder: Path) -> None:
+    """Raise ValueError where a model called `name` has another configuration than the adapter's base model."""
+    found = identity(config)
+    for key, value in record["base_identity"].items():
+        if key != "weights" and found.get(key) != value:
+            raise ValueError(
+                f"{folder} was made for {record['base']} with {key}={value}, and {name} has {key}={found.get(key)}"
+            )
+
+
+def check_settings(made_for: Linearization, found: Linearization, folder: Path) -> None:
+    """Raise ValueError that names the first setting in which a model differs from what the adapter was made for."""
+    differences = runs.differences(made_for.to_dict(), found.to_dict())
+    for key, (before, after) in differences.items():
+        raise ValueError(
+            f"{folder} was made for linearization.{key}={before}, and the model has linearization.{key}={after}: "
+            "linearize the base model with the adapter's settings (load_adapted does)"
+        )
+
+
+def read_lora_config(folder: Path) -> PeftConfig:
+    """What peft wrote of the LoRA. Raises ValueError where it is damaged."""
+    try:
+        return PeftConfig.from_pretrained(str(folder))
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / LORA_CONFIG} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises ValueError where it is damaged."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def check_names(found: set[str], expected: set[str], path: Path) -> None:
+    """Raise ValueError where a file lacks a tensor, or has one that the model does not know."""
+    if expected - found:
+        raise ValueError(f"{path} does not fit its settings: {min(expected - found)} is missing")
+    if found - expected:
+        raise ValueError(f"{path} does not fit its settings: the model has no {min(found - expected)}")
+
+
+@contextlib.contextmanager
+def replaced_whole(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, that takes the place of `folder` when all is written: whole or not at all."""
+    partial, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)  # a process ended between the two renames below
+    for leftover in (partial, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,170 @@
+"""What every replaced attention layer shares: the stock layer's own projections, and its teacher."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kernels import forgetting_attention
+from lit_modules.networks.linearized.families import family_of, head_counts
+from lit_modules.networks.positions import Positions
+
+if TYPE_CHECKING:
+    from lit_modules.networks.linearized.settings import Linearization
+
+MODES = ("student", "teacher", "transfer")
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines `[B, T, R]`, of the first R channels of a head."""
+
+
+class SubstitutedAttention(nn.Module):
+    """In the place of a stock attention layer, on the same weights under the same names.
+
+    `mode` says what is computed: "student", the layer's own attention; "teacher", what the stock layer computed,
+    without adapters; "transfer", both from the same hidden states, of which the teacher's goes on and the difference is
+    kept in `transfer_loss`.
+
+    Args:
+        attention: the stock layer, whose projections are taken over.
+        config: of the model.
+        settings: of the linearization.
+    """
+
+    taken: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
+    """Modules of the stock layer, by name; not all families have all of them."""
+
+    def __init__(self, attention: nn.Module, config: PreTrainedConfig, settings: "Linearization"):
+        super().__init__()
+        self.settings, self.layer_idx = settings, attention.layer_idx
+        self.heads, self.scale = head_counts(config), attention.scaling
+        self.sliding_window = family_of(config).window(config, self.layer_idx)
+        for name in self.taken:
+            if hasattr(attention, name):
+                self.add_module(name, getattr(attention, name))
+        self.mode = "student"
+        self.transfer_loss: Tensor | None = None
+
+    def new_cache(self) -> CacheLayerMixin:
+        """An empty cache for this layer."""
+        raise NotImplementedError
+
+    def student(
+        self,
+        hidden: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        position_embeddings: Rotary,
+        cache: CacheLayerMixin | None,
+    ) -> Tensor:
+        """The layer's own attention.
+
+        Args:
+            hidden: `[B, T, hidden_size]`.
+            q: `[B, T, Hq, D]`, not rotated.
+            k, v: `[B, T, Hk, D]`; k is not rotated.
+            positions: of the tokens.
+            position_embeddings: for `rotate`.
+            cache: what `new_cache` returned, filled in place; or None.
+
+        Returns:
+            `[B, T, Hq, D]`.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Rotary,
+        past_key_values: Cache | None = None,
+        positions: Positions | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        """Mix `hidden_states` `[B, T, hidden_size]` over time, as a stock layer is called.
+
+        Raises:
+            ValueError: without positions, that is, when the stack was called past the language model around it.
+        """
+        if positions is None:
+            raise ValueError("positions are not given: call the language model, not its `model` alone")
+        if past_key_values is not None and self.mode != "student":
+            raise ValueError(f"mode={self.mode!r} with a cache: only the student remembers, set use_cache=False")
+        if self.mode == "student":
+            cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+            q, k, v = self.project(hidden_states)
+            out = self.student(hidden_states, q, k, v, positions, position_embeddings, cache)
+            return self.o_proj(out.flatten(2)), None
+        with torch.no_grad():
+            taught = self.teacher(hidden_states, positions, position_embeddings)
+            out = _without_adapter(self.o_proj)(taught.flatten(2))
+        if self.mode == "transfer":
+            self.transfer_loss = self._difference(hidden_states.detach(), taught, positions, position_embeddings)
+        return out, None
+
+    def teacher(self, hidden: Tensor, positions: Positions, position_embeddings: Rotary) -> Tensor:
+        """The stock layer's attention `[B, T, Hq, D]`, before its output projection, without adapters."""
+        q, k, v = self.project(hidden, adapted=False)
+        return self.softmax_attention(*self.rotate(q, k, position_embeddings), v, positions)
+
+    def softmax_attention(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, **options: Tensor) -> Tensor:
+        """The stock layer's attention of rotated q and k, over the whole document or the stock layer's window."""
+        return forgetting_attention(
+            q,
+            k,
+            v,
+            scale=self.scale,
+            window=self.sliding_window,
+            cu_seqlens=positions.cu_seqlens,
+            kv_start=positions.kv_start,
+            **options,
+        )
+
+    def project(self, hidden: Tensor, *, adapted: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, T, Hq, D]`, keys and values `[B, T, Hk, D]` of `hidden`, normalized where the family does it.
+
+        Args:
+            hidden: `[B, T, hidden_size]`.
+            adapted: with what peft has added to the projections, if it has.
+        """
+        chosen = (lambda module: module) if adapted else _without_adapter
+        if hasattr(self, "qkv_proj"):
+            widths = [heads * self.heads.dim for heads in (self.heads.query, self.heads.key, self.heads.key)]
+            projected = chosen(self.qkv_proj)(hidden).split(widths, dim=-1)
+        else:
+            projected = [chosen(module)(hidden) for module in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = (x.unflatten(-1, (-1, self.heads.dim)) for x in projected)
+        if hasattr(self, "q_norm"):
+            # Under autocast norms with float32 weights return float32.
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        return q, k, v
+
+    def rotate(self, q: Tensor, k: Tensor, position_embeddings: Rotary) -> tuple[Tensor, Tensor]:
+        """q and k `[B, T, H, D]` turned by their positions, or as many of their first channels as the tables have."""
+        return _rotated(q, position_embeddings), _rotated(k, position_embeddings)
+
+    def _difference(
+        self, hidden: Tensor, taught: Tensor, positions: Positions, position_embeddings: Rotary
+    ) -> Tensor | None:
+        """The mean squared difference of the student's attention from the teacher's, float32."""
+        q, k, v = self.project(hidden)
+        learned = self.student(hidden, q, k, v, positions, position_embeddings, None)
+        return F.mse_loss(learned.float(), taught.float())
+
+
+def _rotated(x: Tensor, tables: Rotary) -> Tensor:
+    cosine, sine = (table.unsqueeze(2).to(x.dtype) for table in tables)
+    width = cosine.shape[-1]
+    turned = x[..., :width]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cosine + torch.cat((-second, first), dim=-1) * sine
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
+
+
+def _without_adapter(module: nn.Module) -> nn.Module:
+    """What peft has wrapped, or the module itself."""
+    return getattr(module, "base_layer", module)

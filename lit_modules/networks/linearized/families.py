@@ -1,0 +1,118 @@
+"""The families of pretrained models whose attention can be replaced, and what differs between them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+Window = Callable[[PreTrainedConfig, int], int | None]
+
+
+class Heads(NamedTuple):
+    """Query heads, key (and value) heads, and the width of one."""
+
+    query: int
+    key: int
+    dim: int
+
+
+class Family(NamedTuple):
+    """Stock classes of one model type.
+
+    Attributes:
+        config_class: of its configuration.
+        model_class: of its causal language model.
+        window: tokens that attention sees in the layer of this index; None: all.
+    """
+
+    config_class: type[PreTrainedConfig]
+    model_class: type[PreTrainedModel]
+    window: Window
+
+
+def _no_window(config: PreTrainedConfig, layer: int) -> None:
+    return None
+
+
+def _one_window(config: PreTrainedConfig, layer: int) -> int | None:
+    return config.sliding_window
+
+
+def _window_by_layer(config: PreTrainedConfig, layer: int) -> int | None:
+    return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+
+
+FAMILIES = {
+    "llama": Family(LlamaConfig, LlamaForCausalLM, _no_window),
+    "mistral": Family(MistralConfig, MistralForCausalLM, _one_window),
+    "qwen2": Family(Qwen2Config, Qwen2ForCausalLM, _window_by_layer),
+    "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, _window_by_layer),
+    "phi3": Family(Phi3Config, Phi3ForCausalLM, _one_window),
+}
+
+PREFIX = "linearized_"
+"""Of a linearized model's `model_type`, before its family's."""
+
+
+def check_model_type(model_type: str) -> None:
+    """Raise ValueError for a model that cannot be linearized."""
+    if model_type.removeprefix(PREFIX) in FAMILIES and model_type.startswith(PREFIX):
+        raise ValueError(f"model_type={model_type!r} is linearized already: give the model that it was made from")
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type={model_type!r} cannot be linearized: give one of {', '.join(FAMILIES)}")
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The family of a stock or a linearized configuration."""
+    return FAMILIES[config.model_type.removeprefix(PREFIX)]
+
+
+def head_counts(config: PreTrainedConfig) -> Heads:
+    """The heads of every layer.
+
+    Raises:
+        ValueError: heads that do not divide.
+    """
+    query, key = config.num_attention_heads, config.num_key_value_heads
+    if query % key:
+        raise ValueError(
+            f"num_key_value_heads={key} does not divide num_attention_heads={query}: query heads share key heads evenly"
+        )
+    return Heads(query, key, getattr(config, "head_dim", None) or config.hidden_size // query)
+
+
+def check_config(config: PreTrainedConfig, softmax_layers: tuple[int, ...]) -> None:
+    """Refuse what cannot be linearized as asked.
+
+    Args:
+        config: of the stock model or of the linearized one.
+        softmax_layers: that shall stay as they are.
+
+    Raises:
+        ValueError: heads that do not divide, layers that are not there, dropout in attention.
+    """
+    head_counts(config)
+    count = config.num_hidden_layers
+    beyond = [layer for layer in softmax_layers if not 0 <= layer < count]
+    if beyond:
+        raise ValueError(
+            f"linearization.softmax_layers: layer {beyond[0]} of a model of {count}: give some of 0 to {count - 1}"
+        )
+    if getattr(config, "attention_dropout", 0):
+        raise ValueError(
+            f"attention_dropout={config.attention_dropout} cannot be had: no attention weights are held to drop, "
+            "set it to 0"
+        )

@@ -1,0 +1,157 @@
+"""Gates of the recurrence from a layer's own keys, and the few parameters that a recipe may add to it."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.gated_recurrence import forms
+from kernels.gated_recurrence.forms import Recurrence, SlotRecurrence
+from lit_modules.networks.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from lit_modules.networks.linearized.settings import Linearization
+
+PER_CHANNEL = ("gla", "hgrn2", "rwkv6")
+PER_HEAD = ("mamba2", "mlstm", "gated_retention")
+
+
+def gate_width(settings: "Linearization", head_dim: int) -> int:
+    """Gate logits of one head: its channels, its slots, one, or 0 for gates that are constant."""
+    if settings.gate in PER_CHANNEL:
+        return head_dim
+    if settings.gate == "slots":
+        return settings.num_slots
+    return int(settings.gate in PER_HEAD)
+
+
+def pool(keys: Tensor, width: int) -> Tensor:
+    """Adaptive average pooling of keys `[B, T, H, D]`, all heads side by side, to `[B, T, H, width]`, in float32.
+
+    Equal widths are left as they are (arXiv 2503.01496, section 3.1).
+    """
+    heads, dim = keys.shape[-2:]
+    wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
+    if width == dim:
+        return wide
+    if dim % width == 0:
+        return wide.unflatten(-1, (width, -1)).mean(-1)
+    if width % dim == 0:
+        return wide.repeat_interleave(width // dim, dim=-1)
+    pooled = F.adaptive_avg_pool1d(wide.flatten(2), heads * width)
+    return pooled.unflatten(-1, (heads, width))
+
+
+def gated(
+    settings: "Linearization", q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None
+) -> Recurrence | SlotRecurrence:
+    """The recurrence of the settings' form (arXiv 2503.01496, table 1).
+
+    Args:
+        q: `[B, T, Hq, F]`, mapped.
+        k: `[B, T, Hk, F]`, mapped; of HGRN2 it does not matter.
+        v: `[B, T, Hk, D]`.
+        logits: `[B, T, Hk, gate_width]` float32, None where that is 0.
+    """
+    temperature = settings.gate_temperature
+    if settings.gate == "slots":
+        return forms.slots(q, k, v, logits, temperature=temperature)
+    if settings.gate == "fixed":
+        return Recurrence(q, k, v, _fixed_decay(k) / temperature)
+    if settings.gate in ("mlstm", "gated_retention"):
+        return forms.gated_retention(q, k, v, logits.squeeze(-1), temperature=temperature)
+    if settings.gate == "mamba2":
+        inputs = forms.mamba2_decay(q, k, v, logits.squeeze(-1))
+        return inputs._replace(log_decay=inputs.log_decay / temperature)
+    # A map that has made several channels of one gives all of them its gate.
+    logits = logits.repeat(1, 1, 1, q.shape[-1] // logits.shape[-1])
+    if settings.gate == "gla":
+        return forms.gla(q, k, v, logits, temperature=temperature)
+    if settings.gate == "rwkv6":
+        inputs = forms.rwkv6(q, k, v, logits)
+        return inputs._replace(log_decay=inputs.log_decay / temperature)
+    inputs = forms.hgrn2(q, logits, v)
+    if temperature == 1:
+        return inputs
+    log_decay = inputs.log_decay / temperature
+    return inputs._replace(k=-log_decay.expm1().to(q.dtype), log_decay=log_decay)
+
+
+def _fixed_decay(k: Tensor) -> Tensor:
+    """`log(1 - 2^(-5 - h))` for key head h (RetNet, arXiv 2307.08621, eq. 8): `[B, T, H]`, float32 at least."""
+    head = torch.arange(k.shape[2], device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
+    return torch.log1p(-torch.exp2(-5 - head)).expand(k.shape[:3])
+
+
+class GateProjection(nn.Module):
+    """Gate logits from the hidden states, by a matrix that is drawn: the ablation of pooled keys."""
+
+    def __init__(self, hidden_size: int, heads: int, width: int):
+        super().__init__()
+        self.heads = heads
+        self.weight = nn.Parameter(torch.empty(heads * width, hidden_size, dtype=torch.float32))
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """What the parameters begin as, by name."""
+        return {"weight": torch.randn_like(self.weight) * 0.02}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[B, T, hidden_size]` to `[B, T, heads, width]`, float32 at least."""
+        logits = F.linear(hidden, self.weight.to(hidden.dtype)).unflatten(-1, (self.heads, -1))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class GateShift(nn.Module):
+    """What is learned to be added to the gate's logits, for each head."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(heads, dtype=torch.float32))
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """What the parameters begin as, by name."""
+        return {"shift": torch.zeros_like(self.shift)}
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """`[B, T, heads, width]` shifted."""
+        return logits + self.shift[:, None]
+
+
+class BranchWeights(nn.Module):
+    """Alpha and beta, learned, one for all heads or one for each.
+
+    Args:
+        count: 1, or the query heads.
+        state, window: where they begin.
+    """
+
+    def __init__(self, count: int, state: float, window: float):
+        super().__init__()
+        self.start = {"state": state, "window": window}
+        self.state = nn.Parameter(torch.full((count,), state, dtype=torch.float32))
+        self.window = nn.Parameter(torch.full((count,), window, dtype=torch.float32))
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """What the parameters begin as, by name."""
+        return {name: torch.full_like(getattr(self, name), value) for name, value in self.start.items()}
+
+    def forward(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Alpha and beta `[heads]` float32."""
+        return self.state.expand(heads), self.window.expand(heads)
+
+
+class OutputNorm(RMSNorm):
+    """Each head of the recurrence's output normalized, with a learned scale for each channel, as SUPRA's GroupNorm."""
+
+    def __init__(self, heads: int, head_dim: int):
+        super().__init__(heads, head_dim, eps=1e-5)
+        self.weight = nn.Parameter(torch.ones(heads, head_dim, dtype=torch.float32))
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """What the parameters begin as, by name."""
+        return {"weight": torch.ones_like(self.weight)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x` `[B, T, heads, head_dim]` in float32 at least; result in x's dtype."""
+        return super().forward(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)

@@ -1,0 +1,248 @@
+"""Liger attention (arXiv 2503.01496): a gated recurrence and a sliding window from one set of projections."""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step, gated_slot_attention, windowed_step
+from kernels.gated_recurrence.forms import Recurrence, SlotRecurrence
+from lit_modules.caches.linearized import LinearizedCacheLayer
+from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
+from lit_modules.networks.linearized.feature_maps import make_feature_map
+from lit_modules.networks.linearized.gates import (
+    BranchWeights,
+    GateProjection,
+    GateShift,
+    OutputNorm,
+    gate_width,
+    gated,
+    pool,
+)
+from lit_modules.networks.linearized.ring_attention import ring_attention
+from lit_modules.networks.linearized.settings import Linearization
+from lit_modules.networks.linearized.windows import window_attention
+from lit_modules.networks.mixers.recurrent import takes_steps
+from lit_modules.networks.positions import Positions
+
+Inputs = Recurrence | SlotRecurrence
+
+
+class LigerAttention(SubstitutedAttention):
+    """`o = alpha GRM + beta SWA`, both of the layer's own q, k and v (eq. 5 to 8).
+
+    The recurrence GRM reads keys before their rotation, and gates pooled from the same keys. A state is shared by the
+    query heads that share a key head, as its keys, values and gates are: repeating them would give the same numbers.
+    Where the family normalizes queries and keys, the normalized ones are meant throughout, those that its pretrained
+    attention works on (the paper's code for Qwen3 leaves that norm out).
+    """
+
+    def __init__(self, attention: nn.Module, config: PreTrainedConfig, settings: Linearization):
+        super().__init__(attention, config, settings)
+        width = gate_width(settings, self.heads.dim)
+        maps_keys, maps_queries = settings.gate not in ("slots", "hgrn2"), settings.gate != "slots"
+        self.q_feature_map = self._feature_map(self.heads.query) if maps_queries else None
+        self.k_feature_map = self._feature_map(self.heads.key) if maps_keys else None
+        self.gate_width, random = width, settings.gate_source == "random"
+        self.gate_proj = GateProjection(config.hidden_size, self.heads.key, width) if width and random else None
+        self.gate_shift = GateShift(self.heads.key) if width and settings.learned_gate_shift else None
+        count = {None: 0, "layer": 1, "head": self.heads.query}[settings.learned_weights]
+        self.weights = BranchWeights(count, settings.state_weight, settings.window_weight) if count else None
+        self._constant_weights: tuple[Tensor, Tensor] | None = None
+        self.output_norm = OutputNorm(self.heads.query, self.heads.dim) if settings.output_norm else None
+
+    def _feature_map(self, heads: int) -> nn.Module | None:
+        return make_feature_map(self.settings.feature_map, heads, self.heads.dim)
+
+    def new_cache(self) -> LinearizedCacheLayer:
+        """An empty cache of this layer's states and ring."""
+        return LinearizedCacheLayer(self.settings.window, self.settings.sinks)
+
+    def student(
+        self,
+        hidden: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        position_embeddings: Rotary,
+        cache: LinearizedCacheLayer | None,
+    ) -> Tensor:
+        """Both branches, weighted; as `SubstitutedAttention.student`."""
+        if cache is not None:
+            cache.start(k)
+        inputs = self._inputs(hidden, q, k, v, position_embeddings)
+        if cache is not None and self._is_one_step(inputs, positions, cache):
+            rotated = self.rotate(q, k, position_embeddings)
+            return self._step(inputs, *rotated, positions, cache)
+        inputs = _written(inputs, self._is_written(positions, cache, v.shape[1]))
+        if self.settings.delayed:
+            inputs = self._delayed(inputs, positions, cache)
+        window = self._window(q, k, v, positions, position_embeddings, cache) if self.settings.window else None
+        state = self._recur(inputs, positions, cache)
+        if self.output_norm is not None:
+            state = self.output_norm(state)
+        return self._weighted(state, window)
+
+    def _inputs(self, hidden: Tensor, q: Tensor, k: Tensor, v: Tensor, position_embeddings: Rotary) -> Inputs:
+        """What the recurrence takes in, in its form, of every token."""
+        logits = self._gate_logits(hidden, k)
+        mapped_q = q if self.q_feature_map is None else self.q_feature_map(q)
+        mapped_k = k if self.k_feature_map is None else self.k_feature_map(k)
+        inputs = gated(self.settings, mapped_q, mapped_k, v, logits)
+        if self.settings.rotate_state:
+            turned = self._rotate_features(inputs.q, inputs.k, position_embeddings)
+            inputs = inputs._replace(q=turned[0], k=turned[1])
+        return inputs
+
+    def _gate_logits(self, hidden: Tensor, k: Tensor) -> Tensor | None:
+        """`[B, T, Hk, gate_width]` float32, None for constant gates."""
+        if not self.gate_width:
+            return None
+        logits = pool(k, self.gate_width) if self.gate_proj is None else self.gate_proj(hidden)
+        return logits if self.gate_shift is None else self.gate_shift(logits)
+
+    def _rotate_features(self, q: Tensor, k: Tensor, position_embeddings: Rotary) -> tuple[Tensor, Tensor]:
+        """Queries and keys after their map turned, as SUPRA does; a map's several halves each by themselves."""
+        copies = q.shape[-1] // self.heads.dim
+        q, k = (x.unflatten(-1, (copies, -1)).flatten(2, 3) for x in (q, k))
+        return tuple(x.unflatten(2, (-1, copies)).flatten(3) for x in self.rotate(q, k, position_embeddings))
+
+    def _is_written(self, positions: Positions, cache: LinearizedCacheLayer | None, tokens: int) -> Tensor | None:
+        """`[B, T]` bool, or None for all: not padding, nor with `delayed` the sinks, which the window never loses."""
+        real = None
+        if positions.kv_start is not None:
+            time = torch.arange(tokens, device=positions.index.device) if cache is None else cache.time(tokens)
+            real = time >= positions.kv_start[:, None]
+        if self.settings.delayed and self.settings.sinks:
+            no_sink = positions.index >= self.settings.sinks
+            real = no_sink if real is None else real & no_sink
+        return real
+
+    def _delayed(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer | None) -> Inputs:
+        """Keys, values and gates as many tokens later as the window is long; queries as they are."""
+        if cache is not None:
+            return type(inputs)(inputs.q, *cache.delay(inputs[1:]))
+        window = self.settings.window
+        early = positions.index < window
+        return type(inputs)(inputs.q, *(_later(x, window, early) for x in inputs[1:]))
+
+    def _window(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        position_embeddings: Rotary,
+        cache: LinearizedCacheLayer | None,
+    ) -> Tensor:
+        """Softmax attention in the window, after what the ring holds and into it."""
+        q, k = self.rotate(q, k, position_embeddings)
+        if cache is not None and cache.ring_keys is not None:
+            return ring_attention(q, k, v, cache, kv_start=positions.kv_start, scale=self.scale)
+        if cache is not None:
+            cache.append(k, v, positions.kv_start)
+        window, sinks = self.settings.window, self.settings.sinks
+        return window_attention(q, k, v, window=window, sinks=sinks, positions=positions, scale=self.scale)
+
+    def _is_one_step(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer) -> bool:
+        """Whether one operation does both branches: a token, of a recurrence as `windowed_step` has it."""
+        separate = self.settings.delayed or self.settings.output_norm or isinstance(inputs, SlotRecurrence)
+        if separate or not self.settings.window or inputs.q.shape[1] != 1:
+            return False
+        return takes_steps(inputs, cache, positions)
+
+    def _step(
+        self, inputs: Recurrence, q: Tensor, k: Tensor, positions: Positions, cache: LinearizedCacheLayer
+    ) -> Tensor:
+        """Both branches of one token, weighted; q and k are rotated, for the window. Padding is not written, either."""
+        (state,) = cache.states
+        alpha, beta = self._weights_of_heads(state)
+        out = windowed_step(
+            *inputs,
+            state,
+            q,
+            k,
+            cache.ring_keys,
+            cache.ring_values,
+            cache.counter,
+            kv_start=positions.kv_start,
+            state_weight=alpha,
+            window_weight=beta,
+            sinks=self.settings.sinks,
+            window_scale=self.scale,
+        )
+        cache.update((state,), 1)
+        return out
+
+    def _weights_of_heads(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Alpha and beta `[Hq]` on the state's device, in its dtype; those that are constant are made once."""
+        heads = self.heads.query
+        if self.weights is not None:
+            return tuple(weight.to(state.dtype).contiguous() for weight in self.weights(heads))
+        held = self._constant_weights
+        if held is None or held[0].device != state.device or held[0].dtype != state.dtype:
+            both = (self.settings.state_weight, self.settings.window_weight)
+            self._constant_weights = held = tuple(state.new_full((heads,), weight) for weight in both)
+        return held
+
+    def _recur(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer | None) -> Tensor:
+        """The recurrence, after what the cache holds and into it: `[B, T, Hq, D]`."""
+        scan, step = (_slot_scan, _slot_step) if isinstance(inputs, SlotRecurrence) else (_scan, _step)
+        if cache is None:
+            return scan(inputs, None, positions.cu_seqlens)[0]
+        if takes_steps(inputs, cache, positions):
+            out, states = step(inputs, cache.states), cache.states
+        else:
+            out, states = scan(inputs, cache.states, None)
+        cache.update(states, inputs.q.shape[1])
+        return out
+
+    def _weighted(self, state: Tensor, window: Tensor | None) -> Tensor:
+        """`alpha state + beta window`, `[B, T, Hq, D]` each."""
+        alpha, beta = self.settings.state_weight, self.settings.window_weight
+        dtype = state.dtype
+        if self.weights is not None:
+            alpha, beta = (weight[:, None] for weight in self.weights(self.heads.query))
+        out = alpha * state
+        return (out if window is None else out + beta * window).to(dtype)
+
+
+def _written(inputs: Inputs, real: Tensor | None) -> Inputs:
+    """`inputs` of which only the tokens that are `real` `[B, T]` (None: all) leave something in the states."""
+    if real is None:
+        return inputs
+    # A state that is empty may decay as it will.
+    name = "slots" if isinstance(inputs, SlotRecurrence) else "v"
+    return inputs._replace(**{name: getattr(inputs, name).masked_fill(~real[..., None, None], 0)})
+
+
+def _later(x: Tensor, tokens: int, early: Tensor) -> Tensor:
+    """`x` `[B, T, ...]` so many tokens later, zeros where its document had not begun: `early` `[B, T]`."""
+    late = torch.cat((torch.zeros_like(x[:, :tokens]), x[:, :-tokens]), dim=1)
+    return late.masked_fill(early.view(*early.shape, *(1,) * (x.ndim - 2)), 0)
+
+
+States = tuple[Tensor, ...]
+
+
+def _scan(inputs: Recurrence, states: States | None, cu_seqlens: Tensor | None) -> tuple[Tensor, States]:
+    """All tokens at once, after `states`: out, and the states that they leave."""
+    (initial,) = states or (None,)
+    out, final = gated_recurrence(*inputs, initial_state=initial, cu_seqlens=cu_seqlens)
+    return out, (final,)
+
+
+def _slot_scan(inputs: SlotRecurrence, states: States | None, cu_seqlens: Tensor | None) -> tuple[Tensor, States]:
+    return gated_slot_attention(*inputs, initial_state=states, cu_seqlens=cu_seqlens)
+
+
+def _step(inputs: Recurrence, states: States) -> Tensor:
+    """A few tokens one by one, by which `states` are changed in place."""
+    return gated_recurrence_step(*inputs, *states)
+
+
+def _slot_step(inputs: SlotRecurrence, states: States) -> Tensor:
+    q, k, v, slots, log_decay = inputs
+    keys, values = states
+    scores = gated_recurrence_step(q, k, slots, log_decay, keys, decay_axis="value")
+    return gated_recurrence_step(scores.to(log_decay.dtype).softmax(-1).to(q.dtype), slots, v, log_decay, values)

@@ -1,0 +1,169 @@
+"""LoRA on a linearized model through peft: adding it, choosing what is trained, folding it in."""
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+
+from peft import LoraConfig, PeftConfig
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from lit_modules.networks.linearized.models import LinearizedForCausalLM
+
+ADAPTER = "default"  # peft's name for the one adapter
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+FUSED = ("q_proj", "k_proj", "v_proj")  # one qkv_proj in Phi-3
+
+GROUPS = {
+    "lora": r"\.lora_[AB]\.",
+    "feature_maps": r"\.self_attn\..*feature_map",
+    "scalars": r"\.self_attn\.(weights|window_weight|gate_shift)\.",
+    "norms": r"\.self_attn\.output_norm\.",
+    "gates": r"\.self_attn\.gate_proj\.",
+    "projections": r"\.self_attn\.(q|k|v|qkv)_proj\.(base_layer\.)?(weight|bias)$",
+    "all": r"",
+}
+"""What may be trained, by what is found in the parameters' names. "projections": the pretrained ones of queries, keys
+and values themselves; "all": full fine-tuning."""
+
+
+def add_lora(
+    model: LinearizedForCausalLM,
+    *,
+    rank: int = 8,
+    alpha: float = 8,
+    targets: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+    dropout: float = 0.0,
+    where: str = "all",
+) -> LinearizedForCausalLM:
+    """Put LoRA on projections of the attention layers, in place; everything else is frozen.
+
+    The weights of LoRA are float32 whatever the model's dtype is; they start as the identity of the model.
+
+    Args:
+        targets: of q_proj, k_proj, v_proj, o_proj. In Phi-3 the first three mean the fused qkv_proj. Projections of
+            other modules are not offered: the teacher that lives in the same model shares those.
+        where: "all" layers, those that stay softmax attention too (as the code of arXiv 2503.01496 does), or those that
+            are "linearized".
+
+    Raises:
+        ValueError: a projection that the model does not have, a rank or a dropout out of range, LoRA that is there.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"lora.rank={rank} is not a rank: give a whole number, 1 or more")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
+        raise ValueError(f"lora.alpha={alpha}: give a number above 0")
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ValueError(f"lora.dropout={dropout} is not a probability: give 0 or more, below 1")
+    if where not in ("all", "linearized"):
+        raise ValueError(f"lora.where={where} is not known: give one of all, linearized")
+    if has_lora(model):
+        raise ValueError("the model has LoRA: merge it before more is added")
+    kept = model.linearization.softmax_layers
+    layers = [number for number in range(len(model.model.layers)) if where == "all" or number not in kept]
+    if not layers:
+        raise ValueError(f"lora.where={where}: all layers stay softmax attention, give all")
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=lora_targets(model, targets),
+        layers_to_transform=None if where == "all" else layers,
+        task_type="CAUSAL_LM",
+    )
+    return inject(model, config)
+
+
+def inject(model: LinearizedForCausalLM, config: PeftConfig) -> LinearizedForCausalLM:
+    """Put the LoRA of a peft configuration on the model, in place, in float32; everything else is frozen."""
+    model.add_adapter(config, ADAPTER)
+    for layer in lora_layers(model).values():
+        layer.lora_A.float()  # peft gives them the dtype of the projection, in which small steps would be lost
+        layer.lora_B.float()
+    return model
+
+
+def lora_targets(model: LinearizedForCausalLM, targets: Sequence[str]) -> list[str]:
+    """The names of the projections that `targets` mean in this model, each once.
+
+    Raises:
+        ValueError: a name that the model's attention does not have, or none at all.
+    """
+    attention = model.model.layers[0].self_attn
+    here = [name for name in PROJECTIONS if isinstance(getattr(attention, name, None), nn.Linear)]
+    fused = "qkv_proj" in here
+    known = [*FUSED, *(name for name in here if name not in FUSED)] if fused else here
+    unknown = [name for name in targets if name not in known]
+    if unknown or not targets:
+        found = unknown[0] if unknown else "[]"
+        raise ValueError(f"lora.targets: {found} is no projection of this model's attention: give {', '.join(known)}")
+    return sorted({"qkv_proj" if fused and name in FUSED else name for name in targets})
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """The modules that peft has put in place of projections, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether LoRA is on the model, not merged."""
+    return any(isinstance(module, LoraLayer) for module in model.modules())
+
+
+def trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:
+    """Names of the parameters of each group of GROUPS.
+
+    Raises:
+        ValueError: a group that is not known, or of which the model has no parameter.
+    """
+    names, found = [name for name, _ in model.named_parameters()], {}
+    for group in groups:
+        if group not in GROUPS:
+            raise ValueError(f"trainable: {group} is not known: give some of {', '.join(GROUPS)}")
+        found[group] = [name for name in names if re.search(GROUPS[group], name)]
+        if not found[group]:
+            have = [g for g, pattern in GROUPS.items() if any(re.search(pattern, name) for name in names)]
+            raise ValueError(f"trainable: the model has no {group}: give some of {', '.join(have)}")
+    return found
+
+
+def set_trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:
+    """Train these groups and freeze all other parameters. Returns and raises as `trainable`."""
+    found = trainable(model, groups)
+    chosen = {name for names in found.values() for name in names}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
+    return found
+
+
+def merge(model: LinearizedForCausalLM) -> LinearizedForCausalLM:
+    """Fold LoRA into the projections, in place: the model is as plain as before `add_lora`.
+
+    Base weights that another model shares change with it.
+
+    Raises:
+        ValueError: there is no LoRA, or its weights are not finite.
+    """
+    layers = lora_layers(model)
+    if not layers:
+        raise ValueError("the model has no LoRA to merge")
+    for name, layer in layers.items():
+        layer.merge(safe_merge=True)
+        model.set_submodule(name, layer.get_base_layer())
+    del model.peft_config
+    model._hf_peft_config_loaded = False
+    return model
+
+
+def merged_copy(model: LinearizedForCausalLM) -> LinearizedForCausalLM:
+    """The merged model beside the one that is given, which stays as it is. All but the adapted projections is shared;
+    without LoRA, the model itself."""
+    layers = lora_layers(model)
+    if not layers:
+        return model
+    own = {id(layer.get_base_layer().weight) for layer in layers.values()}
+    # What a module keeps of its last pass is shared, too: a tensor with a history cannot be copied.
+    kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    tensors = (*model.parameters(), *model.buffers(), *kept)
+    return merge(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors if id(tensor) not in own}))

@@ -1,0 +1,324 @@
+"""Pretrained families with their attention replaced, as Hugging Face models of their own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers import initialization as init
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from lit_modules.caches import AttentionCacheLayer, StaticAttentionCacheLayer
+from lit_modules.caches.linearized import LinearizedCacheLayer
+from lit_modules.networks.language_modelling import LanguageModelling
+from lit_modules.networks.linearized.base import MODES, SubstitutedAttention
+from lit_modules.networks.linearized.families import check_config
+from lit_modules.networks.linearized.liger import LigerAttention
+from lit_modules.networks.linearized.lolcats import LolcatsAttention
+from lit_modules.networks.linearized.settings import Linearization
+from lit_modules.networks.linearized.softmax import SoftmaxAttention
+from lit_modules.networks.positions import Positions, locate
+
+MIXERS = {"liger": LigerAttention, "lolcats": LolcatsAttention}
+
+ATTENTION = "linearized"
+"""The attention implementation that linearized models name: their layers call none, and no mask is made for it."""
+
+
+def _never_called(*args, **kwargs):
+    raise NotImplementedError(f"attn_implementation={ATTENTION!r} belongs to models whose layers attend by themselves")
+
+
+AttentionInterface.register(ATTENTION, _never_called)
+
+
+class LinearizedForCausalLM(LanguageModelling):
+    """A pretrained family's language model whose layers attend as its config's `linearization` says.
+
+    It comes before the stock class among the bases; everything but attention is the stock model's.
+    """
+
+    # The few parameters that a recipe adds are float32, whatever the model is loaded in.
+    _keep_in_fp32_modules_strict = (
+        "feature_map",
+        *(f"self_attn.{name}" for name in ("gate_proj", "gate_shift", "weights", "window_weight", "output_norm")),
+    )
+
+    def __init__(self, config: PreTrainedConfig):
+        settings = self.linearization_of(config)
+        check_config(config, settings.softmax_layers)
+        config._attn_implementation = ATTENTION
+        super().__init__(config)
+        for number, layer in enumerate(self.model.layers):
+            mixer = SoftmaxAttention if number in settings.softmax_layers else MIXERS[settings.mixer]
+            layer.self_attn = mixer(layer.self_attn, config, settings)
+        self.post_init()
+
+    def initialize_weights(self) -> None:
+        """Hugging Face's hook for what no checkpoint has: what a recipe adds begins as its module says."""
+        # The stack has an `_init_weights` of its own, which does not know these modules.
+        for module in self.modules():
+            if hasattr(module, "initial_values") and not getattr(module, "_is_hf_initialized", False):
+                for name, value in module.initial_values().items():
+                    init.copy_(getattr(module, name), value)
+                module._is_hf_initialized = True
+        super().initialize_weights()
+
+    @property
+    def linearization(self) -> Linearization:
+        """The settings that the layers are made by."""
+        return self.linearization_of(self.config)
+
+    @staticmethod
+    def linearization_of(config: PreTrainedConfig) -> Linearization:
+        """The settings in a linearized configuration. Raises ValueError for keys or values that are not known."""
+        try:
+            return Linearization(**(config.linearization or {}))
+        except TypeError as error:
+            raise ValueError(f"config.json: linearization has a key that is not known: {error}") from error
+
+    def attentions(self) -> list[SubstitutedAttention]:
+        """The attention of every layer."""
+        return [layer.self_attn for layer in self.model.layers]
+
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters that the source model does not have, by name; LoRA's are not among them."""
+        return {
+            f"model.layers.{number}.self_attn.{name}": parameter
+            for number, attention in enumerate(self.attentions())
+            for name, parameter in attention.named_parameters()
+            if name.partition(".")[0] not in attention.taken
+        }
+
+    def no_decay_parameters(self) -> set[str]:
+        """Names of the parameters without weight decay: norms, biases, and what scales or shifts whole heads."""
+        vectors = {name for name, parameter in self.named_parameters() if parameter.ndim < 2 or name.endswith(".bias")}
+        return vectors | {name for name in self.new_parameters() if ".output_norm." in name}
+
+    def new_cache(self, capacity: int | None = None) -> Cache:
+        """An empty cache for `past_key_values`.
+
+        Args:
+            capacity: tokens that layers of softmax attention will hold at most, in storage that never moves; None: in
+                storage that grows.
+        """
+        layers = [attention.new_cache() for attention in self.attentions()]
+        if capacity is not None:
+            layers = [
+                layer if isinstance(layer, LinearizedCacheLayer) else StaticAttentionCacheLayer(capacity)
+                for layer in layers
+            ]
+        return Cache(layers=layers)
+
+    def stack(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        positions: Positions | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """The stack's outputs, of the arguments of `forward`.
+
+        Unlike there `positions` may come with a cache: a step of decoding that is recorded once and replayed finds its
+        place by the cache's counter, on the device.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids and inputs_embeds: give one of the two")
+        if kwargs.get("output_attentions"):
+            raise ValueError("output_attentions=True cannot be had: attention weights are never held, set it to false")
+        if use_cache is None:
+            alone = cu_seqlens is None and positions is None
+            use_cache = past_key_values is not None or (alone and not self.training)
+        cache = self._cache_to_fill(past_key_values, use_cache)
+        if positions is None:
+            tokens = input_ids if inputs_embeds is None else inputs_embeds
+            past = 0 if cache is None else cache.get_seq_length()
+            positions = locate(*tokens.shape[:2], past, tokens.device, attention_mask, cu_seqlens, position_ids)
+        elif any(x is not None for x in (attention_mask, position_ids, cu_seqlens)):
+            raise ValueError("positions says all that attention_mask, position_ids and cu_seqlens do: give it alone")
+        if cache is not None and positions.cu_seqlens is not None:
+            raise ValueError("cu_seqlens with a cache: packed documents have a state each, set use_cache=False")
+        return self.model(
+            input_ids=input_ids,
+            position_ids=_rotary_index(positions),
+            past_key_values=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=cache is not None,
+            positions=positions,
+            **kwargs,
+        )
+
+    def _cache_to_fill(self, past_key_values: Cache | None, use_cache: bool) -> Cache | None:
+        if past_key_values is None:
+            return self.new_cache() if use_cache else None
+        if self.training and self.is_gradient_checkpointing:
+            raise ValueError(
+                "past_key_values in training with gradient checkpointing would be filled twice: call eval() first"
+            )
+        given, attentions = past_key_values.layers, self.attentions()
+        if len(given) != len(attentions) or not all(map(_fits, given, attentions)):
+            raise ValueError(
+                f"past_key_values is a {type(past_key_values).__name__} of other layers than this model's: "
+                "pass None, or what model.new_cache() returns"
+            )
+        return past_key_values
+
+    def features(
+        self,
+        input_ids: Tensor,
+        *,
+        positions: Positions | None = None,
+        cu_seqlens: Tensor | None = None,
+        mode: str = "student",
+    ) -> Tensor:
+        """Hidden states `[B, T, hidden_size]` after the final norm.
+
+        Args:
+            input_ids: `[B, T]` int64.
+            positions, cu_seqlens: as in `forward`.
+            mode: "student"; "teacher": of the model that this one was made from, without adapters and gradients;
+                "transfer": the teacher's, and `transfer_losses` are there afterwards.
+        """
+        if positions is None:
+            positions = locate(*input_ids.shape, 0, input_ids.device, cu_seqlens=cu_seqlens)
+        with self._mode(mode), torch.set_grad_enabled(torch.is_grad_enabled() and mode != "teacher"):
+            outputs = self.model(
+                input_ids=input_ids, position_ids=_rotary_index(positions), use_cache=False, positions=positions
+            )
+        return outputs.last_hidden_state
+
+    def transfer_losses(self) -> Tensor:
+        """Of every layer that is not kept `[layers]` float32: how far its output, before the output projection, is from
+        the stock layer's, as a mean square, in the last "transfer" pass.
+
+        Raises:
+            RuntimeError: there has been none.
+        """
+        losses = [a.transfer_loss for a in self.attentions() if not isinstance(a, SoftmaxAttention)]
+        if any(loss is None for loss in losses):
+            raise RuntimeError('there are no transfer losses: call features(..., mode="transfer") first')
+        return torch.stack(losses)
+
+    @contextmanager
+    def _mode(self, mode: str) -> Iterator[None]:
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r} is not known: give one of {', '.join(MODES)}")
+        layers = self.model.layers
+        before = [(layer.self_attn.mode, layer.gradient_checkpointing) for layer in layers]
+        try:
+            for layer in layers:
+                layer.self_attn.mode = mode
+                # What is computed again in the backward pass would be the student's, whose mode is back by then.
+                layer.gradient_checkpointing &= mode == "student"
+            yield
+        finally:
+            for layer, (own, checkpointing) in zip(layers, before, strict=True):
+                layer.self_attn.mode, layer.gradient_checkpointing = own, checkpointing
+
+
+def _fits(cache: CacheLayerMixin, attention: SubstitutedAttention) -> bool:
+    """Whether the layer of a cache is of the kind that this layer fills."""
+    kept = isinstance(attention, SoftmaxAttention)
+    return isinstance(cache, (AttentionCacheLayer, StaticAttentionCacheLayer) if kept else LinearizedCacheLayer)
+
+
+def _rotary_index(positions: Positions) -> Tensor:
+    return positions.index if positions.rotary_index is None else positions.rotary_index
+
+
+class LinearizedLlamaConfig(LlamaConfig):
+    """Llama's, and how it is linearized."""
+
+    model_type = "linearized_llama"
+    linearization: dict | None = None
+
+
+class LinearizedMistralConfig(MistralConfig):
+    """Mistral's, and how it is linearized."""
+
+    model_type = "linearized_mistral"
+    linearization: dict | None = None
+
+
+class LinearizedQwen2Config(Qwen2Config):
+    """Qwen2's, and how it is linearized."""
+
+    model_type = "linearized_qwen2"
+    linearization: dict | None = None
+
+
+class LinearizedQwen3Config(Qwen3Config):
+    """Qwen3's, and how it is linearized."""
+
+    model_type = "linearized_qwen3"
+    linearization: dict | None = None
+
+
+class LinearizedPhi3Config(Phi3Config):
+    """Phi-3's, and how it is linearized."""
+
+    model_type = "linearized_phi3"
+    linearization: dict | None = None
+
+
+class LinearizedLlamaForCausalLM(LinearizedForCausalLM, LlamaForCausalLM):
+    """Llama with its attention replaced."""
+
+    config_class = LinearizedLlamaConfig
+
+
+class LinearizedMistralForCausalLM(LinearizedForCausalLM, MistralForCausalLM):
+    """Mistral with its attention replaced."""
+
+    config_class = LinearizedMistralConfig
+
+
+class LinearizedQwen2ForCausalLM(LinearizedForCausalLM, Qwen2ForCausalLM):
+    """Qwen2 with its attention replaced."""
+
+    config_class = LinearizedQwen2Config
+
+
+class LinearizedQwen3ForCausalLM(LinearizedForCausalLM, Qwen3ForCausalLM):
+    """Qwen3 with its attention replaced."""
+
+    config_class = LinearizedQwen3Config
+
+
+class LinearizedPhi3ForCausalLM(LinearizedForCausalLM, Phi3ForCausalLM):
+    """Phi-3 with its attention replaced."""
+
+    config_class = LinearizedPhi3Config
+
+
+MODELS: dict[str, type[LinearizedForCausalLM]] = {
+    model.config_class.model_type: model
+    for model in (
+        LinearizedLlamaForCausalLM,
+        LinearizedMistralForCausalLM,
+        LinearizedQwen2ForCausalLM,
+        LinearizedQwen3ForCausalLM,
+        LinearizedPhi3ForCausalLM,
+    )
+}
+"""By model type."""

@@ -1,0 +1,71 @@
+"""Softmax attention of new tokens over a ring of the last ones, token by token or some at a time."""
+
+import torch
+from torch import Tensor
+
+from lit_modules.caches.linearized import LinearizedCacheLayer
+
+LARGEST_BLOCK = 256
+"""New tokens whose scores are held at a time."""
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: LinearizedCacheLayer, *, kv_start: Tensor | None, scale: float
+) -> Tensor:
+    """Attention of tokens that come after those in the ring, which see its window and its sinks; they are added to it.
+
+    Args:
+        q: `[B, T, Hq, D]`, rotated, as k.
+        k, v: `[B, T, Hk, D]`.
+        cache: its `counter` stays as it is.
+        kv_start: `[B]` int32, padding on the left of each row.
+        scale: of the logits.
+
+    Returns:
+        `[B, T, Hq, D]` in q's dtype, 0 at the padding.
+    """
+    # In no more than a window no token has a sink among the new ones: it would be in the window still.
+    block, tokens = min(cache.window, LARGEST_BLOCK), q.shape[1]
+    parts = []
+    for first in range(0, tokens, block):
+        part = slice(first, first + block)
+        parts.append(_attend(q[:, part], k[:, part], v[:, part], cache, first, kv_start, scale))
+        cache.append(k[:, part], v[:, part], kv_start, after=first)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: LinearizedCacheLayer,
+    after: int,
+    kv_start: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Attention of at most `window` tokens to those in the ring and to themselves; `after` came since its counter."""
+    dtype, heads = torch.promote_types(q.dtype, torch.float32), k.shape[2]
+    # Copies: the ring is written to before a backward pass would read it.
+    keys, values = (torch.cat(pair, dim=1).to(dtype) for pair in ((cache.ring_keys, k), (cache.ring_values, v)))
+    scores = torch.einsum("bihgd,bjhd->bhgij", q.to(dtype).unflatten(2, (heads, -1)), keys) * scale
+    visible = _visible(q.shape[1], cache, after, kv_start)[:, None, None]
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    weights = weights.masked_fill(~visible, 0)  # padding sees nothing, not even itself
+    return torch.einsum("bhgij,bjhd->bihgd", weights, values).flatten(2, 3).to(q.dtype)
+
+
+def _visible(tokens: int, cache: LinearizedCacheLayer, after: int, kv_start: Tensor | None) -> Tensor:
+    """Which of the sinks, the window's slots and the new tokens each new token sees: `[B or 1, T, S]` bool."""
+    time = cache.time(tokens) + after
+    start = time.new_zeros(1, 1) if kv_start is None else kv_start[:, None].long()
+    newest_held = time[0] - 1
+    slot = torch.arange(cache.window, device=time.device)
+    held = newest_held - (newest_held - slot) % cache.window
+    place = torch.cat((held, time))
+    back = time[:, None] - place
+    near = (back >= 0) & (back < cache.window) & (place >= start)[:, None]
+    if not cache.sinks:
+        return near
+    sink = start + torch.arange(cache.sinks, device=time.device)
+    far = (time[:, None] - sink[:, None]) >= cache.window
+    return torch.cat((far, near), dim=-1)

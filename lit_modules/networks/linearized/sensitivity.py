@@ -1,0 +1,68 @@
+"""Which layers lose most when they are linearized: measured one by one on held-out text, or by the paper's rule."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX
+from lit_modules.networks.linearized.models import LinearizedForCausalLM
+
+
+@torch.no_grad()
+def sensitivity(model: LinearizedForCausalLM, batches: Iterable[dict[str, Tensor]]) -> Tensor:
+    """How much the loss grows when one layer alone is linearized, and all others are as they were pretrained.
+
+    Args:
+        batches: arguments of the model's `forward` with `shift_labels` (-100: left out), read once and kept. One
+            pass over them for each layer, and one more.
+
+    Returns:
+        `[layers]` float32 on the CPU, nats per token. A layer that stays softmax attention has 0 or, with an adapter
+        on it, what that changes.
+
+    Raises:
+        ValueError: there is no token to predict.
+    """
+    batches = list(batches)
+    tokens = sum(int((batch["shift_labels"] != IGNORE_INDEX).sum()) for batch in batches)
+    if tokens == 0:
+        raise ValueError("the sensitivity of layers needs held-out text: there is no token to predict")
+    layers = model.attentions()
+    modes, training = [layer.mode for layer in layers], model.training
+    model.eval()
+    try:
+        for layer in layers:
+            layer.mode = "teacher"
+        teacher, losses = total_loss(model, batches), []
+        for layer in layers:
+            layer.mode = "student"
+            losses.append(total_loss(model, batches))
+            layer.mode = "teacher"
+    finally:
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.mode = mode
+        model.train(training)
+    return torch.tensor([(loss - teacher) / tokens for loss in losses])
+
+
+def total_loss(model: LinearizedForCausalLM, batches: Iterable[dict[str, Tensor]]) -> float:
+    """Nats over all tokens of the batches."""
+    return sum(float(model(**batch, reduction="sum").loss) for batch in batches)
+
+
+def choose_layers(sensitivities: Tensor | Sequence[float], count: int) -> tuple[int, ...]:
+    """The indices of the `count` most sensitive layers, in order: those to keep as softmax attention.
+
+    Raises:
+        ValueError: more layers than there are.
+    """
+    sensitivities = torch.as_tensor(sensitivities)
+    if not 0 <= count <= len(sensitivities):
+        raise ValueError(f"{count} of {len(sensitivities)} layers cannot be kept: give 0 to {len(sensitivities)}")
+    return tuple(sorted(sensitivities.topk(count).indices.tolist()))
+
+
+def every(layers: int, n: int = 8) -> tuple[int, ...]:
+    """The layers that a hybrid keeps, the last of every `n`: one after 7 that are linearized (arXiv 2503.01496)."""
+    return tuple(range(n - 1, layers, n))

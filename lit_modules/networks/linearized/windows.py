@@ -1,0 +1,134 @@
+"""Softmax attention in a sliding window, with or without the document's first tokens, in O(T window).
+
+By blocks of queries at least as long as the window: a block sees its own keys and those of the block before it, of
+which a mask leaves each query its window. Query heads that share a key head are rows of one product. Where a query
+stands in its document bounds how far it may look back, which keeps packed documents and left padding apart.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import forgetting_attention
+from lit_modules.networks.mixers.recurrent import without_padding
+from lit_modules.networks.positions import Positions
+
+SMALLEST_BLOCK = 16
+"""Queries in a block, at least: for windows of a few tokens, blocks of as few would be all overhead."""
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks: int, positions: Positions, scale: float
+) -> Tensor:
+    """Softmax over each token's window and, with `sinks`, over the first tokens of its document that left the window.
+
+    Args:
+        q: `[B, T, Hq, D]`, rotated, as k.
+        k, v: `[B, T, Hk, D]`; Hk divides Hq.
+        window: tokens seen, the token itself included, 1 or more.
+        sinks: first tokens of a document (of a row, behind its padding) that are seen from anywhere in it (attention
+            sinks, arXiv 2309.17453), 0 or more.
+        positions: of the tokens; none is cached.
+        scale: of the logits.
+
+    Returns:
+        `[B, T, Hq, D]` in q's dtype; 0 at the padding.
+    """
+    if not sinks:
+        return forgetting_attention(
+            q, k, v, scale=scale, window=window, cu_seqlens=positions.cu_seqlens, kv_start=positions.kv_start
+        )
+    blocks = Blocks(k.shape[2], window, positions.index)
+    in_window = blocks.scores(q, k, scale)
+    keys, values = (_first_tokens(x, sinks, positions) for x in (k, v))
+    at_sinks = _sink_scores(q, keys, positions, window, scale)
+    weights = torch.cat((in_window, blocks.cut(at_sinks)), dim=-1).softmax(-1)
+    in_window, at_sinks = weights.split((in_window.shape[-1], sinks), dim=-1)
+    out = blocks.weighted_sum(in_window, v) + _weighted_sinks(blocks.join(at_sinks), values)
+    return without_padding(out.flatten(2, 3), positions, None).to(q.dtype)
+
+
+class Blocks:
+    """Queries `[B, T, Hq, D]` cut into blocks, each with the keys `[B, T, Hk, D]` that a window may reach.
+
+    Args:
+        key_heads: Hk.
+        window: tokens seen, the token itself included.
+        index: `[B, T]`, each token's place in its document, 0 or more.
+    """
+
+    def __init__(self, key_heads: int, window: int, index: Tensor):
+        self.key_heads, self.window, self.index = key_heads, window, index
+        self.length = index.shape[1]
+        self.block = max(1, min(max(window, SMALLEST_BLOCK), self.length))
+        self.count = -(-self.length // self.block)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """`[B, T, Hk, G, ...]` to `[B, blocks, Hk, G, block, ...]`, zeros behind the last token."""
+        x = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, self.count * self.block - self.length))
+        return x.unflatten(1, (self.count, self.block)).movedim(2, 4)
+
+    def join(self, x: Tensor) -> Tensor:
+        """What `cut` does, undone."""
+        return x.movedim(4, 2).flatten(1, 2)[:, : self.length]
+
+    def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        """`[B, blocks, Hk, G, block, 2 block]`, -inf outside the window; float32 at least."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        queries = self.cut(q.to(dtype).unflatten(2, (self.key_heads, -1)))
+        scores = _product("bnhgid,bnjhd->bnhgij", queries, self._reachable(k.to(dtype)))
+        return (scores * scale).masked_fill(~self._visible()[:, :, None, None], -torch.inf)
+
+    def weighted_sum(self, weights: Tensor, v: Tensor) -> Tensor:
+        """`weights` `[B, blocks, Hk, G, block, 2 block]` times the values `[B, T, Hk, D]`: `[B, T, Hk, G, D]`."""
+        out = _product("bnhgij,bnjhd->bnhgid", weights, self._reachable(v.to(weights.dtype)))
+        return self.join(out)
+
+    def _reachable(self, x: Tensor) -> Tensor:
+        """`[B, T, H, D]` to `[B, blocks, 2 block, H, D]`: for each block the one before it, and itself."""
+        x = F.pad(x, (0, 0, 0, 0, self.block, self.count * self.block - self.length))
+        x = x.unflatten(1, (self.count + 1, self.block))
+        return torch.cat((x[:, :-1], x[:, 1:]), dim=2)
+
+    def _visible(self) -> Tensor:
+        """`[B, blocks, block, 2 block]` bool: a token sees itself and back as far as its window and its document."""
+        index = F.pad(self.index, (0, self.count * self.block - self.length))
+        place = torch.arange(2 * self.block, device=index.device)
+        back = place[self.block :, None] - place
+        near = (back >= 0) & (back < self.window)
+        return near & (back <= index.unflatten(1, (self.count, self.block))[..., None])
+
+
+def _first_tokens(x: Tensor, sinks: int, positions: Positions) -> Tensor:
+    """`[B, T, H, D]` to `[B, n, sinks, H, D]`: of each token's document (n = T, packed) or of the row (n = 1)."""
+    batch, length = x.shape[:2]
+    if positions.cu_seqlens is not None:
+        start = torch.arange(length, device=x.device) - positions.index
+    elif positions.kv_start is not None:
+        start = positions.kv_start[:, None].long()
+    else:
+        start = positions.index.new_zeros(batch, 1)
+    # Beyond a short document there are other tokens, or none: they are masked.
+    place = (start[..., None] + torch.arange(sinks, device=x.device)).clamp(max=length - 1)
+    return x[torch.arange(batch, device=x.device)[:, None, None], place]
+
+
+def _sink_scores(q: Tensor, keys: Tensor, positions: Positions, window: int, scale: float) -> Tensor:
+    """`[B, T, Hk, G, sinks]`, -inf where the sink is in the window, or is not in the document; float32 at least."""
+    dtype, heads, sinks = torch.promote_types(q.dtype, torch.float32), keys.shape[3], keys.shape[2]
+    queries = q.to(dtype).unflatten(2, (heads, -1)).unflatten(1, (keys.shape[1], -1))
+    scores = _product("bnlhgd,bnshd->bnlhgs", queries, keys.to(dtype)).flatten(1, 2) * scale
+    left = positions.index[..., None] - torch.arange(sinks, device=q.device) >= window
+    return scores.masked_fill(~left[:, :, None, None], -torch.inf)
+
+
+def _weighted_sinks(weights: Tensor, values: Tensor) -> Tensor:
+    """`[B, T, Hk, G, sinks]` times `[B, n, sinks, Hk, D]`: `[B, T, Hk, G, D]`."""
+    weights = weights.unflatten(1, (values.shape[1], -1))
+    return _product("bnlhgs,bnshd->bnlhgd", weights, values.to(weights.dtype)).flatten(1, 2)
+
+
+def _product(equation: str, x: Tensor, y: Tensor) -> Tensor:
+    """An einsum in the dtype of its arguments, under autocast too, as the kernels take theirs."""
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.einsum(equation, x, y)

@@ -1,0 +1,130 @@
+"""What lm-eval is told about a model, the paper's numbers, and the run that results go to."""
+
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from evaluation import places, run_log
+from evaluation.harness import published
+from evaluation.harness.model import CheckpointLM
+from evaluation.harness.scoring import averages
+from lit_modules import loggers, runs
+
+
+def as_lm_eval_sees(folder, batch_size=4, max_length=None):
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return CheckpointLM(model, AutoTokenizer.from_pretrained(folder), batch_size, max_length)
+
+
+def test_the_published_averages_are_those_of_the_published_values():
+    for row in published.ROWS:
+        assert sum(row.values) / 6 == pytest.approx(row.average, abs=0.06), row.model
+        assert sum(row.values[:5]) / 5 == pytest.approx(row.average_without_mmlu, abs=0.06), row.model
+
+
+def test_averages_wait_for_all_their_tasks():
+    found = {task: {"value": 0.5, "standard_error": 0.01} for task in published.METRICS if task != "mmlu"}
+    assert set(averages(found)) == {"average_without_mmlu"}
+    assert averages(found)["average_without_mmlu"]["standard_error"] == pytest.approx(0.01 / 5**0.5)
+    found["mmlu"] = {"value": 0.2, "standard_error": None}
+    assert averages(found)["average"] == {"value": pytest.approx(0.45), "standard_error": None}
+
+
+def test_a_model_of_ours_sees_each_text_begin_as_in_training_and_the_callers_tokenizer_stays(ours):
+    tokenizer = AutoTokenizer.from_pretrained(ours)
+    plain = tokenizer("the gate")["input_ids"]
+    model = CheckpointLM(AutoModelForCausalLM.from_pretrained(ours), tokenizer, 1, None)
+    assert model.tok_encode("the gate") == [0, *plain]
+    assert model.tok_encode("the gate", add_special_tokens=False) == plain
+    ids, mask = model.tok_batch_encode(["the gate", "a"])
+    assert ids[0].tolist() == [0, *plain]
+    assert int(mask[1].sum()) == len(model.tok_encode("a"))
+    assert tokenizer("the gate")["input_ids"] == plain
+
+
+def test_a_batch_size_is_looked_for_once_for_requests_of_about_one_length(ours, monkeypatch):
+    model, tried = as_lm_eval_sees(ours), []
+    monkeypatch.setattr(
+        HFLM, "_detect_batch_size", lambda self, requests, pos=0: tried.append(len(requests[0][1])) or 2
+    )
+    for length in (40, 33, 64, 12, 90, 500):
+        model._detect_batch_size([(None, [1] * (length - 1), [2])])
+    assert tried == [64, 16, 96]  # 96: what the model's configuration allows
+
+
+def test_a_batch_that_memory_has_no_room_for_is_a_mistake_in_one_line(ours, monkeypatch):
+    from evaluation.harness import scoring
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    class AnyTask:
+        def set_fewshot_seed(self, seed): ...
+
+    monkeypatch.setattr(scoring, "evaluate", full)
+    with pytest.raises(ValueError, match="batch_size=4 does not fit"):
+        scoring.score_task(as_lm_eval_sees(ours), "piqa", AnyTask(), None, 0)
+
+
+def make_run(folder):
+    (folder / "checkpoints" / "step_00000004").mkdir(parents=True)
+    (folder / "export").mkdir()
+    (folder / "export" / "model.safetensors").write_bytes(b"weights")
+    (folder / "metrics.csv").write_text("step,loss\n2,3.0\n4,2.5\n")
+    (folder / runs.CONFIG).write_text("logger:\n  wandb:\n    _target_: x\n    project: liger\n    mode: offline\n")
+    return folder
+
+
+def test_results_of_a_run_its_checkpoints_and_its_export_go_to_the_run(tmp_path):
+    run = make_run(tmp_path / "run")
+    for path in (run, run / "export", run / "checkpoints" / "step_00000004"):
+        assert places.place(str(path), None).folder == run / "evaluation"
+    assert places.place(str(run), str(tmp_path / "other")).folder == tmp_path / "other" / "evaluation"
+    with pytest.raises(ValueError, match="output=FOLDER"):
+        places.place(str(tmp_path), None)
+    with pytest.raises(ValueError, match="output=FOLDER"):
+        places.place("meta-llama/Llama-3.2-1B", None)
+
+
+def test_weights_that_are_written_anew_have_another_name(tmp_path):
+    run = make_run(tmp_path / "run")
+    before = places.weights(str(run))
+    (run / "metrics.csv").write_text("step,loss\n")
+    assert places.weights(str(run)) == before
+    (run / "export" / "model.safetensors").write_bytes(b"other weights")
+    assert places.weights(str(run)) != before
+
+
+def test_values_go_to_the_wandb_run_at_its_last_step_unless_it_is_going_on(tmp_path, monkeypatch):
+    run, told = make_run(tmp_path / "run"), []
+
+    class Recorder:
+        def __init__(self, folder, settings, **given):
+            told.append(("begin", folder, given))
+
+        def log_metrics(self, values, step):
+            told.append((values, step))
+
+        def log_image(self, name, pictures, step):
+            told.append((name, pictures, step))
+
+        def close(self, code):
+            told.append(("end", code))
+
+    monkeypatch.setattr(loggers, "Wandb", Recorder)
+    log = lambda: run_log.log_to_run(run, {"harness/piqa_acc": 0.5}, {"picture": run / "a.png"})  # noqa: E731
+    log()
+    assert told == []  # a run without wandb
+    (run / "wandb").mkdir()
+    (run / "wandb" / "run-id.txt").write_text("abc")
+    with runs.hold(run):
+        log()
+    assert told == []
+    log()
+    assert told == [
+        ("begin", run, {"project": "liger", "mode": "offline"}),
+        ({"harness/piqa_acc": 0.5}, 4),
+        ("picture", [f"{run}/a.png"], 4),
+        ("end", 0),
+    ]

@@ -1,0 +1,415 @@
+"""LoRA, and what is saved of a linearized model: adapters beside their base model, and merged exports."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import PeftModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from lit_modules import generate, runs
+from lit_modules.networks.linearized import adapters
+from lit_modules.networks.linearized.conversion import load_pretrained
+from lit_modules.networks.linearized.families import FAMILIES
+from lit_modules.networks.linearized.lora import add_lora, merge, set_trainable, trainable
+from lit_modules.networks.linearized.settings import Linearization
+from tests.conftest import ROOT
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # so that attention, and what is added to it, shows in the logits
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SETTINGS = Linearization(window=4)
+LEARNED = Linearization(
+    window=4, gate_source="random", learned_weights="head", learned_gate_shift=True, output_norm=True,
+    feature_map="learned",
+)  # fmt: skip
+LOLCATS = Linearization(mixer="lolcats", feature_map="learned", window=4)
+TOKENS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def write_base(folder, family="llama", seed=0, **changes):
+    """A folder with a random stock model."""
+    torch.manual_seed(seed)
+    stock = FAMILIES[family]
+    stock.model_class(stock.config_class(**{**SIZES, **changes})).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("bases")
+    return {family: write_base(parent / family, family) for family in ("llama", "mistral", "qwen3", "phi3")}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2", pad_token="w0")
+
+
+def adapted(base, settings=SETTINGS, dtype=torch.float32, **options):
+    """A linearized model whose LoRA is not the identity."""
+    torch.manual_seed(0)
+    model = add_lora(load_pretrained(str(base), settings, dtype), **{"rank": 2, **options}).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+@torch.no_grad()
+def logits(model):
+    return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "phi3"])
+def test_lora_is_added_saved_loaded_and_merged_in_every_family(bases, tmp_path, family):
+    plain = load_pretrained(str(bases[family]), SETTINGS, torch.float32).eval()
+    model = adapted(bases[family])
+    expected = logits(model)
+    assert (expected - logits(plain)).abs().max() > 0.1
+    adapters.save_adapter(model, tmp_path / "adapter", base=str(bases[family]))
+    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), expected)
+    assert torch.equal(logits(PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()), expected)
+    names = set(merge(model).state_dict())
+    assert names == set(load_pretrained(str(bases[family]), SETTINGS, torch.float32).state_dict())
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_new_lora_changes_nothing_and_alone_is_trained(bases):
+    model = load_pretrained(str(bases["llama"]), SETTINGS, torch.float32).eval()
+    before = logits(model)
+    assert torch.equal(logits(add_lora(model)), before)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(names) == 2 * 2 * 3
+    assert all(".lora_" in name for name in names)
+
+
+def test_lora_over_bfloat16_is_float32_and_learns_with_and_without_autocast(bases):
+    model = adapted(bases["llama"], dtype=torch.bfloat16).train()
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(TOKENS, shift_labels=TOKENS.roll(-1, 1)).loss
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if ".lora_" in name}
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_the_teacher_inside_the_model_does_not_see_lora(bases):
+    plain = load_pretrained(str(bases["llama"]), SETTINGS, torch.float32).eval()
+    model = adapted(bases["llama"], targets=("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert torch.equal(model.features(TOKENS, mode="teacher"), plain.features(TOKENS, mode="teacher"))
+    assert not torch.allclose(model.features(TOKENS), plain.features(TOKENS), atol=0.1)
+
+
+def test_in_phi3_queries_keys_and_values_are_one_projection(bases):
+    model = adapted(bases["phi3"], targets=("q_proj", "v_proj", "o_proj"))
+    modules = {name.split(".")[4] for name, _ in model.named_parameters() if ".lora_" in name}
+    assert modules == {"qkv_proj", "o_proj"}
+
+
+def test_kept_layers_have_lora_unless_only_linearized_ones_are_asked_for(bases):
+    hybrid = Linearization(window=4, softmax_layers=(1,))
+    for where, expected in (("all", {"0", "1"}), ("linearized", {"0"})):
+        model = adapted(bases["llama"], hybrid, where=where)
+        assert {name.split(".")[2] for name, _ in model.named_parameters() if ".lora_" in name} == expected
+
+
+def test_lora_on_linearized_layers_needs_one(bases):
+    model = load_pretrained(str(bases["llama"]), Linearization(window=4, softmax_layers=(0, 1)), torch.float32)
+    with pytest.raises(ValueError, match=r"lora\.where=linearized: all layers stay softmax attention"):
+        add_lora(model, where="linearized")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"targets": ("gate_proj",)}, "lora.targets: gate_proj is no projection of this model's attention: give"),
+        ({"targets": ()}, "lora.targets: []"),
+        ({"rank": 0}, "lora.rank=0"),
+        ({"alpha": 0}, "lora.alpha=0"),
+        ({"dropout": 1.0}, "lora.dropout=1.0"),
+        ({"where": "some"}, "lora.where=some"),
+        ({"alpha": "much"}, "lora.alpha=much"),
+    ],
+)  # fmt: skip
+def test_settings_of_lora_that_cannot_be_are_refused_in_one_line(bases, options, said):
+    model = load_pretrained(str(bases["llama"]), SETTINGS, torch.float32)
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as found:
+        add_lora(model, **options)
+    assert said in str(found.value)
+    assert not any(".lora_" in name for name, _ in model.named_parameters())
+
+
+def test_every_group_can_be_trained_by_its_name(bases):
+    model = adapted(bases["llama"], LEARNED)
+    groups = ("lora", "feature_maps", "scalars", "norms", "gates")
+    found = set_trainable(model, groups)
+    on = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert on == {name for names in found.values() for name in names}
+    assert on == {name for name, _ in model.named_parameters() if ".lora_" in name} | set(model.new_parameters())
+    assert sum(map(len, found.values())) == len(on)
+    set_trainable(model, ["scalars"])
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == set(found["scalars"])
+    assert len(set_trainable(model, ["all"])["all"]) == len(list(model.parameters()))
+
+
+def test_no_parameter_of_lolcats_is_without_a_group(bases):
+    model = load_pretrained(str(bases["llama"]), LOLCATS, torch.float32)
+    found = trainable(model, ["feature_maps", "scalars"])
+    assert {name for names in found.values() for name in names} == set(model.new_parameters())
+
+
+def test_a_group_that_the_model_lacks_is_named_with_those_it_has(bases):
+    model = load_pretrained(str(bases["llama"]), SETTINGS, torch.float32)
+    with pytest.raises(ValueError, match="trainable: the model has no gates: give some of projections, all"):
+        trainable(model, ["gates"])
+    with pytest.raises(ValueError, match="trainable: everything is not known: give some of lora, feature_maps"):
+        trainable(model, ["everything"])
+
+
+def test_parameters_that_are_neither_lora_nor_the_base_models_come_back(bases, tmp_path):
+    model = adapted(bases["llama"], LEARNED)
+    with torch.no_grad():
+        for parameter in model.new_parameters().values():
+            parameter.add_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    adapters.save_adapter(model, tmp_path / "adapter", base=str(bases["llama"]))
+    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), logits(model))
+    merged = adapters.load_adapted(tmp_path / "adapter", merge=True).eval()
+    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-4)
+    assert not any(".lora_" in name for name, _ in merged.named_parameters())
+
+
+def test_parameters_without_lora_are_an_adapter_too(bases, tmp_path):
+    model = load_pretrained(str(bases["llama"]), LEARNED, torch.float32).eval()
+    set_trainable(model, ["gates"])
+    adapters.save_adapter(model, tmp_path / "adapter", base=str(bases["llama"]))
+    assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [adapters.RECORD, adapters.PARAMETERS]
+    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter", merge=True).eval()), logits(model))
+
+
+def test_full_fine_tuning_has_no_adapter(bases, tmp_path):
+    model = load_pretrained(str(bases["llama"]), SETTINGS, torch.float32)
+    set_trainable(model, ["all"])
+    with pytest.raises(ValueError, match="of the base model is trained, and no adapter holds it"):
+        adapters.save_adapter(model, tmp_path / "adapter", base=str(bases["llama"]))
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merged_logits_equal_those_with_lora_to_what_the_dtype_rounds(bases, tmp_path, tokenizer, dtype):
+    model = adapted(bases["llama"], dtype=dtype)
+    before = logits(model)
+    adapters.export_merged(model, tokenizer, tmp_path / "export")
+    assert torch.equal(logits(model), before)  # the model itself stays as it was
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    assert merged.dtype == dtype
+    scale = before.float().abs().max()
+    assert (logits(merged) - before).float().abs().max() < scale * (1e-5 if dtype == torch.float32 else 0.06)
+    assert type(merged) is type(model)
+
+
+def test_a_compiled_model_is_exported_after_a_pass_that_left_tensors_with_a_history(bases, tmp_path, tokenizer):
+    model = adapted(bases["llama"])
+    model.features(TOKENS, mode="transfer")
+    assert model.transfer_losses().requires_grad
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend="eager")
+    assert (adapters.export_merged(model, tokenizer, tmp_path / "export") / "model.safetensors").is_file()
+
+
+def test_an_adapter_goes_onto_its_base_model_in_another_dtype(bases, tmp_path):
+    model = adapted(bases["llama"], dtype=torch.bfloat16)
+    adapters.save_adapter(model, tmp_path / "adapter", base=str(bases["llama"]))
+    assert adapters.load_adapted(tmp_path / "adapter").dtype == torch.float32  # as the base model is stored
+    same = adapters.load_adapted(tmp_path / "adapter", dtype=torch.bfloat16).eval()
+    assert torch.equal(logits(same), logits(model))
+
+
+def test_an_export_generates_in_a_fresh_process_after_one_import(bases, tmp_path, tokenizer):
+    model = adapted(bases["llama"], Linearization(window=4, softmax_layers=(1,)))
+    folder = adapters.export_merged(model, tokenizer, tmp_path / "export")
+    script = (
+        "import sys, torch, lit_modules.networks\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model, tokenizer = (c.from_pretrained(sys.argv[1]) for c in (AutoModelForCausalLM, AutoTokenizer))\n"
+        "inputs = tokenizer(['w5 w6 w7', 'w9'], return_tensors='pt', padding=True, padding_side='left')\n"
+        "inputs.pop('token_type_ids', None)\n"
+        "print(model.generate(**inputs, max_new_tokens=8, do_sample=False).tolist())"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script, str(folder)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert found.returncode == 0, found.stderr
+    ids, mask = torch.tensor([[5, 6, 7], [0, 0, 9]]), torch.tensor([[1, 1, 1], [0, 0, 1]])
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert json.loads(found.stdout.splitlines()[-1]) == expected.tolist()
+
+
+def test_what_is_written_replaces_what_was_there_whole_or_not_at_all(bases, tmp_path, tokenizer, monkeypatch):
+    model = adapted(bases["llama"])
+    folder = adapters.save_adapter(model, tmp_path / "adapter", base=str(bases["llama"]))
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    monkeypatch.setattr(adapters, "fingerprint", lambda model: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        adapters.save_adapter(merge(model), folder, base=str(bases["llama"]))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_folder_that_a_killed_process_had_moved_aside_is_not_lost(tmp_path):
+    (tmp_path / ".export.replaced").mkdir()
+    (tmp_path / ".export.replaced" / "model").write_text("precious")
+    with pytest.raises(ZeroDivisionError), adapters.replaced_whole(tmp_path / "export"):
+        _ = 1 / 0
+    assert (tmp_path / "export" / "model").read_text() == "precious"
+
+
+@pytest.fixture(scope="module")
+def saved(bases, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "adapter"
+    return adapters.save_adapter(adapted(bases["llama"], LEARNED), folder, base=str(bases["llama"]))
+
+
+def copied(saved, tmp_path, **record):
+    """A copy of an adapter's folder with some of its record changed."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for file in saved.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    found = json.loads((folder / adapters.RECORD).read_text())
+    (folder / adapters.RECORD).write_text(json.dumps({**found, **record}))
+    return folder
+
+
+def refusal(folder, **options):
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as found:
+        adapters.load_adapted(folder, **options)
+    assert str(folder) in str(found.value)
+    return str(found.value)
+
+
+def test_a_base_model_that_is_gone_is_named_and_may_be_elsewhere(saved, bases, tmp_path):
+    folder = copied(saved, tmp_path, base="/nowhere/llama")
+    said = refusal(folder)
+    assert "/nowhere/llama" in said
+    assert "base=FOLDER" in said
+    there = adapters.load_adapted(folder, base=str(bases["llama"])).eval()
+    assert torch.equal(logits(there), logits(adapters.load_adapted(saved).eval()))
+
+
+def test_another_base_model_is_refused(saved, bases, tmp_path):
+    wide = write_base(tmp_path / "wide", hidden_size=64)
+    assert "hidden_size=32" in (said := refusal(saved, base=str(wide)))
+    assert "hidden_size=64" in said
+    assert "family=llama" in refusal(saved, base=str(bases["mistral"]))
+    deep = write_base(tmp_path / "deep", num_hidden_layers=3)
+    assert "num_hidden_layers=2" in refusal(saved, base=str(deep))
+    alike = write_base(tmp_path / "alike", seed=7)
+    assert "other weights" in refusal(saved, base=str(alike))
+
+
+def test_an_adapter_for_other_settings_names_the_first_that_differs(saved, bases):
+    model = load_pretrained(str(bases["llama"]), SETTINGS, torch.float32)
+    with pytest.raises(ValueError, match=r"linearization\.gate_source=random, and the model has .*=keys"):
+        adapters.put_on(model, saved)
+    assert not any(".lora_" in name for name, _ in model.named_parameters())
+
+
+def test_an_adapter_is_not_put_onto_lora(saved, bases):
+    with pytest.raises(ValueError, match="has LoRA: merge it before"):
+        adapters.put_on(adapted(bases["llama"], LEARNED), saved)
+
+
+@pytest.mark.parametrize("name", [adapters.RECORD, adapters.PARAMETERS, adapters.LORA_CONFIG, adapters.LORA_WEIGHTS])
+def test_a_missing_file_is_named(saved, tmp_path, name):
+    folder = copied(saved, tmp_path)
+    (folder / name).unlink()
+    assert name in refusal(folder)
+
+
+@pytest.mark.parametrize("name", [adapters.RECORD, adapters.PARAMETERS, adapters.LORA_CONFIG, adapters.LORA_WEIGHTS])
+def test_a_truncated_file_is_named(saved, tmp_path, name):
+    folder = copied(saved, tmp_path)
+    os.truncate(folder / name, 100)
+    assert name in refusal(folder)
+
+
+def test_a_later_format_and_a_lost_tensor_are_named(saved, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = copied(saved, tmp_path, format=2)
+    assert "format is 2" in refusal(folder)
+    (folder / adapters.RECORD).write_bytes((saved / adapters.RECORD).read_bytes())
+    weights = load_file(folder / adapters.LORA_WEIGHTS)
+    lost = min(weights)
+    save_file({name: tensor for name, tensor in weights.items() if name != lost}, folder / adapters.LORA_WEIGHTS)
+    assert f"{lost.removeprefix(adapters.PEFT_PREFIX)} is missing" in refusal(folder)
+
+
+def test_a_model_without_lora_has_nothing_to_merge(bases):
+    with pytest.raises(ValueError, match="no LoRA to merge"):
+        merge(load_pretrained(str(bases["llama"]), SETTINGS, torch.float32))
+
+
+@pytest.fixture
+def run_of_linearize(bases, tmp_path, tokenizer):
+    """A folder as job=linearize leaves it."""
+    folder = tmp_path / "run"
+    model = adapted(bases["llama"])
+    adapters.save_adapter(model, folder / "adapter", base=str(bases["llama"]))
+    adapters.export_merged(model, tokenizer, folder / "export")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / runs.CONFIG).write_text("experiment: liger/gla\n")
+    return folder
+
+
+def test_a_run_its_export_and_its_adapter_write_the_same_text(run, run_of_linearize, tmp_path):
+    (tmp_path / "prompts.txt").write_text("w5 w6 w7 w8\nw9\n")
+    found = []
+    for part in ("", "export", "adapter"):
+        checkpoint, prompts = run_of_linearize / part, f"prompts_file={tmp_path}/prompts.txt"
+        arguments = (f"checkpoint={checkpoint}", prompts, "temperature=0", "max_new_tokens=6", "device=cpu")
+        found.append(run("job=generate", *arguments, tiny=False))
+    assert [f.status for f in found] == [0, 0, 0], found[-1].err
+    assert found[0].out == found[1].out == found[2].out
+    records = [json.loads(line) for line in found[0].out.splitlines()]
+    assert [record["prompt"] for record in records] == ["w5 w6 w7 w8", "w9"]
+    assert any(record["text"] for record in records)
+
+
+def test_an_adapter_whose_base_model_is_gone_cannot_generate_and_says_so_in_one_line(run, run_of_linearize):
+    path = run_of_linearize / "adapter" / adapters.RECORD
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base": "/nowhere/llama"}))
+    found = run("job=generate", f"checkpoint={path.parent}", "prompt=w5", tiny=False)
+    assert found.status == 2
+    assert "/nowhere/llama" in found.err.splitlines()[-1]
+    assert "Traceback" not in found.err
+
+
+def test_an_unfinished_run_says_that_it_has_nothing_to_load_yet(run_of_linearize, monkeypatch):
+    config = {"model_type": "linearized_llama", "hidden_size": 32}
+    monkeypatch.setattr(generate.checkpoints, "read_trainer", lambda path: {"palimpsest": {"model_config": config}})
+    with pytest.raises(ValueError, match="there to go on linearizing from"):
+        generate.from_checkpoint(run_of_linearize / "checkpoints" / "step_1")

@@ -1,0 +1,158 @@
+"""From a folder, from a model in memory, and back: the same weights, and one line for what cannot be."""
+
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel
+
+from lit_modules.networks import Linearization, linearize, load_pretrained
+from lit_modules.networks.linearized.families import FAMILIES
+
+LEARNED = Linearization(
+    gate_source="random", feature_map="relu", learned_weights="head", output_norm=True, softmax_layers=(1,), window=4
+)
+
+
+@pytest.fixture(scope="session")
+def folders(stock, tmp_path_factory):
+    """Pretrained models as they lie on a disk."""
+    root = tmp_path_factory.mktemp("pretrained")
+    for family in FAMILIES:
+        stock(family, tie_word_embeddings=family == "qwen3").save_pretrained(root / family)
+    return root
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_folder_is_read_straight_into_the_linearized_form(family, folders, stock, ids):
+    settings = Linearization(window=4)
+    model = load_pretrained(str(folders / family), settings)
+    in_memory = linearize(stock(family, tie_word_embeddings=family == "qwen3"), settings)
+    assert_close(model(ids).logits, in_memory(ids).logits)
+    assert model.linearization == settings
+    assert model.dtype == torch.float64
+    assert model.config.name_or_path == str(folders / family)
+
+
+@pytest.mark.parametrize(("family", "settings"), [("qwen3", LEARNED), ("phi3", Linearization(window=4, sinks=1))])
+@torch.no_grad()
+def test_what_is_saved_is_loaded_as_any_model_is(family, settings, folders, linearized, ids, tmp_path):
+    model = linearize(AutoModelForCausalLM.from_pretrained(folders / family), settings)
+    for parameter in model.new_parameters().values():
+        parameter += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert again.linearization == settings
+    assert_close(again(ids).logits, model(ids).logits)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.lm_head.weight.dtype == torch.bfloat16
+    assert {p.dtype for p in half.new_parameters().values()} <= {torch.float32}
+    assert all(torch.isfinite(p).all() for p in half.parameters())
+
+
+@torch.no_grad()
+def test_what_a_recipe_adds_begins_the_same_from_a_folder_and_in_memory(folders, stock):
+    from_folder = load_pretrained(str(folders / "llama"), LEARNED, torch.bfloat16).new_parameters()
+    in_memory = linearize(stock("llama"), LEARNED).new_parameters()
+    assert set(from_folder) == set(in_memory)
+    for name, parameter in from_folder.items():
+        assert parameter.dtype == torch.float32
+        if "gate_proj" in name:
+            assert 0.01 < parameter.std() < 0.03
+        else:
+            assert_close(parameter, in_memory[name], rtol=0, atol=0)
+
+
+def test_a_model_without_weights_keeps_having_none(stock):
+    config = stock("llama").config
+    with torch.device("meta"):
+        source = AutoModelForCausalLM.from_config(config)
+    model = linearize(source, LEARNED)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert model.model.embed_tokens.weight is source.model.embed_tokens.weight
+
+
+def test_training_frozen_weights_and_the_mode_are_the_sources(stock):
+    source = stock("qwen2").train()
+    source.model.requires_grad_(False)
+    model = linearize(source, Linearization(learned_weights="head"))
+    assert model.training
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"lm_head.weight", *model.new_parameters()}
+
+
+def refused(folder, settings: Linearization | None = None) -> str:
+    with pytest.raises(ValueError, match=r".+") as error:
+        load_pretrained(str(folder), settings or Linearization())
+    (line,) = str(error.value).splitlines()
+    return line
+
+
+def changed(folder, tmp_path, **values):
+    """A folder with another `config.json`."""
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
+    return tmp_path
+
+
+def test_what_cannot_be_linearized_is_said_in_one_line(folders, stock, tmp_path):
+    llama = folders / "llama"
+    assert "model_type='gpt2' cannot be linearized: give one of llama, mistral, qwen2, qwen3, phi3" in refused(
+        changed(llama, tmp_path, model_type="gpt2")
+    )
+    assert "linearized already" in refused(changed(llama, tmp_path, model_type="linearized_llama"))
+    assert "has no weights that can be read" in refused(changed(llama, tmp_path))
+    assert "num_key_value_heads=3 does not divide" in refused(changed(llama, tmp_path, num_key_value_heads=3))
+    assert "num_attention_heads=10 does not divide hidden_size=32" in refused(
+        changed(llama, tmp_path, num_attention_heads=10, head_dim=None)
+    )
+    assert "config.json of this llama is refused" in refused(changed(llama, tmp_path, hidden_size="large"))
+    assert "attention_dropout=0.1 cannot be had" in refused(changed(llama, tmp_path, attention_dropout=0.1))
+    assert "softmax_layers: layer 2 of a model of 2: give some of 0 to 1" in refused(
+        llama, Linearization(softmax_layers=(2,))
+    )
+    assert "layer -1 of a model of 2" in refused(llama, Linearization(softmax_layers=(-1,)))
+    (tmp_path / "config.json").unlink()
+    assert "has no config.json" in refused(tmp_path)
+    assert "has no config.json" in refused(tmp_path / "nowhere" / "at" / "all")
+    (tmp_path / "config.json").write_text("{")
+    assert "has no config.json that can be read" in refused(tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    assert "model_type='' cannot be linearized" in refused(tmp_path)
+    with pytest.raises(ValueError, match="LlamaModel is no causal language model"):
+        linearize(LlamaModel(stock("llama").config), Linearization())
+    with pytest.raises(ValueError, match="linearized already"):
+        linearize(linearize(stock("llama"), Linearization()), Linearization())
+
+
+def test_weights_that_are_broken_or_incomplete_are_said_in_one_line(stock, tmp_path):
+    model = stock("llama")
+    short = {name: p for name, p in model.state_dict().items() if "layers.1.self_attn.k_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=short)
+    assert "lacks 2 of the model's weights, the first is model.layers.1.self_attn.k_proj.bias" in refused(tmp_path)
+    model.save_pretrained(tmp_path)
+    assert "has no weights that can be read" in refused(changed(tmp_path, tmp_path, intermediate_size=50))
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    assert "has no weights that can be read" in refused(tmp_path)
+
+
+def test_settings_that_are_not_known_are_said_in_one_line(folders, tmp_path):
+    folder = changed(folders / "llama", tmp_path, model_type="linearized_llama", linearization={"windows": 3})
+    with pytest.raises(ValueError, match=r"linearization has a key that is not known: .*'windows'"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"delayed": True, "window": 0}, "linearization.delayed=true with linearization.window=0"),
+        ({"gate": "fixed", "gate_source": "random"}, "linearization.gate=fixed has no logits"),
+        ({"gate": "fixed", "learned_gate_shift": True}, "linearization.gate=fixed has no logits"),
+    ],
+)
+def test_settings_that_contradict_each_other_name_their_keys(settings, line):
+    with pytest.raises(ValueError, match=line):
+        Linearization(**settings)
