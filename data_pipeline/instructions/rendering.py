@@ -112,9 +112,9 @@ class ChatTemplate:
             raise ValueError(f"{record.where}: the tokenizer's chat template refuses it: {reason}") from error
         if spans is None:
             raise ValueError(
-                f"{record.where}: the tokenizer's chat template renders earlier turns otherwise once others follow, so "
-                "answers cannot be told from prompts: use data.loss_on=all, data.template=alpaca, or a chat template "
-                "that marks answers with {% generation %}"
+                f"{record.where}: the tokenizer's chat template does not begin the whole conversation with the text of "
+                "each prompt and answer, so answers cannot be told from prompts: use data.loss_on=all, "
+                "data.template=alpaca, or a chat template that marks answers with {% generation %}"
             )
         found = self._by_spans(spans)
         return None if found is None else self._ended(*found)

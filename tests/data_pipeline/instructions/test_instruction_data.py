@@ -167,7 +167,7 @@ def test_conversations_are_read_and_renamed(make_data, tmp_path):
 def test_what_is_left_out_is_counted(make_data, write_records, tmp_path):
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     make_tokenizer(chat_template=template).save_pretrained(tmp_path / "tokenizer")
-    rows = [{"instruction": "why? ", "output": "the key"}] * 10 + [{"instruction": "describ", "output": "es"}]
+    rows = [{"instruction": "why?", "output": "the key"}] * 10 + [{"instruction": "describ", "output": "es"}]
     data = make_data(
         path=write_records(rows), template="chat", tokenizer=Pretrained(str(tmp_path / "tokenizer")), packing="whole"
     )

@@ -139,11 +139,14 @@ def test_loss_on_all_needs_no_answer_to_be_told():
 def test_a_template_whose_answers_cannot_be_told_is_refused():
     _, example = chat(TURNS[:3], chat_template=FORGETFUL)  # one turn can
     assert example.learned.any()
-    with pytest.raises(
-        ValueError, match=r"^data\.path=x: record 1: .* answers cannot be told.*data\.loss_on=all"
-    ) as error:
-        chat(TURNS, chat_template=FORGETFUL)
-    assert "\n" not in str(error.value)
+    other_prompt = CHAT.replace("assistant\n{% endif %}", "assistant, at length\n{% endif %}")
+    assert other_prompt != CHAT
+    for template in (FORGETFUL, other_prompt):
+        with pytest.raises(
+            ValueError, match=r"^data\.path=x: record 1: .* cannot be told .*data\.loss_on=all"
+        ) as error:
+            chat(TURNS, chat_template=template)
+        assert "\n" not in str(error.value)
 
 
 def test_an_answer_whose_first_token_joins_the_prompt_is_left_out():
