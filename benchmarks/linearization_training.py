@@ -47,6 +47,7 @@ from benchmarks.linearization_steps import (
     timed_step,
 )
 from benchmarks.measuring import milliseconds, one_line, relative_error
+from benchmarks.peer_tuning import tune
 from benchmarks.tables import table
 
 WARM, ROUNDS, STEPS = 2, 5, 2  # steps before the first round; rounds; timed steps of each implementation in a round
@@ -314,6 +315,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=("1b", "tiny"), default="1b", help="tiny: to try the flow, all of it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sections", nargs="+", choices=("training", "large"), default=("training", "large"))
+    parser.add_argument("--processes", type=int, default=8, help="that compile the peer's kernels")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     # A compiled function is one for each implementation; without this, dynamo would give up on the later ones.
@@ -322,6 +324,11 @@ def main() -> int:
     run = Run(device=torch.device(arguments.device), longest=1024, folder=arguments.output)
     shape = SHAPES[arguments.shape]
     run.add_section("What the official package does not find here", "\n".join(f"- {x}" for x in why_not_theirs()))
+    if run.device.type == "cuda" and "training" in arguments.sections:
+        size = (max(shape.micro_batches), shape.length, shape.heads, shape.hidden // shape.heads)
+        for dtype in (torch.float32, torch.bfloat16):
+            tune(*size, dtype, processes=arguments.processes)
+            run.say(f"the peer's kernels are tuned for {' x '.join(map(str, size))} in {str(dtype)[6:]}")
     right = check(run, SHAPES["check"])
     builders = our_builders() if "ours" in right else {}
     sections: list[Callable[[], None]] = []

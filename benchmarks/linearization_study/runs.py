@@ -34,6 +34,7 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
     """Linearize and train one variant, and measure it on all the held-out text; in a process of its own."""
     import hydra
     import lightning
+    import torch
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lit_modules import linearize
@@ -49,6 +50,9 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
         trainer, module, data = linearize.build(cfg, folder)
         data.prepare()
         linearize.adopt(cfg, module, data, folder)
+        if name == variants.DRAWN:
+            for parameter in (p for n, p in module.model.named_parameters() if "feature_map" in n):
+                torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
         points: list[tuple[int, float]] = []
 
         def note(trainer: Any, module: Any) -> None:
@@ -103,7 +107,7 @@ def records(found: dict[str, Any], teacher: Teacher, commit: str, gpu: str) -> t
 
 def wanted(arguments: argparse.Namespace) -> list[tuple[str, list[str], int]]:
     """(name, overrides, seed) of the runs that were asked for."""
-    chosen = {**variants.UNTRAINED_VARIANTS, **variants.PAPER, **variants.BEYOND}
+    chosen = {**variants.UNTRAINED_VARIANTS, **variants.PAPER, **variants.BEYOND, **variants.RECIPES}
     names = arguments.variants or list(chosen)
     unknown = [name for name in names if name not in chosen]
     if unknown:

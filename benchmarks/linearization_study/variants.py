@@ -36,6 +36,7 @@ COSINE = ["schedule=cosine", "schedule.warmup_tokens=131072"]
 UNTRAINED_VARIANTS: dict[str, list[str]] = {
     TEACHER: ["linearization.softmax_layers=[0,1,2,3,4,5,6,7]"],
     UNTRAINED: ["linearization=sliding_window"],
+    "untrained window of 64 and sinks": ["linearization=sliding_window", "linearization.window=64"],
     "Liger-GLA, untrained": [],
 }
 """Measured as they are converted, without any training."""
@@ -94,3 +95,62 @@ BEYOND: dict[str, list[str]] = {
     "fast gates (temperature 4)": ["linearization.temperature=4"],
 }
 """What may lower the gap at equal tokens, one change of Liger-GLA at a time."""
+
+WINDOW_ALONE = ["linearization.state_weight=0.0", "linearization.window_weight=1.0", "linearization.sinks=4"]
+FROM_WINDOW = [*WINDOW_ALONE, "linearization.learned_weights=head"]
+WITH_SCALARS = ["stages.finetuning.train=[lora,scalars]"]
+SHAPED = [*COSINE, "optimizer.lr=3e-3"]
+ALIGNED = [*alignment(QUARTER, "[lora,scalars]", 3e-3), *KL]
+WIDE = [LORA_QKVO, "lora.rank=32", "lora.alpha=32"]
+RECIPE = [*FROM_WINDOW, "linearization.delayed=true", *WITH_SCALARS, *SHAPED, *ALIGNED, *WIDE]
+
+RECIPES: dict[str, list[str]] = {
+    "window of 64 and sinks, LoRA": WINDOW_ALONE,
+    "window of 124 and sinks, LoRA": [*WINDOW_ALONE, "linearization.window=124"],
+    "window of 64 and sinks, LoRA, all of the recipe": [
+        *WINDOW_ALONE,
+        *SHAPED,
+        *alignment(QUARTER, "[lora]", 3e-3),
+        *KL,
+        *WIDE,
+    ],
+    "from the window": [*FROM_WINDOW, *WITH_SCALARS],
+    "from the window, delayed": [*FROM_WINDOW, "linearization.delayed=true", *WITH_SCALARS],
+    "from the window, delayed, cosine": [*FROM_WINDOW, "linearization.delayed=true", *WITH_SCALARS, *SHAPED],
+    "from the window, delayed, cosine, KL": [*FROM_WINDOW, "linearization.delayed=true", *WITH_SCALARS, *SHAPED, *KL],
+    "from the window, delayed, cosine, alignment, KL": [
+        *FROM_WINDOW,
+        "linearization.delayed=true",
+        *WITH_SCALARS,
+        *SHAPED,
+        *ALIGNED,
+    ],
+    "recipe": RECIPE,
+    "recipe, not delayed": [*RECIPE, "linearization.delayed=false"],
+    "recipe, state weight 0.1": [*RECIPE, "linearization.state_weight=0.1"],
+    "recipe, gate shift": [*RECIPE, "linearization.learned_gate_shift=true"],
+    "recipe, window 128": [*RECIPE, "linearization.window=128"],
+    "recipe, HGRN2": [*RECIPE, "linearization.gate=hgrn2"],
+    "recipe, Mamba2": [*RECIPE, "linearization.gate=mamba2"],
+    "recipe, GSA": [*RECIPE, "linearization.gate=slots", "linearization.feature_map=none"],
+    "recipe, learned feature map": [
+        *RECIPE,
+        "linearization.feature_map=learned",
+        "stages.alignment.train=[lora,scalars,feature_maps]",
+        "stages.finetuning.train=[lora,scalars,feature_maps]",
+    ],
+    "recipe, random gate projection": [
+        *RECIPE,
+        "linearization.gate_source=random",
+        "stages.alignment.train=[lora,scalars,gates]",
+        "stages.finetuning.train=[lora,scalars,gates]",
+    ],
+    "recipe, most sensitive layer kept": [*RECIPE, "softmax_layers={most_sensitive:1}"],
+    "LoLCATs, cosine, KL, LoRA as in the recipe": [*LOLCATS, *COSINE, *KL, *WIDE, "optimizer.lr=3e-3"],
+    "random gate projection, frozen": ["linearization.gate_source=random"],
+    "learned feature map, drawn": ["linearization.feature_map=learned", "stages.finetuning.train=[lora,feature_maps]"],
+}
+"""Several changes together, that begin as a sliding window with sinks and learn how much of the state to add; and what
+tells which part of them does it."""
+
+DRAWN = "learned feature map, drawn"  # the map begins at random, as in the paper's code, and not as the identity
