@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.measuring import relative_error
 from kernels.gated_recurrence import windowed_step
 from kernels.gated_recurrence.windowed_step import plain_windowed_step
+from kernels.small_batch_linear import small_batch_linear
 from lit_modules.decoding import DecodingStep, Output, Replay
 from lit_modules.networks.linearized import Linearization, linearize
 from lit_modules.networks.positions import locate
@@ -30,6 +31,7 @@ SHAPES = {
 }  # fmt: skip
 LIGER, HYBRID, SOFTMAX = "Liger-GLA", "Liger-GLA, every 8th softmax", "own attention"
 KERNEL_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+PRODUCT_BOUNDS = KERNEL_BOUNDS
 
 
 def new_model(shape: str, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -91,8 +93,31 @@ def kernel_error(device: torch.device, dtype: torch.dtype) -> float:
     return max(worst, relative_error(held["state"], exact["state"]))
 
 
+def product_error(device: torch.device, dtype: torch.dtype) -> float:
+    """The largest relative error of `small_batch_linear` against its definition in float64: the products of a layer of
+    16 rows, its widest for other rows, and odd sizes."""
+    sizes = [(16, 6144, 4096), (16, 4096, 4096), (16, 4096, 14336), (16, 28672, 4096), (5, 1037, 1083)]
+    sizes += [(rows, 28672, 4096) for rows in (1, 17, 64)]
+    if device.type != "cuda":
+        sizes = [(rows, outputs // 64, k // 64) for rows, outputs, k in sizes]
+    worst = 0.0
+    for rows, outputs, k in sizes:
+        normal = lambda *shape: torch.randn(shape, device=device)  # noqa: E731
+        x, weight, norm = (t.to(dtype) for t in (3 * normal(rows, k), normal(outputs, k) * k**-0.5, 1 + normal(k) / 8))
+        for gated in (False, True)[: 2 - outputs % 2]:
+            residual = normal(rows, outputs // (1 + gated)).to(dtype)
+            for options in ({}, {"norm_weight": norm}, {"residual": residual}):
+                found = small_batch_linear(x, weight, gated=gated, **options)
+                wide = {name: t.double() for name, t in options.items()}
+                exact = small_batch_linear(x.double(), weight.double(), gated=gated, **wide)
+                worst = max(worst, relative_error(found, exact))
+    return worst
+
+
 @torch.no_grad()
-def decoding_errors(implementation: str, shape: str, device: torch.device, compiled: bool) -> tuple[float, float]:
+def decoding_errors(
+    implementation: str, shape: str, device: torch.device, *, fused: bool, compiled: bool
+) -> tuple[float, float]:
     """Relative errors of logits in bfloat16 against the parallel pass in float32: of decoding by replays, and of the
     parallel pass in bfloat16. Rows are padded on the left; the tokens are given."""
     model = linearize(new_model(shape, device, torch.bfloat16), settings_of(implementation, 8))
@@ -110,7 +135,7 @@ def decoding_errors(implementation: str, shape: str, device: torch.device, compi
     cache = model.new_cache(length)
     first = model(tokens[:, :prompt], attention_mask=mask[:, :prompt], past_key_values=cache, logits_to_keep=1).logits
     positions = locate(batch, prompt, 0, device, mask[:, :prompt])
-    step = DecodingStep(model, cache, positions, given, output, compile=compiled)
+    step = DecodingStep(model, cache, positions, given, output, fused=fused, compile=compiled)
     step.take(given(first[:, -1].float()))
     replay = Replay(step)
     for _ in range(length - prompt - 1):

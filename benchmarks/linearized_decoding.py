@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,25 +30,26 @@ from benchmarks.decoding_checks import (
     HYBRID,
     KERNEL_BOUNDS,
     LIGER,
+    PRODUCT_BOUNDS,
     SHAPES,
     SOFTMAX,
     decoding_errors,
     kernel_error,
     new_model,
+    product_error,
     settings_of,
-    step_arguments,
 )
-from benchmarks.measuring import copy_rate, one_line, timed
+from benchmarks.decoding_operations import operations
+from benchmarks.measuring import one_line
 from benchmarks.side_by_side import Run
 from benchmarks.tables import table
 from data_pipeline.files import write_figure
-from kernels import forgetting_attention
-from kernels.gated_recurrence import windowed_step
 from lit_modules.decoding import WARM_UP, DecodingStep, Output, Replay
 from lit_modules.networks.linearized import linearize
 from lit_modules.networks.positions import locate
 
-HUGGING_FACE, COMPILED = "HF static, SDPA", ", compiled"
+HUGGING_FACE, FUSED, COMPILED = "HF static, SDPA", ", fused", ", compiled"
+WAYS = (FUSED, COMPILED, "")  # of running a step, the first that both sides have been measured in is judged
 PROMPT, POSITIONS = 4, 5
 REPEATS = {"cuda": 9, "cpu": 2}
 # Targets, as ratios of the seconds for a whole sequence: own attention's to Liger's.
@@ -80,10 +80,12 @@ class Benchmark(Run):
         "over the length, and the seconds of a length are the sum over its steps by the trapezoidal rule. A cache has "
         "room for its length and no more. GB are 1e9 bytes: allocated while decoding, weights included, and the peak, "
         "a prompt of four tokens and the capture included. Compiled: the layers' step through torch.compile, before it "
-        "is captured. An absolute time holds on this GPU only: compare within the run."
+        "is captured. Fused: its matrices through small_batch_linear as well, with the norms, SwiGLU and residuals "
+        "around them. An absolute time holds on this GPU only: compare within the run."
     )
     row = Row
     batch: int = 16
+    longest_stock: int = 8192
     shape: str = "llama3_8b"
     rows: list[Row] = field(default_factory=list)
 
@@ -104,55 +106,31 @@ def check(run: Benchmark) -> list[str]:
         lines.append([f"windowed_step, {dtype}, against float64", f"{error:.1e}", f"{bound:.1e}"])
         run.say(f"error of {' '.join(lines[-1])}")
         wrong += [lines[-1][0]] * (not error <= bound)
+    for dtype, bound in PRODUCT_BOUNDS.items():
+        error = product_error(run.device, dtype)
+        lines.append([f"small_batch_linear, {dtype}, against float64", f"{error:.1e}", f"{bound:.1e}"])
+        run.say(f"error of {' '.join(lines[-1])}")
+        wrong += [lines[-1][0]] * (not error <= bound)
     shape = "small" if run.device.type == "cuda" else "tiny"
-    variants = [(name, False) for name in (LIGER, HYBRID, SOFTMAX)]
-    for name, compiled in variants + [(LIGER, True)] * (run.device.type == "cuda"):
-        decoded, parallel = decoding_errors(name, shape, run.device, compiled)
+    variants = [(LIGER, FUSED), (HYBRID, FUSED), (SOFTMAX, ""), (LIGER, "")]
+    for name, way in variants:
+        compiled = bool(way) and run.device.type == "cuda"
+        decoded, parallel = decoding_errors(name, shape, run.device, fused=way == FUSED, compiled=compiled)
         # Decoding rounds other sums than the parallel pass does, to the same digits.
         bound = 2 * parallel + 1e-3
-        label = f"{name}{COMPILED * compiled}: logits of captured decoding, bfloat16, against float32"
+        label = f"{name}{way}: logits of captured decoding, bfloat16, against float32"
         lines.append([label, f"{decoded:.1e}", f"{bound:.1e}"])
         run.say(f"error of {' '.join(lines[-1])}")
         wrong += [label] * (not decoded <= bound)
     run.add_section(
         "Errors",
-        "Relative, in the 2-norm. The kernel: outputs and state over 90 tokens, sinks and left padding included. "
+        "Relative, in the 2-norm. windowed_step: outputs and state over 90 tokens, sinks and left padding included. "
+        "small_batch_linear: the worst of the products of a layer, and of 1 to 64 rows. "
         f"Captured decoding of 90 tokens with the shape called {shape}, rows padded on the left; its bound is twice "
         "what the parallel pass in bfloat16 is off by.",
         table(["", "error", "bound"], lines),
     )
     return wrong
-
-
-@torch.no_grad()
-def operations(run: Benchmark) -> None:
-    """What a layer's two operations take alone, with the heads of Llama 3 8B."""
-    device, heads, dim, window = run.device, 8, 128, 64
-    rate = copy_rate(device)
-    # Several layers' worth in turn, as in a model: one alone would stay in the cache.
-    layers = 16 if device.type == "cuda" else 2
-    normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
-    given = [step_arguments(run.batch, heads, 4, dim, window, 0, torch.bfloat16, device) for _ in range(layers)]
-    moved = 2 * given[0]["state"].nbytes + 2 * given[0]["ring_keys"].nbytes
-    lines = []
-
-    def add(name: str, calls: list[Callable[[], Tensor]], nbytes: int) -> None:
-        found = timed(lambda: [call() for call in calls], device)[0] / len(calls)
-        lines.append([name, f"{found * 1e3:.1f}", f"{nbytes / found / 1e6:.0f}", f"{nbytes / found / 1e6 / rate:.0%}"])
-        run.say(" ".join(lines[-1]))
-
-    add(f"windowed_step, window {window}", [partial(windowed_step, **arguments) for arguments in given], moved)
-    for held in (512, 8192) if device.type == "cuda" else (16,):
-        pairs = [[normal(run.batch, held, heads, dim) for _ in range(2)] for _ in range(layers)]
-        q = normal(run.batch, 1, 4 * heads, dim)
-        calls = [partial(forgetting_attention, q, *pair) for pair in pairs]
-        add(f"forgetting_attention, {held} keys", calls, 2 * pairs[0][0].nbytes)
-    run.add_section(
-        "Operations alone",
-        f"Batch {run.batch}, 32 query heads, {heads} key heads of {dim}, in turn over {layers} layers. Bytes are those "
-        f"of the state, read and written, and of keys and values. A copy moves {rate:.0f} GB/s, read and written.",
-        table(["", "microseconds", "GB/s", "of the copy"], lines),
-    )
 
 
 class StockStep:
@@ -184,7 +162,10 @@ def new_step(implementation: str, model: Any, batch: int, capacity: int, device:
     model(prompt, past_key_values=cache, logits_to_keep=1)
     output = Output(batch, capacity, (), 0, device)
     positions, greedy = locate(batch, PROMPT, 0, device), lambda logits: logits.argmax(-1)
-    step = DecodingStep(model, cache, positions, greedy, output, compile=implementation.endswith(COMPILED))
+    fused = implementation.endswith(FUSED)
+    # On the CPU this program is tried out: there, compiling is left away.
+    compiled = (fused or implementation.endswith(COMPILED)) and device.type == "cuda"
+    step = DecodingStep(model, cache, positions, greedy, output, fused=fused, compile=compiled)
     step.take(prompt[:, 0])
     return step
 
@@ -272,19 +253,25 @@ def really_decode(run: Benchmark, implementation: str, model: Any, length: int) 
 
 
 def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> None:
-    """All implementations at all lengths. One that raises is named, and the others go on."""
+    """All implementations at all lengths, the stock one up to `run.longest_stock`.
+
+    One that raises is named, and the others go on.
+    """
     stock = new_model(run.shape, run.device, torch.bfloat16)
     run.say(f"weights of {sum(p.numel() for p in stock.parameters()) / 1e9:.2f}e9 parameters")
     checked = []
     for name in implementations:
         try:
-            plain = name.removesuffix(COMPILED)
+            plain = name.removesuffix(FUSED).removesuffix(COMPILED)
             model = stock if name == HUGGING_FACE else linearize(stock, settings_of(plain, len(stock.model.layers)))
         except Exception as error:
             run.say(f"{name}: {one_line(error)}")
             continue
         torch.compiler.reset()  # or sizes that differ between implementations would be compiled as variables
+        began = time.perf_counter()
         for length in sorted(lengths):
+            if name == HUGGING_FACE and length > run.longest_stock:
+                continue
             try:
                 row = measure(run, name, model, length)
             except Exception as error:  # whatever one raises, the others are measured
@@ -298,18 +285,20 @@ def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> No
                 + (f"{row.seconds:.2f} s, {row.first:.3f} to {row.last:.3f} ms" if row.milliseconds else row.note)
             )
         shortest = run.found(name, min(lengths))
-        if shortest is not None and name in (LIGER, SOFTMAX):
+        if shortest is not None and plain in (LIGER, SOFTMAX):
             seconds = really_decode(run, name, model, min(lengths))
             checked.append([f"{name}, {min(lengths)} tokens", f"{shortest.seconds:.3f}", f"{seconds:.3f}"])
             run.say(f"{name}: {min(lengths)} tokens one after the other took {seconds:.3f} s")
         del model
+        run.say(f"{name}: measured in {time.perf_counter() - began:.0f} s")
     report(run, sorted(lengths), implementations, checked)
 
 
 def report(run: Benchmark, lengths: list[int], implementations: list[str], checked: list[list[str]]) -> None:
     """Verdicts, tables and the picture."""
-    best = LIGER + COMPILED if run.found(LIGER + COMPILED, lengths[-1]) else LIGER
-    peer = SOFTMAX + COMPILED if best.endswith(COMPILED) and run.found(SOFTMAX + COMPILED, lengths[-1]) else SOFTMAX
+    measured = {row.implementation for row in run.rows if row.milliseconds}
+    way = next((way for way in WAYS if {LIGER + way, SOFTMAX + way} <= measured), "")
+    best, peer = LIGER + way, SOFTMAX + way
     for length, target in SPEEDUPS.items():
         ours, theirs = run.found(best, length), run.found(peer, length)
         if ours and theirs:
@@ -356,7 +345,7 @@ def draw(run: Benchmark, lengths: list[int], path: Path) -> Path:
             rows = [row for length in lengths if (row := run.found(name, length))]
             points = [(row.length, value) for row in rows if (value := getattr(row, attribute)) is not None]
             if points:
-                style = "--" if name.endswith(COMPILED) else "-"
+                style = "-" if name.endswith(FUSED) else "--"
                 axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=name)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
@@ -371,27 +360,34 @@ def draw(run: Benchmark, lengths: list[int], path: Path) -> Path:
 
 def main() -> int:
     """Check, measure, and leave the report, the numbers and the picture. Returns the status."""
-    everything = [LIGER, SOFTMAX, LIGER + COMPILED, SOFTMAX + COMPILED, HYBRID + COMPILED, HUGGING_FACE]
+    everything = [name + way for way in WAYS for name in (LIGER, SOFTMAX, HYBRID)] + [HUGGING_FACE]
+    usual = [name for name in everything if name.endswith(FUSED) or name == HUGGING_FACE]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(10, 16)])
     parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--implementations", nargs="+", choices=everything, default=everything)
+    parser.add_argument("--implementations", nargs="+", choices=everything, default=usual)
+    parser.add_argument("--longest-stock", type=int, default=8192, help="tokens up to which HF's own are measured")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     run = Benchmark(
         device=torch.device(arguments.device), longest=max(arguments.lengths), folder=arguments.output,
-        batch=arguments.batch, shape=arguments.shape,
+        batch=arguments.batch, shape=arguments.shape, longest_stock=arguments.longest_stock,
     )  # fmt: skip
-    if wrong := check(run):
+    began = time.perf_counter()
+    wrong = check(run)
+    run.say(f"errors: checked in {time.perf_counter() - began:.0f} s")
+    if wrong:
         print("out of bounds, nothing is timed: " + "; ".join(wrong), file=sys.stderr)
         return 1
+    began = time.perf_counter()
     try:
-        operations(run)
+        operations(run, run.batch)
     except Exception as error:  # the models are measured all the same
         run.say(f"operations: {one_line(error)}")
+    run.say(f"operations: measured in {time.perf_counter() - began:.0f} s")
     decode(run, arguments.lengths, arguments.implementations)
     run.say(f"done: {run.folder / run.name}.md")
     run.print_verdicts()

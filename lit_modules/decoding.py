@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from lit_modules.fused_layers import Product, fused_head, fused_layer_step, fused_layers
 from lit_modules.networks.linearized import LinearizedForCausalLM
 from lit_modules.networks.positions import Positions, locate
 
@@ -56,6 +57,7 @@ def generate_captured(
     pad_token_id: int = 0,
     generator: torch.Generator | None = None,
     streamer: Any = None,
+    fused: bool = True,
     compile: bool = False,
 ) -> Tensor:
     """Write on from prompts, as `generate` does, until all rows have ended.
@@ -72,7 +74,8 @@ def generate_captured(
         pad_token_id: what a row gets after its end.
         generator: of random numbers, on the model's device; torch's own when None.
         streamer: of transformers, for a batch of 1; it is given tokens as they come, `LOOK_EVERY` at a time.
-        compile: compile the layers' step, which takes a minute and fuses what is small.
+        fused: run layers as `lit_modules.fused_layers` says, where they can; weights move in memory, once.
+        compile: compile the layers' step, which takes a minute and fuses what else is small.
 
     Returns:
         `[B, T + new]` int64, prompts included; new is `max_new_tokens`, or what the longest row took to end.
@@ -92,7 +95,7 @@ def generate_captured(
     positions = locate(batch, length, 0, input_ids.device, attention_mask)
     choose = chooser(temperature, top_k, top_p, generator)
     output = Output(batch, max_new_tokens, eos_token_ids, pad_token_id, input_ids.device)
-    step = DecodingStep(model, cache, positions, choose, output, compile=compile)
+    step = DecodingStep(model, cache, positions, choose, output, fused=fused, compile=compile)
     step.take(choose(logits[:, -1].float()))
     replay = Replay(step, generator)
     if streamer is not None:
@@ -175,17 +178,29 @@ class DecodingStep:
         positions: of the prompts' tokens.
         choose: the next token from logits.
         output: where it is written.
+        fused: fuse layers and head where they can be, for a linearized model.
         compile: compile the layers and the head.
     """
 
     def __init__(
-        self, model: Any, cache: Cache, positions: Positions, choose: Choice, output: Output, *, compile: bool = False
+        self,
+        model: Any,
+        cache: Cache,
+        positions: Positions,
+        choose: Choice,
+        output: Output,
+        *,
+        fused: bool = True,
+        compile: bool = False,
     ):
         self.model, self.cache, self.choose, self.output = model, cache, choose, output
         self.token = torch.zeros_like(positions.index[:, -1:])
         self.positions = Positions(positions.index[:, -1:].clone(), kv_start=positions.kv_start)
         self.held = cache.get_seq_length()
-        self._layer, self._head, self._compile = _layer_step, _head_step, compile
+        self._layer, self._fused_layer, self._head = _layer_step, fused_layer_step, _head_step
+        self._compile, batch = compile, len(self.token)
+        self._fused = fused_layers(model, batch) if fused else [None] * len(cache.layers)
+        self._norm_and_head = fused_head(model, batch) if fused else None
         self._alone = [Cache(layers=[layer]) for layer in cache.layers]
 
     def __call__(self) -> None:
@@ -193,16 +208,20 @@ class DecodingStep:
         stack = self.model.model
         hidden = stack.embed_tokens(self.token)
         tables = stack.rotary_emb(hidden, position_ids=self.positions.index)
-        for number, layer in enumerate(stack.layers):
+        for number, (layer, fused) in enumerate(zip(stack.layers, self._fused, strict=True)):
             # Numbers of the host are compiled into a layer's step: with its index, and the length of its cache, there
             # would be one for each layer and each token. A replay leaves the host's count as it is, too.
-            with _first_of_its_cache(layer.self_attn):
-                hidden = self._layer(layer, hidden, self.positions, tables, self._alone[number])
+            if fused is not None:
+                hidden = self._fused_layer(fused, hidden, self.positions, tables, self.cache.layers[number])
+            else:
+                with _first_of_its_cache(layer.self_attn):
+                    hidden = self._layer(layer, hidden, self.positions, tables, self._alone[number])
             self.cache.layers[number].length = self.held
-        self.take(self.choose(self._head(self.model, hidden)))
+        self.take(self.choose(self._head(self.model, self._norm_and_head, hidden)))
         if self._compile:
             # From the second call on: what layers make once, in their first, would be a program of its own.
-            self._layer, self._head, self._compile = torch.compile(_layer_step), torch.compile(_head_step), False
+            self._layer, self._fused_layer, self._head = map(torch.compile, (_layer_step, fused_layer_step, _head_step))
+            self._compile = False
 
     def take(self, tokens: Tensor) -> None:
         """Let `tokens` `[B]` be the next of each row."""
@@ -263,8 +282,10 @@ def _layer_step(
     )
 
 
-def _head_step(model: Any, hidden: Tensor) -> Tensor:
+def _head_step(model: Any, norm_and_head: Product | None, hidden: Tensor) -> Tensor:
     """Logits `[B, vocabulary]` float32."""
+    if norm_and_head is not None:
+        return norm_and_head(hidden[:, 0]).float()
     return model.lm_head(model.model.norm(hidden))[:, -1].float()
 
 

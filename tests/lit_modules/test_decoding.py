@@ -45,7 +45,8 @@ def by_generate(model, ids, mask, **options):
 def test_greedy_tokens_equal_those_of_generate(name):
     ids, mask = prompts()
     right = by_generate(make_model(name), ids, mask, max_new_tokens=21)
-    assert torch.equal(generate_captured(make_model(name), ids, mask, max_new_tokens=21), right)
+    for fused in (True, False):
+        assert torch.equal(generate_captured(make_model(name), ids, mask, max_new_tokens=21, fused=fused), right)
     assert len(right[:, 9:].unique()) > 4  # not one token over and over
 
 
@@ -91,13 +92,16 @@ def test_nothing_of_a_step_moves_and_no_count_of_the_host_decides():
     assert torch.equal(output.tokens, right[:, 9:])
 
 
-def test_all_layers_of_one_kind_are_compiled_once(monkeypatch):
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "as they are"])
+def test_all_layers_of_one_kind_are_compiled_once(monkeypatch, fused):
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter, fullgraph=True))
+    torch.compiler.reset()
     ids, mask = prompts()
-    out = generate_captured(make_model("every other layer softmax"), ids, mask, max_new_tokens=8, compile=True)
+    model = make_model("every other layer softmax")
+    out = generate_captured(model, ids, mask, max_new_tokens=8, fused=fused, compile=True)
     right = by_generate(make_model("every other layer softmax"), ids, mask, max_new_tokens=8)
     assert torch.equal(out, right)
     assert counter.frame_count == 3  # linearized layers, softmax layers, the head

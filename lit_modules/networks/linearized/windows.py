@@ -103,29 +103,41 @@ def _first_tokens(x: Tensor, sinks: int, positions: Positions) -> Tensor:
     """`[B, T, H, D]` to `[B, n, sinks, H, D]`: of each token's document (n = T, packed) or of the row (n = 1)."""
     batch, length = x.shape[:2]
     if positions.cu_seqlens is not None:
-        start = torch.arange(length, device=x.device) - positions.index
+        start = positions.cu_seqlens[None, :-1].long()
     elif positions.kv_start is not None:
         start = positions.kv_start[:, None].long()
     else:
         start = positions.index.new_zeros(batch, 1)
     # Beyond a short document there are other tokens, or none: they are masked.
     place = (start[..., None] + torch.arange(sinks, device=x.device)).clamp(max=length - 1)
-    return x[torch.arange(batch, device=x.device)[:, None, None], place]
+    first = x[torch.arange(batch, device=x.device)[:, None, None], place]
+    if positions.cu_seqlens is None:
+        return first
+    # By a product with zeros and ones, whose gradient is one, too: that of a gather would add up all tokens of a
+    # document one after the other.
+    start = torch.arange(length, device=x.device) - positions.index
+    mine = (start[..., None] == positions.cu_seqlens[:-1]) & (positions.cu_seqlens.diff() > 0)
+    return _product("btn,bnshd->btshd", mine.to(x.dtype), first)
 
 
 def _sink_scores(q: Tensor, keys: Tensor, positions: Positions, window: int, scale: float) -> Tensor:
     """`[B, T, Hk, G, sinks]`, -inf where the sink is in the window, or is not in the document; float32 at least."""
     dtype, heads, sinks = torch.promote_types(q.dtype, torch.float32), keys.shape[3], keys.shape[2]
-    queries = q.to(dtype).unflatten(2, (heads, -1)).unflatten(1, (keys.shape[1], -1))
-    scores = _product("bnlhgd,bnshd->bnlhgs", queries, keys.to(dtype)).flatten(1, 2) * scale
+    queries = q.to(dtype).unflatten(2, (heads, -1))
+    if keys.shape[1] == 1:
+        scores = _product("blhgd,bshd->blhgs", queries, keys[:, 0].to(dtype))
+    else:  # a few products of each token with its own keys: too small for matrix products
+        scores = (queries.unsqueeze(4) * keys.to(dtype).transpose(2, 3).unsqueeze(3)).sum(-1)
     left = positions.index[..., None] - torch.arange(sinks, device=q.device) >= window
-    return scores.masked_fill(~left[:, :, None, None], -torch.inf)
+    return (scores * scale).masked_fill(~left[:, :, None, None], -torch.inf)
 
 
 def _weighted_sinks(weights: Tensor, values: Tensor) -> Tensor:
     """`[B, T, Hk, G, sinks]` times `[B, n, sinks, Hk, D]`: `[B, T, Hk, G, D]`."""
-    weights = weights.unflatten(1, (values.shape[1], -1))
-    return _product("bnlhgs,bnshd->bnlhgd", weights, values.to(weights.dtype)).flatten(1, 2)
+    values = values.to(weights.dtype)
+    if values.shape[1] == 1:
+        return _product("blhgs,bshd->blhgd", weights, values[:, 0])
+    return (weights.unsqueeze(-1) * values.transpose(2, 3).unsqueeze(3)).sum(-2)
 
 
 def _product(equation: str, x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,145 @@
+"""A decoder layer's step of one token in four products: what stands around its matrices is done as they are read.
+
+Queries, keys and values are one product, behind the norm before it; the output projection adds the residual; gate and
+up projection are one, behind their norm and with SwiGLU after; the down projection adds the residual. What lies between
+the first two is the attention module's own.
+"""
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from kernels.small_batch_linear import MAX_ROWS, small_batch_linear
+from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
+from lit_modules.networks.positions import Positions
+
+ATTENTION = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
+GATED = (("gate_up_proj",), ("gate_proj", "up_proj"))
+"""Names of the projections that read the same input, in their order; not all families have them apart."""
+
+
+class Product(NamedTuple):
+    """A linear layer, or several side by side, and the norm before it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    norm_weight: Tensor | None = None
+    norm_eps: float = 0.0
+
+    def __call__(self, x: Tensor, **options: Any) -> Tensor:
+        """Of `x` `[rows, K]`, with the options of `small_batch_linear`."""
+        return small_batch_linear(
+            x, self.weight, self.bias, norm_weight=self.norm_weight, norm_eps=self.norm_eps, **options
+        )
+
+
+class FusedLayer(NamedTuple):
+    """What a step of a layer needs."""
+
+    attention: SubstitutedAttention
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+
+
+def fused_layers(model: Any, batch: int) -> list[FusedLayer | None]:
+    """The layers of `model`; None for one that has to run as it is.
+
+    That is a layer with more in it than Llama's has in those places: adapters, other norms or activations; and every
+    layer of a batch that is too large. Matrices that are read together become parts of one in memory, there and in all
+    modules that share them: no second copy is held.
+    """
+    usual = model.config.hidden_act in ("silu", "swish") and batch <= MAX_ROWS
+    dtype = model.model.embed_tokens.weight.dtype
+    layers = [_fused(layer, dtype) if usual else None for layer in model.model.layers]
+    if model.device.type == "cuda":
+        # What the matrices have left is of sizes that nothing will ask for.
+        torch.cuda.empty_cache()
+    return layers
+
+
+def fused_head(model: Any, batch: int) -> Product | None:
+    """The final norm and the head, or None as above."""
+    head, norm = model.lm_head, model.model.norm
+    dtype = model.model.embed_tokens.weight.dtype
+    if batch > MAX_ROWS or not (_are_plain([head], dtype) and _is_rms_norm(norm, dtype)):
+        return None
+    return Product(head.weight, head.bias, norm.weight, norm.variance_epsilon)
+
+
+def fused_layer_step(
+    layer: FusedLayer, hidden: Tensor, positions: Positions, tables: Rotary, cache: CacheLayerMixin
+) -> Tensor:
+    """`hidden` `[B, 1, hidden_size]` after the layer, in `student` mode."""
+    attention, heads = layer.attention, layer.attention.heads
+    rows = hidden[:, 0]
+    widths = [count * heads.dim for count in (heads.query, heads.key, heads.key)]
+    q, k, v = (x.unflatten(-1, (-1, heads.dim))[:, None] for x in layer.qkv(rows).split(widths, dim=-1))
+    if hasattr(attention, "q_norm"):
+        # Under autocast norms with float32 weights return float32.
+        q, k = attention.q_norm(q).to(v.dtype), attention.k_norm(k).to(v.dtype)
+    # The hidden states are those before the norm: no attention that is fused may ask for them.
+    mixed = attention.student(None, q, k, v, positions, tables, cache)
+    rows = layer.out(mixed.flatten(1), residual=rows)
+    rows = layer.down(layer.gate_up(rows, gated=True), residual=rows)
+    return rows[:, None]
+
+
+def _fused(layer: nn.Module, dtype: torch.dtype) -> FusedLayer | None:
+    """The layer, for hidden states of that dtype."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if getattr(attention, "gate_proj", None) is not None:  # gates of the hidden states themselves
+        return None
+    qkv, gate_up = _of(attention, ATTENTION), _of(mlp, GATED)
+    if not _are_plain([*qkv, attention.o_proj, *gate_up, mlp.down_proj], dtype):
+        return None
+    norms = ((layer.input_layernorm, qkv), (layer.post_attention_layernorm, gate_up))
+    if not all(_is_rms_norm(norm, dtype) and _have_equal_biases(linears) for norm, linears in norms):
+        return None
+    before_qkv, before_gate_up = (
+        Product(*_side_by_side(linears), norm.weight, norm.variance_epsilon) for norm, linears in norms
+    )
+    out, down = (Product(linear.weight, linear.bias) for linear in (attention.o_proj, mlp.down_proj))
+    return FusedLayer(attention, before_qkv, out, before_gate_up, down)
+
+
+def _of(module: nn.Module, choices: tuple[tuple[str, ...], ...]) -> list[nn.Module]:
+    names = next(names for names in choices if hasattr(module, names[0]))
+    return [getattr(module, name) for name in names]
+
+
+def _are_plain(linears: list[nn.Module], dtype: torch.dtype) -> bool:
+    """Whether each is a linear layer of that dtype and nothing more."""
+    return all(type(linear) is nn.Linear and linear.weight.dtype == dtype for linear in linears)
+
+
+def _have_equal_biases(linears: list[nn.Module]) -> bool:
+    return len({linear.bias is None for linear in linears}) == 1
+
+
+def _is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether it is one as Llama's and its like are, which have this name for their epsilon."""
+    return hasattr(norm, "variance_epsilon") and norm.weight.dtype == dtype
+
+
+@torch.no_grad()
+def _side_by_side(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """The weight and bias of all; their own weights are parts of it afterwards."""
+    weights = [linear.weight for linear in linears]
+    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+    follow = (
+        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.storage_offset() + a.numel() == b.storage_offset()
+        for a, b in pairwise(weights)
+    )
+    if all(weight.is_contiguous() for weight in weights) and all(follow):
+        rows, (_, k) = sum(map(len, weights)), weights[0].shape
+        return weights[0].detach().as_strided((rows, k), (k, 1)), bias
+    whole = torch.cat(weights)
+    for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+        weight.data = part
+    return whole, bias
