@@ -94,23 +94,27 @@ def kernel_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def product_error(device: torch.device, dtype: torch.dtype) -> float:
-    """The largest relative error of `small_batch_linear` against its definition in float64: the products of a layer of
-    16 rows, its widest for other rows, and odd sizes."""
-    sizes = [(16, 6144, 4096), (16, 4096, 4096), (16, 4096, 14336), (16, 28672, 4096), (5, 1037, 1083)]
-    sizes += [(rows, 28672, 4096) for rows in (1, 17, 64)]
-    if device.type != "cuda":
-        sizes = [(rows, outputs // 64, k // 64) for rows, outputs, k in sizes]
+    """The largest relative error of `small_batch_linear` against its definition in float64: odd sizes, and in bfloat16
+    the products of a layer."""
+    # Rows, outputs, inputs; behind a norm, with a residual, gated.
+    cases = [(5, 1037, 1083, True, True, False), (17, 2048, 1024, True, False, True)]
+    if dtype == torch.bfloat16:
+        cases += [(rows, 28672, 4096, True, False, True) for rows in (16, 64)]
+        cases += [(16, 6144, 4096, True, False, False)]
+        cases += [(16, 4096, inputs, False, True, False) for inputs in (4096, 14336)]
     worst = 0.0
-    for rows, outputs, k in sizes:
-        normal = lambda *shape: torch.randn(shape, device=device)  # noqa: E731
-        x, weight, norm = (t.to(dtype) for t in (3 * normal(rows, k), normal(outputs, k) * k**-0.5, 1 + normal(k) / 8))
-        for gated in (False, True)[: 2 - outputs % 2]:
-            residual = normal(rows, outputs // (1 + gated)).to(dtype)
-            for options in ({}, {"norm_weight": norm}, {"residual": residual}):
-                found = small_batch_linear(x, weight, gated=gated, **options)
-                wide = {name: t.double() for name, t in options.items()}
-                exact = small_batch_linear(x.double(), weight.double(), gated=gated, **wide)
-                worst = max(worst, relative_error(found, exact))
+    for rows, outputs, inputs, normalized, added, gated in cases:
+        if device.type != "cuda":
+            outputs, inputs = outputs // 64 * 2, inputs // 64
+        normal = lambda *shape: torch.randn(shape, device=device).to(dtype)  # noqa: E731
+        x, weight, norm = 3 * normal(rows, inputs), normal(outputs, inputs) * inputs**-0.5, 1 + normal(inputs) / 8
+        residual = normal(rows, outputs // (1 + gated))
+        options = {"norm_weight": norm} if normalized else {}
+        options |= {"residual": residual} if added else {}
+        found = small_batch_linear(x, weight, gated=gated, **options)
+        wide = {name: t.double() for name, t in options.items()}
+        exact = small_batch_linear(x.double(), weight.double(), gated=gated, **wide)
+        worst = max(worst, relative_error(found, exact))
     return worst
 
 

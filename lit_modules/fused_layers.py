@@ -55,11 +55,7 @@ def fused_layers(model: Any, batch: int) -> list[FusedLayer | None]:
     """
     usual = model.config.hidden_act in ("silu", "swish") and batch <= MAX_ROWS
     dtype = model.model.embed_tokens.weight.dtype
-    layers = [_fused(layer, dtype) if usual else None for layer in model.model.layers]
-    if model.device.type == "cuda":
-        # What the matrices have left is of sizes that nothing will ask for.
-        torch.cuda.empty_cache()
-    return layers
+    return [_fused(layer, dtype) if usual else None for layer in model.model.layers]
 
 
 def fused_head(model: Any, batch: int) -> Product | None:
@@ -142,4 +138,6 @@ def _side_by_side(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     whole = torch.cat(weights)
     for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
         weight.data = part
+    if whole.is_cuda:
+        torch.cuda.empty_cache()  # what the parts have left is of sizes that nothing will ask for
     return whole, bias

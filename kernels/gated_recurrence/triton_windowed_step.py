@@ -7,8 +7,8 @@ of one key head in one row of the batch: that tile [Dk, columns] of the state, w
 heads of the group in one product; and the same columns of the ring's values. The scores are the same for all columns:
 each program takes them anew, from keys that the first of them has brought into the cache.
 
-The new token's key and value come from the arguments, never from the ring, and the softmax starts with them. So the
-slot that is written is one that no program reads, and the order of the programs does not matter: the program of the
+The new token's key and value come from the arguments, never from the ring, and the softmax starts with them. So of the
+slot that is written no program uses what it has read, and the order of the programs does not matter: the program of the
 first columns writes the key, each its own columns of the value. A sink is written while its token is in the window,
 where it is seen as such.
 """
@@ -154,19 +154,28 @@ def _take_step(
 ):  # fmt: skip
     """Some value columns of one key head in one row of the batch; kv_start may be None."""
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(tokens)
-    start = 0
-    if kv_start is not None:
-        start = tl.load(kv_start + row)
     batch = row.to(tl.int64)
     group, key, dim = tl.arange(0, BLOCK_QUERIES), tl.arange(0, BLOCK_KEYS), tl.arange(0, BLOCK_DIM)
     value = block * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
     group_used, key_used, dim_used, value_used = group < GROUPS, key < KEY_DIM, dim < VALUE_DIM, value < VALUE_DIM
 
-    # All loads that wait for nothing come first.
+    # All programs run at once, and together they read, calculate and write. So what is large is loaded first, the ring
+    # too, of which what is not visible is left out afterwards; and the state is written before the ring is attended to.
+    # Small vectors change their layout as they come, for which a program waits.
     state += (batch * HEADS + head) * (KEY_DIM * VALUE_DIM)
     tile_offset, tile_used = key[:, None] * VALUE_DIM + value, key_used[:, None] & value_used
     tile = tl.load(state + tile_offset, mask=tile_used, other=0.0)
+    ring_keys += batch * ((SINKS + WINDOW) * HEADS * VALUE_DIM) + head * VALUE_DIM
+    ring_values += batch * ((SINKS + WINDOW) * HEADS * VALUE_DIM) + head * VALUE_DIM
+    slot = tl.arange(0, BLOCK_RING)
+    place, held = slot * (HEADS * VALUE_DIM), slot < SINKS + WINDOW
+    values = tl.load(ring_values + place[:, None] + value, mask=held[:, None] & value_used, other=0.0)
+    tl.debug_barrier()  # over which the assembler moves no load to where its result is wanted
+    keys = tl.load(ring_keys + place[None, :] + dim[:, None], mask=held[None, :] & dim_used[:, None], other=0.0)
+    token = tl.load(tokens)
+    start = 0
+    if kv_start is not None:
+        start = tl.load(kv_start + row)
     k_t = tl.load(k + batch * k_stride_b + head * k_stride_h + key, mask=key_used, other=0.0)
     v_t = tl.load(v + batch * v_stride_b + head * v_stride_h + value, mask=value_used, other=0.0)
     log_decay += batch * decay_stride_b + head * decay_stride_h
@@ -176,52 +185,53 @@ def _take_step(
         decay = tl.exp(tl.load(log_decay + key, mask=key_used, other=0.0).to(tl.float32))[:, None]
     first = head * GROUPS
     q += batch * q_stride_b + first * q_stride_h + key
-    q_next = tl.load(q, mask=key_used, other=0.0)
+    queries = ()
+    for query in tl.static_range(GROUPS):
+        queries += (tl.load(q + query * q_stride_h, mask=key_used, other=0.0),)
     q_window += batch * q_window_stride_b + (first + group[:, None]) * q_window_stride_h + dim
     q_here = tl.load(q_window, mask=group_used[:, None] & dim_used, other=0.0)
     k_here = tl.load(k_window + batch * k_window_stride_b + head * k_window_stride_h + dim, mask=dim_used, other=0.0)
     of_state = tl.load(state_weight + first + group, mask=group_used, other=0.0).to(tl.float32)
     of_window = tl.load(window_weight + first + group, mask=group_used, other=0.0).to(tl.float32)
 
-    # Softmax over the ring, in powers of 2, which begins with the token itself. Padding adds no value, and sees none.
+    # Padding adds no value, and sees none.
     v_real = tl.where(token >= start, v_t.to(tl.float32), 0.0)
+    tile = decay * tile + k_t.to(tl.float32)[:, None] * v_real
+    tl.store(state + tile_offset, tile, mask=tile_used)
+    read = tl.zeros((BLOCK_QUERIES, BLOCK_VALUES), tl.float32)
+    for query in tl.static_range(GROUPS):
+        # Sums of float32: as a product, the state's digits would have to be split, and more registers be held.
+        of_query = tl.sum(queries[query].to(tl.float32)[:, None] * tile, 0)
+        read += tl.where((group == query)[:, None], of_query, 0.0)
+
+    # Softmax over the ring, in powers of 2, which begins with the token itself.
     scale = window_scale * LOG2_E
     row_max = tl.sum(q_here.to(tl.float32) * k_here.to(tl.float32), 1) * scale
     row_sum = tl.full((BLOCK_QUERIES,), 1.0, tl.float32)
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_VALUES), tl.float32) + v_real
-    ring_keys += batch * ((SINKS + WINDOW) * HEADS * VALUE_DIM) + head * VALUE_DIM
-    ring_values += batch * ((SINKS + WINDOW) * HEADS * VALUE_DIM) + head * VALUE_DIM
-    for begin in tl.range(0, SINKS + WINDOW, BLOCK_RING):
-        slot = begin + tl.arange(0, BLOCK_RING)
+    for _ in tl.range(0, SINKS + WINDOW, BLOCK_RING):
         # The newest token before this one in each slot: 1 to WINDOW before it, the last of which is not seen any more.
         since = (token - 1 - (slot - SINKS) % WINDOW + WINDOW) % WINDOW + 1
         visible = (slot < SINKS + WINDOW) & (since < WINDOW) & (token - since >= start)
         if SINKS > 0:
             visible = tl.where(slot < SINKS, start + slot <= token - WINDOW, visible)
-        place = slot * (HEADS * VALUE_DIM)
-        keys = tl.load(ring_keys + place[None, :] + dim[:, None], mask=visible[None, :] & dim_used[:, None], other=0.0)
-        values = tl.load(ring_values + place[:, None] + value, mask=visible[:, None] & value_used, other=0.0)
         scores = tl.dot(q_here, keys, input_precision=PRECISION) * scale
         scores = tl.where(visible[None, :], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max[:, None])
         shrink = tl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        seen = tl.where(visible[:, None], values, 0.0)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), seen, input_precision=PRECISION)
         row_max = new_max
+        slot += BLOCK_RING
+        place, held = slot * (HEADS * VALUE_DIM), slot < SINKS + WINDOW
+        keys = tl.load(ring_keys + place[None, :] + dim[:, None], mask=held[None, :] & dim_used[:, None], other=0.0)
+        values = tl.load(ring_values + place[:, None] + value, mask=held[:, None] & value_used, other=0.0)
 
-    tile = decay * tile + k_t.to(tl.float32)[:, None] * v_real
-    result = (of_window / row_sum)[:, None] * acc
-    for query in tl.static_range(GROUPS):
-        # Sums of float32: as products, the state's digits would have to be split, and more registers be held. The next
-        # query is loaded before, as no load moves up across the barrier of a sum.
-        q_t = q_next.to(tl.float32)
-        q_next = tl.load(q + (query + 1) * q_stride_h, mask=key_used & (query + 1 < GROUPS), other=0.0)
-        read = tl.sum(q_t[:, None] * tile, 0) * state_scale
-        result += tl.where((group == query)[:, None], of_state[:, None] * read, 0.0)
+    result = (of_window / row_sum)[:, None] * acc + (of_state * state_scale)[:, None] * read
     out += (batch * (HEADS * GROUPS) + first + group[:, None]) * VALUE_DIM + value
     tl.store(out, result.to(out.dtype.element_ty), mask=group_used[:, None] & value_used)
-    tl.store(state + tile_offset, tile, mask=tile_used)
 
     newest = (SINKS + token % WINDOW) * (HEADS * VALUE_DIM)
     tl.store(ring_values + newest + value, v_t, mask=value_used)
