@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import transformers
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 from torch import Tensor
 from transformers import LlamaForCausalLM, StaticCache
 
@@ -345,13 +346,14 @@ def draw(run: Benchmark, lengths: list[int], path: Path) -> Path:
             rows = [row for length in lengths if (row := run.found(name, length))]
             points = [(row.length, value) for row in rows if (value := getattr(row, attribute)) is not None]
             if points:
-                style = "-" if name.endswith(FUSED) else "--"
+                style = ":" if name == HUGGING_FACE else "-" if name.endswith(FUSED) else "--"
                 axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=name)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
         axes.set_xlabel(f"tokens decoded, batch {run.batch}")
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=8)

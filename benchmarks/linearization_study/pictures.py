@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -21,33 +22,42 @@ LEVELS = {TEACHER: "-", UNTRAINED: "--"}  # drawn across the picture, in black
 
 def draw_curves(points: Sequence[Point], levels: Mapping[str, float], path: Path) -> Path:
     """Held-out perplexity against tokens of adaptation: a line for each variant, the mean over seeds, and a band from
-    the least to the largest. levels: nats per token of variants that were not trained."""
-    figure = Figure(figsize=(10, 6))
-    axes = figure.subplots()
+    the least to the largest. On the left the variants of several seeds, on the right those of one; what lies far above
+    all others is cut off. levels: nats per token of variants that were not trained."""
     curves = {variant: _curve(points, variant) for variant in dict.fromkeys(point.variant for point in points)}
-    curves = dict(sorted(curves.items(), key=lambda item: -statistics.fmean(item[1][max(item[1])])))
-    for number, (variant, curve) in enumerate(curves.items()):
-        color, style = COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)]
-        tokens = list(curve)
-        means = [math.exp(statistics.fmean(curve[count])) for count in tokens]
-        least, largest = ([math.exp(f(curve[count])) for count in tokens] for f in (min, max))
-        seeds = max(len(values) for values in curve.values())
-        label = f"{variant}: {means[-1]:.2f}" + (f" ({seeds} seeds)" if seeds > 1 else "")
-        axes.plot(tokens, means, style, color=color, marker="o", markersize=3, label=label)
-        axes.fill_between(tokens, least, largest, color=color, alpha=0.2, linewidth=0)
-    for variant, style in LEVELS.items():
-        if variant in levels:
-            level = math.exp(levels[variant])
-            axes.axhline(level, color="black", linestyle=style, linewidth=1, label=f"{variant}: {level:.2f}")
-    _scale_tokens(axes, {count for curve in curves.values() for count in curve})
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set(xlabel="tokens of adaptation", ylabel="held-out perplexity")
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    trained = {variant: {count: v for count, v in curve.items() if count > 0} for variant, curve in curves.items()}
+    trained = {variant: curve for variant, curve in trained.items() if curve}
+    trained = dict(sorted(trained.items(), key=lambda item: -statistics.fmean(item[1][max(item[1])])))
+    several = {name: curve for name, curve in trained.items() if max(map(len, curve.values())) > 1}
+    panels = [each for each in (several, {n: c for n, c in trained.items() if n not in several}) if each]
+    figure = Figure(figsize=(7.5 * len(panels), 8.5), layout="constrained")
+    for axes, drawn in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for number, (variant, curve) in enumerate(drawn.items()):
+            _draw_curve(axes, variant, curve, COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)])
+        for variant, style in LEVELS.items():
+            if variant in levels:
+                level = math.exp(levels[variant])
+                axes.axhline(level, color="black", linestyle=style, linewidth=1, label=f"{variant}: {level:.2f}")
+        _scale_tokens(axes, {count for curve in drawn.values() for count in curve})
+        ends = [math.exp(statistics.fmean(curve[max(curve)])) for curve in drawn.values()]
+        shown = [math.exp(levels[variant]) for variant in LEVELS if variant in levels]
+        axes.set_ylim(0.95 * min(ends + shown), 3 * statistics.median(ends))
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set(xlabel="tokens of adaptation", ylabel="held-out perplexity")
+        axes.grid(alpha=0.3)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=8)
     return write_figure(path, figure)
+
+
+def _draw_curve(axes: Axes, variant: str, curve: Mapping[int, list[float]], color: Any, style: str) -> None:
+    tokens = list(curve)
+    means = [math.exp(statistics.fmean(curve[count])) for count in tokens]
+    least, largest = ([math.exp(f(curve[count])) for count in tokens] for f in (min, max))
+    axes.plot(tokens, means, style, color=color, marker="o", markersize=3, label=f"{variant}: {means[-1]:.2f}")
+    axes.fill_between(tokens, least, largest, color=color, alpha=0.2, linewidth=0)
 
 
 def _curve(points: Sequence[Point], variant: str) -> dict[int, list[float]]:
@@ -63,16 +73,10 @@ def _curve(points: Sequence[Point], variant: str) -> dict[int, list[float]]:
 
 
 def _scale_tokens(axes: Axes, counts: set[int]) -> None:
-    """Log from the first tokens on; what is measured before any, at the left edge."""
-    first = min((count for count in counts if count > 0), default=1)
-    axes.set_xscale("symlog", linthresh=first, linscale=0.4)
-    decades = [10**power for power in range(13)]
-    ticks = [factor * decade for decade in decades for factor in (1, 2, 5)]
-    ticks = [first, *(tick for tick in ticks if 2 * first <= tick <= max(counts))]
-    axes.xaxis.set_major_locator(FixedLocator([0] * (0 in counts) + ticks))
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(sorted(counts)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda count, _: _short(count)))
     axes.xaxis.set_minor_locator(FixedLocator([]))
-    axes.set_xlim(-0.1 * first if 0 in counts else 0.9 * first, 1.1 * max(counts))
 
 
 def _short(count: float) -> str:
@@ -95,8 +99,9 @@ def draw_recovery(recovered: Mapping[str, Sample], path: Path) -> Path:
         if deviation:
             axes.errorbar(mean, height, xerr=deviation, color="black", capsize=3)
         axes.text(1.01, height, f"{mean:.1%}", va="center", fontsize=9, transform=axes.get_yaxis_transform())
-    # A variant that is worse than the unigram model may lie far off: its bar is cut, and its number says how far.
-    axes.set_xlim(max(min(0.0, *means), -0.25), max(1.02, *(a + b for a, b in zip(means, deviations, strict=True))))
+    # Most lie close together: bars that end far below are cut, and their numbers say how far.
+    left = max(min(means) - 0.02, statistics.median(means) - 0.15)
+    axes.set_xlim(left, max(1.02, *(a + b for a, b in zip(means, deviations, strict=True))))
     axes.axvline(1.0, color="black", linewidth=1)
     axes.axvline(0.95, color="black", linewidth=1, linestyle=":")
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))

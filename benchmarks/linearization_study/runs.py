@@ -53,15 +53,15 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
         if name == variants.DRAWN:
             for parameter in (p for n, p in module.model.named_parameters() if "feature_map" in n):
                 torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
-        points: list[tuple[int, float]] = []
+        points: dict[int, float] = {}  # the last measurement, of all the held-out text, replaces the one before
 
         def note(trainer: Any, module: Any) -> None:
-            points.append((trainer.global_step * module.batch_tokens, module.validation.loss))
+            points[trainer.global_step * module.batch_tokens] = module.validation.loss
 
         trainer.callbacks.append(LambdaCallback(on_validation_end=note))
         if name not in variants.UNTRAINED_VARIANTS:
             trainer.fit(module, datamodule=data)
-            points.insert(0, (0, module.before["student"]))
+            points[0] = module.before["student"]
         trainer.limit_val_batches = 1.0
         trainer.validate(module, datamodule=data, verbose=False)
         found = module.validation
@@ -102,7 +102,9 @@ def records(found: dict[str, Any], teacher: Teacher, commit: str, gpu: str) -> t
         held_out_nats=nats,
         perplexity=math.exp(min(nats, 700.0)),
     )
-    return result, [Point(**shared, tokens=tokens, held_out_nats=loss) for tokens, loss in found["points"]]
+    return result, [
+        Point(**shared, tokens=tokens, held_out_nats=loss) for tokens, loss in sorted(found["points"].items())
+    ]
 
 
 def wanted(arguments: argparse.Namespace) -> list[tuple[str, list[str], int]]:
@@ -166,7 +168,7 @@ def main() -> int:
             unigram = {**found, "name": UNIGRAM, "seed": 0, "tokens": 0, "nats": found["unigram"], "settings": "[]"}
             missing = (UNIGRAM, 0) not in done
             done |= {(name, seed), (UNIGRAM, 0)}
-            yardstick = [records({**unigram, "points": []}, teacher, commit() or "", gpu)[0]] if missing else []
+            yardstick = [records({**unigram, "points": {}}, teacher, commit() or "", gpu)[0]] if missing else []
             append(arguments.results / RUNS, [*yardstick, result])
             kept = f", softmax layers {found['kept']}" if found["kept"] else ""
             print(
