@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,7 @@ class Run(side_by_side.Run):
         return ", ".join(found)
 
 
-def check(run: Run, shape: Shape) -> set[str]:
+def check(run: Run, shape: Shape, peer_dtypes: Sequence[str]) -> set[str]:
     """Hold ours and the peer to the float32 definition on a small model; of "ours" and "fla", those that are right."""
     device = run.device
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length), device=device)
@@ -108,6 +108,8 @@ def check(run: Run, shape: Shape) -> set[str]:
     for dtype, allowed in SMALL.items():
         for name, (make, loss) in makers.items():
             if dtype is torch.float32 and "bfloat16" in name:
+                continue
+            if name != "ours" and not any(kind in name for kind in peer_dtypes):
                 continue
             try:
                 model = draw_lora(make(stock_model(shape, device, dtype)))
@@ -315,6 +317,8 @@ def main() -> int:
     parser.add_argument("--shape", choices=("1b", "tiny"), default="1b", help="tiny: to try the flow, all of it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sections", nargs="+", choices=("training", "large"), default=("training", "large"))
+    known = ("float32", "bfloat16")
+    parser.add_argument("--peer-dtypes", nargs="+", choices=known, default=known, help="of the peer's q, k, v")
     parser.add_argument("--processes", type=int, default=8, help="that compile the peer's kernels")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args()
@@ -326,14 +330,16 @@ def main() -> int:
     run.add_section("What the official package does not find here", "\n".join(f"- {x}" for x in why_not_theirs()))
     if run.device.type == "cuda" and "training" in arguments.sections:
         size = (max(shape.micro_batches), shape.length, shape.heads, shape.hidden // shape.heads)
-        for dtype in (torch.float32, torch.bfloat16):
-            tune(*size, dtype, processes=arguments.processes)
-            run.say(f"the peer's kernels are tuned for {' x '.join(map(str, size))} in {str(dtype)[6:]}")
-    right = check(run, SHAPES["check"])
+        for name in arguments.peer_dtypes:
+            tune(*size, getattr(torch, name), processes=arguments.processes)
+            run.say(f"the peer's kernels are tuned for {' x '.join(map(str, size))} in {name}")
+    right = check(run, SHAPES["check"], arguments.peer_dtypes)
     builders = our_builders() if "ours" in right else {}
     sections: list[Callable[[], None]] = []
     if "training" in arguments.sections:
         peers = peer_builders(choose_attention(run, shape)) if "fla" in right else {}
+        without = [kind for kind in known if kind not in arguments.peer_dtypes]
+        peers = {name: build for name, build in peers.items() if not any(kind in name for kind in without)}
         sections += [partial(compare, run, shape, size, peers | builders) for size in shape.micro_batches]
     if "large" in arguments.sections and builders:
         sections.append(partial(large, run, SHAPES["8b"] if arguments.shape == "1b" else shape))
