@@ -44,8 +44,11 @@ class RunOrder(Sampler[list[int]]):
         return self.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        for micro_batch in range(self.start, self.micro_batches):
-            yield self._read_from((micro_batch * self.world_size + self.rank) * self.micro_batch_size)
+        return map(self.micro_batch, range(self.start, self.micro_batches))
+
+    def micro_batch(self, number: int) -> list[int]:
+        """Return what the rank reads in the run's micro-batch of this number."""
+        return self._read_from((number * self.world_size + self.rank) * self.micro_batch_size)
 
     def _read_from(self, position: int) -> list[int]:
         return list(range(position, position + self.micro_batch_size))

@@ -83,7 +83,7 @@ def draw_gates(maps: Sequence[tuple[str, np.ndarray | None, np.ndarray]], path: 
     gated = any(forget is not None for _, forget, _ in maps)
     rows = 2 if gated else 1
     figure = Figure(figsize=(3.1 * len(maps) + 0.8, 3.2 * rows), layout="constrained")
-    grid = figure.subplots(rows, len(maps), squeeze=False)
+    grid = figure.subplots(rows, len(maps), squeeze=False, sharex=True, sharey=True)
     for column, (title, forget, attention) in enumerate(maps):
         future = np.triu(np.ones_like(attention, dtype=bool), 1)
         grid[0, column].set_title(title, fontsize=9)

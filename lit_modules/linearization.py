@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data_pipeline.settings import check_whole
 from lit_modules.networks import ParameterCount
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
-from lit_modules.networks.linear_kl_divergence import linear_kl_divergence
+from lit_modules.networks.linear_kl_divergence import linear_kl_divergence, linear_top_k_kl
 from lit_modules.networks.linearized.lora import set_trainable, trainable
 from lit_modules.networks.positions import locate
+from lit_modules.teacher_store import TeacherStore
 from lit_modules.training import Training
 
 log = logging.getLogger(__name__)
@@ -54,9 +56,11 @@ class Stage:
 
     def check(self, name: str) -> None:
         """Raise ValueError for a setting that cannot work; `name` is the stage's."""
+        if self.tokens is not None:
+            check_whole(f"stages.{name}.tokens", self.tokens, 1)
         for key in OBJECTIVES:
             weight = getattr(self, key)
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or weight < 0:
+            if not is_number(weight) or weight < 0:
                 raise ValueError(f"stages.{name}.{key}={weight} is not a weight: give a number, 0 or more")
         if not any(getattr(self, key) for key in OBJECTIVES):
             raise ValueError(f"stages.{name}: {', '.join(OBJECTIVES)} are all 0: give one of them a weight")
@@ -67,8 +71,13 @@ class Stage:
                 f"stages.{name}: train={list(self.train)} would change the layers that attention_transfer learns from: "
                 "train feature_maps, scalars or lora"
             )
-        if self.lr is not None and not self.lr > 0:
+        if self.lr is not None and not (is_number(self.lr) and self.lr > 0):
             raise ValueError(f"stages.{name}.lr={self.lr}: give a learning rate above 0, or null for optimizer.lr")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, and not true or false."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) -> list[tuple[int, str, Stage]]:
@@ -79,6 +88,8 @@ def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) ->
     """
     if not stages:
         raise ValueError("stages is empty: give at least one, as +stages.finetuning.train=[lora]")
+    for name, stage in stages.items():
+        stage.check(name)
     open_ended = [name for name, stage in stages.items() if stage.tokens is None]
     if len(open_ended) > 1:
         raise ValueError(f"stages {' and '.join(open_ended)} have no tokens: only one can take the rest of max_tokens")
@@ -89,7 +100,6 @@ def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) ->
         raise ValueError(f"max_tokens={max_tokens}, and the stages that say their tokens have {given}: {change}")
     planned, first, end = [], 0, 0
     for name, stage in stages.items():
-        stage.check(name)
         end += rest if stage.tokens is None else stage.tokens
         last = math.ceil(end / batch_tokens)
         if last == first:
@@ -100,8 +110,10 @@ def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) ->
 
 
 def schedule_over(tokens: int, schedule: Any) -> Any:
-    """The schedule, run through in so many tokens where it has a length."""
-    return dataclasses.replace(schedule, max_tokens=tokens) if hasattr(schedule, "max_tokens") else schedule
+    """The schedule from its beginning, run through in so many tokens where it has a length."""
+    if hasattr(schedule, "max_tokens"):
+        return dataclasses.replace(schedule, max_tokens=tokens)
+    return copy.deepcopy(schedule)
 
 
 class Linearization(Training):
@@ -115,7 +127,7 @@ class Linearization(Training):
             "full", every layer.
 
     The model comes after the data, with `adopt`. While one copy of the weights can be student and teacher at once, it
-    is; where all of them are trained, the teacher is a copy.
+    is; where all of them are trained, the teacher is a copy, unless there is a `teacher_store`.
 
     Raises:
         ValueError: a setting cannot work.
@@ -145,11 +157,14 @@ class Linearization(Training):
             )
         self.stages = plan_stages(stages, max_tokens, batch_tokens)
         self.schedules = [schedule_over(stage.tokens, schedule) for _, _, stage in self.stages]
+        self.schedule = self.schedules[0]  # of the stage under way
         self.phase_starts = {step: name for step, name, _ in self.stages} if len(self.stages) > 1 else {}
         self.before: dict[str, float] = {}  # held-out loss of the teacher, and of the student before training
         self.groups: list[str] = []  # of parameters, one for each of the optimizer's groups
         self.stage = -1  # the one whose parameters have gradients
         self.changes_base = False  # whether the teacher's weights are trained, too
+        self.teacher_store: TeacherStore | None = None  # asked in the teacher's place
+        self.micro_batch = 0  # the one under way, counted from the run's beginning
         self._teacher: list[nn.Module] = []  # in a list: it is no part of this module
         self._parts: dict[str, list[Tensor]] = {}
 
@@ -167,7 +182,7 @@ class Linearization(Training):
         self.parameter_count = ParameterCount(total, embedding, total - embedding - head.numel(), head.numel())
         self.flops_per_token = self._flops_per_token()
         self.changes_base = any(CHANGES_BASE.intersection(stage.train) for *_, stage in self.stages)
-        if self.changes_base and any(stage.kl for *_, stage in self.stages):
+        if self.changes_base and self.teacher_store is None and any(stage.kl for *_, stage in self.stages):
             self._teacher = [copy.deepcopy(model).requires_grad_(False)]
         if self.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -176,10 +191,10 @@ class Linearization(Training):
                 trainable(model, stage.train)
             except ValueError as error:
                 raise ValueError(f"stages.{name}.train: {error}") from error
-        self.enter(0)
         everything = {name for _, _, stage in self.stages for name in stage.train}
         set_trainable(model, sorted(everything))  # the optimizer takes what any stage trains
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.kept = self.trained | set(model.new_parameters())
         if self.compile_blocks:
             for layer in model.model.layers:
                 layer.forward = torch.compile(layer.forward)
@@ -197,7 +212,7 @@ class Linearization(Training):
         """Let the parameters of a stage have gradients, and no others."""
         if stage == self.stage:
             return
-        self.stage = stage
+        self.stage, self.schedule = stage, self.schedules[stage]
         set_trainable(self.model, self.stages[stage][2].train)
 
     def stage_at(self, step: int) -> int:
@@ -249,7 +264,8 @@ class Linearization(Training):
             return
         limit = self.trainer.limit_val_batches
         for mode in ("teacher", "student"):
-            self.before[mode] = self.measure(mode, limit if isinstance(limit, int) else None)
+            last_chance = mode == "teacher" and not self.has_teacher  # so on all the text, as the student at the end
+            self.before[mode] = self.measure(mode, None if last_chance or isinstance(limit, float) else limit)
         if self.trainer.is_global_zero:
             log.info(
                 f"held-out loss: teacher {self.before['teacher']:.4f}, before training {self.before['student']:.4f}"
@@ -271,7 +287,7 @@ class Linearization(Training):
         self.eval()
         with self.trainer.precision_plugin.forward_context():
             for batch in itertools.islice(data.val_dataloader(), batches):
-                batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+                batch = self.own_part({name: tensor.to(self.device) for name, tensor in batch.items()})
                 sums[0] += self.token_losses(batch, mode).double().sum()
                 sums[1] += (batch["targets"] != IGNORE_INDEX).sum()
         self.train(was_training)
@@ -280,6 +296,7 @@ class Linearization(Training):
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self.micro_batch = batch_idx
         self.enter(self.stage_at(self.trainer.global_step))
 
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
@@ -296,7 +313,11 @@ class Linearization(Training):
             student = self.model.features(ids, positions=positions)
         if stage.cross_entropy:
             parts["cross_entropy"] = linear_cross_entropy(student, head, targets)
-        if stage.kl:
+        if stage.kl and self.teacher_store is not None:
+            sequences = self.trainer.train_dataloader.batch_sampler.micro_batch(self.micro_batch)
+            likeliest, tokens = self.teacher_store.of(sequences, ids.device)
+            parts["kl"] = linear_top_k_kl(student, head, tokens, likeliest, targets != IGNORE_INDEX)
+        elif stage.kl:
             if teacher is None:
                 teacher = self.teacher_features(ids, positions)
             teacher_head = self._teacher[0].lm_head.weight if self._teacher else head
@@ -338,9 +359,11 @@ class Linearization(Training):
         checkpoint["palimpsest"]["before"] = self.before
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.schedule = self.schedules[self.stage_at(max(0, checkpoint["global_step"] - 1))]  # that has its state
         super().on_load_checkpoint(checkpoint)
         self.before = checkpoint["palimpsest"]["before"]
 
     def checkpointed(self, name: str) -> bool:
-        """Whether a tensor of this module belongs in a checkpoint: what is never trained comes from the base model."""
-        return name.removeprefix("model.") in self.trained
+        """Whether a tensor of this module belongs in a checkpoint: what is of the base model, and stays as it is, comes
+        from there."""
+        return name.removeprefix("model.") in self.kept

@@ -15,26 +15,30 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig
+from transformers import PreTrainedConfig
 
 from data_pipeline.files import write_whole
+from data_pipeline.settings import check_whole
+from lit_modules.launching.ranks import ranks
 from lit_modules.linearization import Linearization as Training
 from lit_modules.linearization import Stage
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, load_pretrained
 from lit_modules.networks.linearized.adapters import export_merged, save_adapter
+from lit_modules.networks.linearized.calibration import fit_clusters
 from lit_modules.networks.linearized.conversion import linearized_config
 from lit_modules.networks.linearized.lora import add_lora, has_lora
 from lit_modules.networks.linearized.sensitivity import choose_layers, every, sensitivity
 from lit_modules.parallel.choosing import count_devices, device_of
 from lit_modules.parallel.strategies import DataParallel, OneDevice
 from lit_modules.results import conclude, measured
+from lit_modules.teacher_store import TeacherStore
 from lit_modules.trainer import Parts, build_trainer, set_lengths, train
 
 log = logging.getLogger(__name__)
 
 KEPT = "softmax_layers.json"  # in the run's folder: the layers that stay, once they have been chosen
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SENSITIVITY_BATCHES = 8
+SENSITIVITY_BATCHES, FITTING_BATCHES = 8, 4  # micro-batches of the train text
 
 
 def run(cfg: DictConfig) -> None:
@@ -49,9 +53,9 @@ def build(cfg: DictConfig, folder: Path) -> Parts:
         ValueError: a setting cannot work; the line names its key.
     """
     settings = hydra.utils.instantiate(cfg.linearization, _convert_="all")
-    check(cfg, settings)
-    data = hydra.utils.instantiate(cfg.data)
     stages = {name: build_stage(name, stage) for name, stage in cfg.stages.items() if stage is not None}
+    check(cfg, settings, stages)
+    data = hydra.utils.instantiate(cfg.data)
     module = Training(
         stages=stages,
         max_tokens=cfg.max_tokens,
@@ -68,6 +72,8 @@ def build(cfg: DictConfig, folder: Path) -> Parts:
 
 def build_stage(name: str, stage: DictConfig) -> Stage:
     """One of `stages`. Raises ValueError for a key that a stage does not have."""
+    if not OmegaConf.is_dict(stage):
+        raise ValueError(f"stages.{name}={stage} is no stage: give its keys, as stages.{name}.kl=1, or null for none")
     given = OmegaConf.to_container(stage, resolve=True)
     known = [field.name for field in dataclasses.fields(Stage)]
     unknown = [key for key in given if key not in known]
@@ -79,26 +85,44 @@ def build_stage(name: str, stage: DictConfig) -> Stage:
     return Stage(**{**given, "train": tuple(train_groups)})
 
 
-def check(cfg: DictConfig, settings: Linearization) -> None:
+def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) -> None:
     """Raise ValueError for what can be refused before any weights or data are read."""
     if cfg.base_dtype not in DTYPES:
         raise ValueError(f"base_dtype={cfg.base_dtype} is not known: give one of {', '.join(DTYPES)}")
-    kept = cfg.softmax_layers
-    if kept is not None:
-        ways = OmegaConf.to_container(kept) if OmegaConf.is_dict(kept) else {}
-        if list(ways) not in (["every"], ["most_sensitive"]) or not isinstance(next(iter(ways.values())), int):
-            raise ValueError(
-                f"softmax_layers={kept} is not known: give {{every: 8}}, {{most_sensitive: 2}}, or null and a list as "
-                "linearization.softmax_layers=[7,15]"
-            )
-        if settings.softmax_layers:
-            raise ValueError("softmax_layers and linearization.softmax_layers are both given: give one of them")
+    if cfg.lora is not None and not OmegaConf.is_dict(cfg.lora):
+        raise ValueError(f"lora={cfg.lora} is not known: give its keys, as lora.rank=8, or null for none")
     try:
-        config = AutoConfig.from_pretrained(cfg.base).to_dict()
+        stored, _ = PreTrainedConfig.get_config_dict(cfg.base)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"base={cfg.base} cannot be read: {str(error).strip().splitlines()[0]}") from error
+    if not stored:
+        raise ValueError(f"base={cfg.base} has no config.json: give a model's folder, or its name on the Hub")
     with naming_base(cfg):
-        linearized_config(config, settings)
+        config = linearized_config(stored, settings)
+    if cfg.teacher_top_k is not None:
+        check_whole("teacher_top_k", cfg.teacher_top_k, 1, config.vocab_size)
+        if not any(stage.kl for stage in stages.values()):
+            raise ValueError(f"teacher_top_k={cfg.teacher_top_k} is for stages with kl: set stages.finetuning.kl=1")
+    if cfg.softmax_layers is not None:
+        check_softmax_layers(cfg.softmax_layers, settings, config.num_hidden_layers)
+
+
+def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> None:
+    """Raise ValueError unless `softmax_layers` is one of its two forms, and keeps some of so many layers, not all."""
+    ways = OmegaConf.to_container(kept) if OmegaConf.is_dict(kept) else {}
+    if list(ways) not in (["every"], ["most_sensitive"]):
+        raise ValueError(
+            f"softmax_layers={kept} is not known: give {{every: 8}}, {{most_sensitive: 2}}, or null and a list as "
+            "linearization.softmax_layers=[7,15]"
+        )
+    if settings.softmax_layers:
+        raise ValueError("softmax_layers and linearization.softmax_layers are both given: give one of them")
+    ((way, number),) = ways.items()
+    least, most = (2, layers) if way == "every" else (1, layers - 1)
+    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+        raise ValueError(
+            f"softmax_layers.{way}={number} of {layers} layers: give a whole number from {least} to {most}"
+        )
 
 
 @contextlib.contextmanager
@@ -118,7 +142,9 @@ def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
     Raises:
         ValueError: a strategy that spreads weights, or devices that are not there.
     """
-    several = len({stage.train for *_, stage in module.stages}) > 1
+    several = len({stage.train for *_, stage in module.stages}) > 1 or any(
+        not stage.cross_entropy and not stage.kl for *_, stage in module.stages
+    )  # of attention_transfer alone layers that stay, and output projections, have no gradient
     if cfg.strategy._target_:
         strategy = hydra.utils.instantiate(cfg.strategy)
         if not isinstance(strategy, OneDevice | DataParallel) or strategy.layout.context > 1:
@@ -141,14 +167,23 @@ def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
     with naming_base(cfg):
         settings = choose_softmax_layers(cfg, data, folder)
         model = load_pretrained(cfg.base, settings, DTYPES[cfg.base_dtype])
+        begin_maps(cfg, model, data)
     needed = data.manifest["vocab_size"]
     if needed > model.config.vocab_size:
         raise ValueError(
             f"tokenizer: it has {needed} tokens, and base={cfg.base} has embeddings for {model.config.vocab_size}: "
             "give the base model's own"
         )
+    if cfg.teacher_top_k is not None:
+        sequences = math.ceil(cfg.max_tokens / module.batch_tokens) * module.batch_tokens // data.sequence_length
+        module.teacher_store = TeacherStore(data, sequences, cfg.teacher_top_k)
+        device = device_of(cfg.trainer.accelerator, cfg.trainer.devices)
+        module.teacher_store.prepare(model, str(cfg.base), cfg.trainer.precision, device)
     if cfg.lora is not None:
-        add_lora(model, **OmegaConf.to_container(cfg.lora, resolve=True))
+        try:
+            add_lora(model, **OmegaConf.to_container(cfg.lora, resolve=True))
+        except TypeError as error:
+            raise ValueError(f"lora: {str(error).removeprefix('add_lora() ')}") from error
     module.adopt(model)
     new = sum(parameter.numel() for parameter in model.new_parameters().values())
     trained = sum(p.numel() for name, p in model.named_parameters() if name in module.trained)
@@ -167,7 +202,8 @@ def choose_softmax_layers(cfg: DictConfig, data: Any, folder: Path) -> Lineariza
         return dataclasses.replace(settings, softmax_layers=tuple(json.loads((folder / KEPT).read_text())["kept"]))
     (way, number), found = next(iter(OmegaConf.to_container(cfg.softmax_layers).items())), None
     if way == "every":
-        kept = every(AutoConfig.from_pretrained(cfg.base).num_hidden_layers, number)
+        config = linearized_config(PreTrainedConfig.get_config_dict(cfg.base)[0], settings)
+        kept = every(config.num_hidden_layers, number)
     else:
         model = load_pretrained(cfg.base, settings, DTYPES[cfg.base_dtype])
         found = measure_sensitivity(cfg, model, data)
@@ -177,32 +213,40 @@ def choose_softmax_layers(cfg: DictConfig, data: Any, folder: Path) -> Lineariza
             + ", ".join(f"{layer}: {loss:.4f}" for layer, loss in enumerate(found.tolist()))
         )
     record = {"kept": list(kept), "sensitivity": None if found is None else found.tolist()}
-    write_whole(folder / KEPT, json.dumps(record) + "\n")
+    if ranks().rank == 0:
+        write_whole(folder / KEPT, json.dumps(record) + "\n")
     return dataclasses.replace(settings, softmax_layers=kept)
 
 
 def measure_sensitivity(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> torch.Tensor:
     """What each layer loses when it alone is linearized, on the first batches of the train text."""
+    begin_maps(cfg, model, data)
+    return sensitivity(model, first_batches(cfg, model, data, SENSITIVITY_BATCHES))
+
+
+def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> None:
+    """Begin feature maps that are fitted to text, where the settings have such."""
+    if model.linearization.feature_map == "clusters":
+        batches = first_batches(cfg, model, data, FITTING_BATCHES)
+        fit_clusters(model, [{key: batch[key] for key in ("input_ids", "cu_seqlens")} for batch in batches])
+
+
+def first_batches(
+    cfg: DictConfig, model: LinearizedForCausalLM, data: Any, number: int
+) -> list[dict[str, torch.Tensor]]:
+    """Arguments of the model for the first micro-batches of the train text, both on the trainer's device."""
     device = device_of(cfg.trainer.accelerator, cfg.trainer.devices)
-    batches = itertools.islice(data.train_dataloader(), SENSITIVITY_BATCHES)
     model.to(device)
-    return sensitivity(
-        model,
-        [
-            {
-                "input_ids": batch["input_ids"].to(device),
-                "shift_labels": batch["targets"].to(device),
-                "cu_seqlens": batch["cu_seqlens"].to(device),
-            }
-            for batch in batches
-        ],
-    )
+    names = {"input_ids": "input_ids", "shift_labels": "targets", "cu_seqlens": "cu_seqlens"}
+    batches = itertools.islice(data.train_dataloader(), number)
+    return [{name: batch[key].to(device) for name, key in names.items()} for batch in batches]
 
 
 def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
     """Leave `adapter/` (where there is LoRA) and `export/`, write summary.json, and print what came out."""
     trainer, module, data = parts
     summary = measured(trainer, module, data)
+    module.to(trainer.strategy.root_device)  # Lightning has put it into main memory
     summary["teacher_loss"] = module.measure("teacher") if module.has_teacher else module.before["teacher"]
     summary["loss_before_training"] = module.before["student"]
     if not trainer.is_global_zero:

@@ -1,9 +1,10 @@
 """Metrics to Weights & Biases, where it is asked for."""
 
+import html
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,11 @@ class Wandb(WandbLogger):
         self.going_on(lambda: super(Wandb, self).log_image(key, images, step, **kwargs))
 
     @rank_zero_only
-    def log_text(self, key: str, *args: Any, **kwargs: Any) -> None:
-        self.going_on(lambda: super(Wandb, self).log_text(key, *args, **kwargs))
+    def log_text(
+        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
+    ) -> None:
+        """Log rows of text as a page. (wandb's own table is an artifact, and beginning one waits for the server.)"""
+        self.going_on(lambda: self.experiment.log({key: wandb.Html(page_of(columns, data))}, step=step))
 
     def going_on(self, call: Callable[[], None]) -> None:
         """Call wandb; where it fails (its process is gone, the disk is full) that costs one line, not the run."""
@@ -147,6 +151,13 @@ def run_id(folder: Path) -> str:
     if not path.is_file():
         write_whole(path, secrets.token_hex(4))
     return path.read_text(encoding="utf-8")
+
+
+def page_of(columns: Sequence[str], data: Sequence[Sequence[Any]]) -> str:
+    """An HTML table of texts, which are shown as they are: markup and line breaks in them, too."""
+    rows = [("th", columns), *(("td", row) for row in data)]
+    cells = ("".join(f"<{tag}>{html.escape(str(text))}</{tag}>" for text in row) for tag, row in rows)
+    return f'<table style="white-space: pre-wrap">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
 
 
 def one_line(error: Exception) -> str:

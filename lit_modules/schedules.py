@@ -101,11 +101,11 @@ class Plateau:
     """
 
     def __init__(self, factor: float = 0.1, patience: int = 10, least: float = 0.01) -> None:
-        if not 0 < factor < 1:
+        if not isinstance(factor, int | float) or not 0 < factor < 1:
             raise ValueError(f"schedule.factor={factor}: give a number between 0 and 1")
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ValueError(f"schedule.patience={patience} is not a count: give a whole number, 0 or more")
-        if not 0 <= least <= 1:
+        if not isinstance(least, int | float) or not 0 <= least <= 1:
             raise ValueError(f"schedule.least={least} is not a part of the peak rate: give a number from 0 to 1")
         self._rate = SGD([Parameter(torch.zeros(1))], lr=1.0)
         self._cuts = ReduceLROnPlateau(self._rate, factor=factor, patience=patience, min_lr=least)

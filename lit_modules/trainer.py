@@ -73,7 +73,7 @@ def train(
     adopt(cfg, module, data, folder)
     module.data_fingerprint = data.fingerprint
     module.components = tuple(data.component_bytes)
-    module.phase_starts = module.phase_starts | data.phase_starts
+    module.phase_starts = together(module.phase_starts, data.phase_starts)
     if trainer.is_global_zero:
         runs.record_config(folder, config)
         save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
@@ -92,6 +92,12 @@ def train(
                 logger.close(exit_code)
         if lock is not None:
             lock.close()
+
+
+def together(stages: dict[int, str], phases: dict[int, str]) -> dict[int, str]:
+    """The names of what begins at each optimizer step, of a training's own stages and of a mixture's phases."""
+    steps = sorted({*stages, *phases})
+    return {step: ", ".join(name for part in (stages, phases) if (name := part.get(step))) for step in steps}
 
 
 def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, checkpoint: Path | None) -> None:

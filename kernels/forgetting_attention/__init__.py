@@ -26,12 +26,13 @@ def forgetting_attention(
     cumulative: bool = False,
     prune: float | None = None,
     logit_bound: float | Tensor | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Causal `softmax(scale q_i . k_j + c_i - c_j) v_j`, with `c = cumsum(log_forget)` over time.
 
     The Forgetting Transformer's attention (FoX, arXiv 2503.02130, eq. 2 to 4). `log_forget_j` decays the tokens before
     j, not j itself: on the diagonal the bias is 0. Without gates it is plain causal attention. Differentiable once in
-    q, k, v and log_forget; accumulates in float32 (float64 for float64 inputs).
+    q, k, v and log_forget, from the output and from lse; accumulates in float32 (float64 for float64 inputs).
 
     On CUDA these are Triton kernels (head dimensions up to 256), elsewhere and in float64 it is PyTorch. On Hopper the
     gradient of q is summed in no fixed order, so that its last bits differ from run to run, unless
@@ -55,11 +56,13 @@ def forgetting_attention(
             float64 where differences are wanted beyond float32's precision of the sum.
         prune: natural log of the attention mass that may be lost, for example -10.0. Keys whose largest possible decay
             bias over a block of queries is under `prune - 2 U - log(number of keys)` are skipped, forward and backward
-            (arXiv 2504.06949). The output is off by at most `2 exp(prune) max|v|`.
+            (arXiv 2504.06949). The output is off by at most `2 exp(prune) max|v|`, lse by about `exp(prune)`.
         logit_bound: U, a bound on |scale q.k|, a number or [Hq]; from the largest norms of q and k when None.
+        return_lse: return lse as well, by which outputs over different keys join into one softmax over all of them.
 
     Returns:
-        [B, T, Hq, Dv] in q's dtype.
+        [B, T, Hq, Dv] in q's dtype. With return_lse also lse [B, T, Hq] float32 (float64 for float64 inputs): the
+        natural log of the sum of `exp(scale q_i . k_j + c_i - c_j)` over the keys that a query sees, -inf if none.
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not fit; on the CPU also for values out of range (positive
@@ -81,14 +84,32 @@ def forgetting_attention(
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if q.is_cuda and q.dtype != torch.float64:
         if _decodes(q, k, v, log_forget, cu_seqlens):
-            return decode(q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative)
+            out, lse = decode(q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative, return_lse)
+            return (out, lse) if return_lse else out
         bounds = logit_bound if isinstance(logit_bound, Tensor) else None
         bound = None if logit_bound is None or bounds is not None else float(logit_bound)
-        return triton_attention(
-            q, k, v, log_forget, cu_seqlens, kv_start, kv_end, bounds, scale, window, cumulative, prune, bound
-        )[0]
+        out, *_, lse = triton_attention(
+            q,
+            k,
+            v,
+            log_forget,
+            cu_seqlens,
+            kv_start,
+            kv_end,
+            bounds,
+            scale,
+            window,
+            cumulative,
+            prune,
+            bound,
+            return_lse,
+        )
+        return (out, lse) if return_lse else out
     threshold = None if prune is None else prune - 2 * _largest_logit(q, k, scale, logit_bound)
-    return chunked_forward(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, threshold, scale, window, cumulative)[0]
+    out, _, lse = chunked_forward(
+        q, k, v, log_forget, cu_seqlens, kv_start, kv_end, threshold, scale, window, cumulative, return_lse
+    )
+    return (out, lse) if return_lse else out
 
 
 def _decodes(q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor | None, cu_seqlens: Tensor | None) -> bool:

@@ -3,7 +3,7 @@
 c_i is constant along row i and leaves its softmax, so with a reference r for each block of queries
 
     s_ij = scale q_i . k_j + (r - c_j)                      P_ij = exp(s_ij - lse_i)
-    dP   = dO V^T        dS = P * (dP - delta)              delta_i = dO_i . O_i
+    dP   = dO V^T        dS = P * (dP - delta)              delta_i = dO_i . O_i - dlse_i
     dQ   = scale dS K    dK = scale dS^T Q    dV = P^T dO   dc_i = sum_j dS_ij - sum_k dS_ki
 
 For each segment and block of queries: its keys in chunks, from the diagonal backwards (so that every row has a finite
@@ -36,26 +36,34 @@ def chunked_forward(
     scale: float,
     window: int | None,
     cumulative: bool,
-) -> tuple[Tensor, Tensor]:
-    """out [B, T, Hq, Dv] in q's dtype; lse [B, Hq, T] float32 or float64, for the backward pass.
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B, T, Hq, Dv] in q's dtype; sums [B, Hq, T] for the backward pass; lse [B, T, Hq], empty unless asked for.
 
-    lse is the log2 of the sum of exp2 of each row's logits, as `SegmentScores.logits` gives them; -inf without a key.
+    sums are the log2 of the sum of exp2 of each row's logits, as `SegmentScores.logits` gives them, lse the natural log
+    of what `forgetting_attention` calls the scores, both float32 or float64; -inf without a key.
     """
     check_values(q, k, log_forget, cu_seqlens, kv_start, kv_end, cumulative)
-    out, lse = _empty_results(q, v)
+    out, sums, lse = _empty_results(q, v, return_lse)
     out.zero_()
+    sums.fill_(-torch.inf)
     lse.fill_(-torch.inf)
     for segment in segments(q, k, cu_seqlens, kv_start, kv_end, QUERY_CHUNK * KEY_CHUNK):
         scores = SegmentScores(segment, q, k, v, log_forget, scale, window, cumulative)
         for block in scores.blocks(prune_threshold):
-            block_out, block_lse = _attend(scores, block)
+            # Autocast would round the products, and so the sums that the backward pass takes for exact.
+            with torch.autocast(q.device.type, enabled=False):
+                block_out, block_sums = _attend(scores, block)
             out[segment.rows, scores.rows(block)] = scores.heads_last(block_out).to(out.dtype)
-            lse[segment.rows, :, scores.rows(block)] = block_lse.unflatten(0, (-1, q.shape[2]))
-    return out, lse
+            sums[segment.rows, :, scores.rows(block)] = block_sums.unflatten(0, (-1, q.shape[2]))
+            if return_lse:
+                natural = scores.natural(block_sums, block).unflatten(0, (-1, q.shape[2]))
+                lse[segment.rows, scores.rows(block)] = natural.mT
+    return out, sums, lse
 
 
 def _attend(scores: SegmentScores, block: Block) -> tuple[Tensor, Tensor]:
-    """One block of queries over all its keys: out [H, n, Dv], lse [H, n]."""
+    """One block of queries over all its keys: out [H, n, Dv], log2 of its sums [H, n]."""
     queries = scores.queries(block)
     row_max = row_sum = out = None
     for keys in scores.key_chunks(block):
@@ -74,15 +82,16 @@ def _attend(scores: SegmentScores, block: Block) -> tuple[Tensor, Tensor]:
 
 
 @chunked_forward.register_fake
-def _(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, scale, window, cumulative):
-    return _empty_results(q, v)
+def _(q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, scale, window, cumulative, return_lse=False):
+    return _empty_results(q, v, return_lse)
 
 
-def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_results(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     batch, num_queries, num_heads, _ = q.shape
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(batch, num_queries, num_heads, v.shape[3])
-    return out, q.new_empty(batch, num_heads, num_queries, dtype=lse_dtype)
+    new = partial(q.new_empty, dtype=torch.promote_types(q.dtype, torch.float32))
+    lse_shape = (batch, num_queries, num_heads) if return_lse else (0,)
+    return out, new((batch, num_heads, num_queries)), new(lse_shape)
 
 
 @torch.library.custom_op("palimpsest::forgetting_attention_chunked_backward", mutates_args=())
@@ -93,7 +102,7 @@ def chunked_backward(
     v: Tensor,
     log_forget: Tensor | None,
     out: Tensor,
-    lse: Tensor,
+    sums: Tensor,
     cu_seqlens: Tensor | None,
     kv_start: Tensor | None,
     kv_end: Tensor | None,
@@ -101,20 +110,22 @@ def chunked_backward(
     scale: float,
     window: int | None,
     cumulative: bool,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log_forget, each in its own dtype; the last is empty without log_forget."""
     grads = [grad.zero_() for grad in empty_gradients(q, k, v, log_forget)]
     for segment in segments(q, k, cu_seqlens, kv_start, kv_end, QUERY_CHUNK * KEY_CHUNK):
         scores = SegmentScores(segment, q, k, v, log_forget, scale, window, cumulative)
-        sums = SegmentGradients(scores)
+        gathered = SegmentGradients(scores)
         for block in scores.blocks(prune_threshold):
-            grad_q = sums.add_block(block, grad_out, out, lse)
+            grad_q = gathered.add_block(block, grad_out, out, sums, grad_lse)
             grads[0][segment.rows, scores.rows(block)] = scores.heads_last(grad_q).to(q.dtype)
         seen = segment.rows, slice(segment.key_from, segment.key_to)
-        grads[1][seen] = scores.heads_last(sums.k.mul_(LN_2)).to(k.dtype)
-        grads[2][seen] = scores.heads_last(sums.v).to(v.dtype)
+        grads[1][seen] = scores.heads_last(gathered.k.mul_(LN_2)).to(k.dtype)
+        grads[2][seen] = scores.heads_last(gathered.v).to(v.dtype)
         if log_forget is not None:
-            grads[3][seen] = sums.of_gates(cumulative).unflatten(0, (-1, q.shape[2])).mT.to(log_forget.dtype)
+            of_gates = gathered.of_gates(cumulative).unflatten(0, (-1, q.shape[2]))
+            grads[3][seen] = of_gates.mT.to(log_forget.dtype)
     return tuple(grads)
 
 
@@ -128,21 +139,23 @@ class SegmentGradients:
         self.v = new_zeros(scores.value_heads, num_keys, scores.v.shape[-1])
         self.decay = new_zeros(scores.num_heads, num_keys)
 
-    def add_block(self, block: Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    def add_block(self, block: Block, grad_out: Tensor, out: Tensor, sums: Tensor, grad_lse: Tensor | None) -> Tensor:
         """Add what a block of queries gives to k, v and decay, and return its gradient of q, [H, n, Dk]."""
         scores, rows = self.scores, (self.scores.segment.rows, self.scores.rows(block))
         queries = scores.queries(block)
         grad_rows = scores.heads_first(grad_out[rows]).contiguous()
         out_rows = scores.heads_first(out[rows])
         delta = (grad_rows * out_rows).sum(-1, keepdim=True)
-        lse_rows = lse[rows[0], :, rows[1]].flatten(0, 1)[..., None]
+        if grad_lse is not None:
+            delta -= grad_lse[rows].mT.reshape(delta.shape)
+        sums_rows = sums[rows[0], :, rows[1]].flatten(0, 1)[..., None]
         grad_q = torch.zeros_like(queries)
         for keys in scores.key_chunks(block):
-            weights = scores.logits(queries, block, keys).sub_(lse_rows).exp2_()
+            weights = scores.logits(queries, block, keys).sub_(sums_rows).exp2_()
             self.v[:, keys] += stack(weights, scores.value_heads).mT @ stack(grad_rows, scores.value_heads)
             grad_logits = scores.grad_weights(grad_rows, keys).sub_(delta).mul_(weights)
             if scores.decay is not None:
-                # Rows minus columns: row sums are 0 only in exact arithmetic, and their errors would add up over time.
+                # Rows minus columns: row sums are 0 (or dlse) only in exact arithmetic; errors would add up over time.
                 self.decay[:, block.first : block.last] += grad_logits.sum(-1)
                 self.decay[:, keys] -= grad_logits.sum(-2)
             stacked = stack(grad_logits, scores.key_heads)
@@ -157,22 +170,27 @@ class SegmentGradients:
 
 @chunked_backward.register_fake
 def _(
-    grad_out, q, k, v, log_forget, out, lse, cu_seqlens, kv_start, kv_end, prune_threshold, scale, window, cumulative
-):
+    grad_out, q, k, v, log_forget, out, sums, cu_seqlens, kv_start, kv_end, prune_threshold, scale, window, cumulative,
+    grad_lse=None,
+):  # fmt: skip
     return empty_gradients(q, k, v, log_forget)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, *ctx.settings = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, log_forget, out, lse, cu_seqlens, kv_start, kv_end, prune_threshold)
+    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, *ctx.settings, return_lse = inputs
+    out, sums, lse = output
+    ctx.mark_non_differentiable(*((sums,) if return_lse else (sums, lse)))
+    # Else zeros would be filled in for the gradient of each of them.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, log_forget, out, sums, cu_seqlens, kv_start, kv_end, prune_threshold)
 
 
-def _gradients(ctx, grad_out, _grad_lse):
-    grads = chunked_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
+def _gradients(ctx, grad_out, _, grad_lse):
+    saved = ctx.saved_tensors
+    grad_out = torch.zeros_like(saved[4]) if grad_out is None else grad_out
+    grads = chunked_backward(grad_out, *saved, *ctx.settings, grad_lse)
     grad_log_forget = grads[3] if ctx.needs_input_grad[3] else None
-    return *grads[:3], grad_log_forget, *(None,) * 7
+    return *grads[:3], grad_log_forget, *(None,) * 8
 
 
 chunked_forward.register_autograd(_gradients, setup_context=_save)

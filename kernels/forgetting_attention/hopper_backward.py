@@ -24,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.forgetting_attention.hopper_tiles import load_tile, rows_alike, thread_barrier, tiles, width
-from kernels.forgetting_attention.triton_backward import for_each_head, sum_over_heads
+from kernels.forgetting_attention.triton_backward import for_each_head, less_grad_lse, sum_over_heads
 from kernels.forgetting_attention.triton_configs import Config
-from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
+from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay, give_rows_their_own
 from kernels.forgetting_attention.triton_forward import descriptor, tile_width
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
 
@@ -323,7 +323,7 @@ def _backward(
 
 @triton.jit(do_not_specialize=["num_queries"])
 def _row_statistics_of(
-    out_tiles, grad_out_tiles, lse, stats, num_queries,
+    out_tiles, grad_out_tiles, lse, grad_lse, stats, num_queries,
     BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -335,7 +335,10 @@ def _row_statistics_of(
     values = tl.load(lse + plane * rows + query, mask=query < num_queries, other=float("inf"))
     address = stats + plane * 2 * rows + query // BLOCK_M * (2 * BLOCK_M) + query % BLOCK_M
     tl.store(address, values)
-    tl.store(address + BLOCK_M, tl.sum(out * grad_out, 1))
+    delta = tl.sum(out * grad_out, 1)
+    if grad_lse is not None:
+        delta = less_grad_lse(delta, grad_lse, values, query, num_queries, row, head, tl.num_programs(1))
+    tl.store(address + BLOCK_M, delta)
 
 
 @triton.jit(do_not_specialize=["scale", "num_queries"])
@@ -363,6 +366,7 @@ def backward(
     ranges: Ranges | None,
     scale: float,
     config: Config,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """As `triton_backward.backward`, for what `hopper_tiles.supports`; grad_queries of block_m queries together."""
     batch, num_queries, heads, _ = q.shape
@@ -371,7 +375,7 @@ def backward(
     rows = lse.shape[2]
     stats = lse.new_empty(batch, heads, 2 * rows)
     _row_statistics_of[(rows // CHUNK, heads, batch)](
-        descriptor(out, CHUNK), descriptor(grad_out, CHUNK), lse, stats, num_queries,
+        descriptor(out, CHUNK), descriptor(grad_out, CHUNK), lse, grad_lse, stats, num_queries,
         BLOCK=CHUNK, VALUE_DIM=tile_width(v), BLOCK_M=config.block_m,
     )  # fmt: skip
     # What is added to begins at 0. So does what nobody may write: gradients of keys that no query sees.
@@ -420,4 +424,6 @@ def backward(
     _finish_grad_q[(rows // CHUNK, heads, batch)](
         sums, descriptor(grad_q, CHUNK), scale, num_queries, BLOCK=CHUNK, KEY_DIM=key_dim, WIDTH=tile_width(q)
     )
+    if decay is not None and grad_lse is not None:
+        give_rows_their_own(grad_keys, grad_queries, grad_lse, lse, num_keys, config.block_m)
     return grad_q, sum_over_heads(grad_k, k), sum_over_heads(grad_v, v), grad_keys, grad_queries

@@ -3,6 +3,7 @@
     c_j  = sum_{l <= j} log_forget_l
     s_ij = scale * q_i . k_j + c_i - c_j                    for the keys j that query i sees
     o_i  = sum_j softmax_j(s_ij) v_j                       (FoX, arXiv 2503.02130, eq. 2 to 4)
+    lse_i = log sum_j exp(s_ij)
 
 A gate of 0 (log_forget_l = -inf) hides every j < l from every i >= l. It is kept out of the sum and made a mask:
 -inf - -inf never arises, and the other gates do not drown in it.
@@ -27,7 +28,8 @@ def forgetting_attention_reference(
     kv_start: Tensor | None = None,
     kv_end: Tensor | None = None,
     cumulative: bool = False,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """The arguments of `forgetting_attention` except `prune`, which by definition changes nothing here.
 
     Differentiable by autograd. Computes in float64 for float64 inputs, otherwise in float32; O(T S) memory.
@@ -49,9 +51,13 @@ def forgetting_attention_reference(
         visible = visible & (_at_positions(closed_so_far, query_position)[..., None] == closed_so_far.mT[..., None, :])
 
     # A query that sees nothing (left padding) must give 0, and a softmax over nothing would give NaN.
-    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    sees_nothing = ~visible.any(-1, keepdim=True)
+    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(sees_nothing, 0.0)
     weights = scores.softmax(-1).masked_fill(~visible, 0.0)
-    return (weights @ _heads_first(v, q, compute_dtype)).transpose(1, 2).to(q.dtype)
+    out = (weights @ _heads_first(v, q, compute_dtype)).transpose(1, 2).to(q.dtype)
+    if not return_lse:
+        return out
+    return out, scores.logsumexp(-1).masked_fill(sees_nothing[..., 0], -torch.inf).transpose(1, 2)
 
 
 def _heads_first(x: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:

@@ -109,6 +109,13 @@ class SegmentScores:
             logits += (bias * LOG2_E).to(self.dtype)
         return self._hide(logits, block, keys)
 
+    def natural(self, lse: Tensor, block: Block) -> Tensor:
+        """[H, rows] log2 of the sums of exp2 of `logits`, as the natural log of the sums of exp of the scores."""
+        lse = lse * LN_2
+        if self.decay is None or block.steep:
+            return lse
+        return lse + (self.decay.total[:, block.first : block.last] - self._reference(block)).to(self.dtype)
+
     def _hide(self, logits: Tensor, block: Block, keys: slice) -> Tensor:
         if (begin := max(keys.start, block.first + 1)) < keys.stop:
             row = torch.arange(block.first, block.last, device=logits.device)[:, None]

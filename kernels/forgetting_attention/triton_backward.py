@@ -5,7 +5,7 @@ product of matrices has to be transposed before it enters the next one:
 
     P^T = 2^(K Q^T scale log2(e) + (r - c_j) - lse_i)        dV_j = sum_i P_ij dO_i
     dS^T = P^T * (V dO^T - delta_i)                          dK_j = scale sum_i dS_ij Q_i
-    delta_i = dO_i . O_i                                     dQ_i = scale sum_j dS_ij K_j
+    delta_i = dO_i . O_i - dlse_i                            dQ_i = scale sum_j dS_ij K_j
     dc_i = sum_j dS_ij - sum_k dS_ki
 
 One kernel gives dV, dK and dc_j, a program for each block of keys; another dQ and the sums of dS over rows, a program
@@ -13,7 +13,6 @@ for each block of queries. Nothing is added in an order that is not fixed. Heads
 each their own dK and dV, which are then summed. hopper_backward.py does all in one kernel, on chips that can.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -23,10 +22,8 @@ from torch import Tensor
 
 from kernels.forgetting_attention.triton_configs import Config
 from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
-from kernels.forgetting_attention.triton_forward import descriptor, tile_width
+from kernels.forgetting_attention.triton_forward import LN_2, descriptor, tile_width
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
-
-LN_2 = math.log(2.0)
 
 
 @triton.jit
@@ -217,15 +214,29 @@ def _backward_queries(
         tl.store(grad_queries + plane * num_queries + query, row_sums, mask=exists)
 
 
+@triton.jit
+def less_grad_lse(delta, grad_lse, lse, query, num_queries, row, head, heads):
+    """delta - dlse; dlse [B, T, Hq] counts where lse (base 2, of these queries) says that there is a key to see."""
+    address = grad_lse + (row.to(tl.int64) * num_queries + query) * heads + head
+    seen = (query < num_queries) & (lse < float("inf"))
+    return delta - tl.load(address, mask=seen, other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_queries"])
-def _delta(out_tiles, grad_out_tiles, delta, num_queries, BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr):
-    """delta_i = dO_i . O_i, [B, Hq, T rounded up] float32."""
+def _delta(
+    out_tiles, grad_out_tiles, lse, grad_lse, delta_out, num_queries, BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr
+):
+    """delta_i = dO_i . O_i - dlse_i, [B, Hq, T rounded up] float32."""
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     plane = row.to(tl.int64) * tl.num_programs(1) + head
     out = out_tiles.load([row, head, block * BLOCK, 0]).reshape(BLOCK, VALUE_DIM).to(tl.float32)
     grad_out = grad_out_tiles.load([row, head, block * BLOCK, 0]).reshape(BLOCK, VALUE_DIM).to(tl.float32)
     query = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(delta + plane * tl.cdiv(num_queries, BLOCK) * BLOCK + query, tl.sum(out * grad_out, 1))
+    at = plane * tl.cdiv(num_queries, BLOCK) * BLOCK + query
+    delta = tl.sum(out * grad_out, 1)
+    if grad_lse is not None:
+        delta = less_grad_lse(delta, grad_lse, tl.load(lse + at), query, num_queries, row, head, tl.num_programs(1))
+    tl.store(delta_out + at, delta)
 
 
 def backward(
@@ -241,8 +252,12 @@ def backward(
     kv_end: Tensor | None,
     scale: float,
     config: Config,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k and v in their dtype; grad_keys and grad_queries as `gradient_of_gates` takes them."""
+    """Gradients of q, k and v in their dtype; grad_keys and grad_queries as `gradient_of_gates` takes them.
+
+    grad_lse: [B, T, Hq] float32 contiguous, of the natural log; not read where a query sees nothing.
+    """
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
     key_dim, value_dim = tile_width(q), tile_width(v)
@@ -251,8 +266,9 @@ def backward(
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     delta = torch.empty_like(lse)
     _delta[(rows // CHUNK, heads, batch)](
-        descriptor(out, CHUNK), descriptor(grad_out, CHUNK), delta, num_queries, BLOCK=CHUNK, VALUE_DIM=value_dim
-    )
+        descriptor(out, CHUNK), descriptor(grad_out, CHUNK), lse, grad_lse, delta, num_queries,
+        BLOCK=CHUNK, VALUE_DIM=value_dim,
+    )  # fmt: skip
     grad_keys = grad_queries = None
     if decay is not None:
         grad_keys = torch.empty_like(decay.local)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -197,6 +198,20 @@ def gradient_of_gates(
         num_warps=8,
     )
     return grad
+
+
+def give_rows_their_own(
+    grad_keys: Tensor, grad_queries: Tensor, grad_lse: Tensor, lse: Tensor, num_keys: int, together: int
+) -> None:
+    """Move dlse, to which rows of dS sum, from the groups' sums to each query's own place.
+
+    A group's sum is shared evenly among its queries: right for what rounding left, not for this.
+    """
+    num_queries, rows = grad_lse.shape[1], lse.shape[2]
+    own = torch.where(lse[..., :num_queries] < torch.inf, grad_lse.mT, 0.0)
+    grad_keys[..., num_keys - num_queries : num_keys] += own
+    of_groups = F.pad(own, (0, rows - num_queries)).unflatten(-1, (-1, together)).sum(-1)
+    grad_queries[..., 0] -= of_groups[..., : grad_queries.shape[2]]
 
 
 @triton.jit

@@ -31,6 +31,7 @@ MAX_QUERIES = 16
 """Queries up to which `decode` is meant."""
 
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+LN_2 = math.log(2.0)
 
 
 def decode(
@@ -43,7 +44,8 @@ def decode(
     scale: float,
     window: int | None,
     cumulative: bool,
-) -> Tensor:
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
     """`forgetting_attention` for few queries (1 to MAX_QUERIES; more are right, but slow), without a gradient.
 
     Args:
@@ -57,9 +59,12 @@ def decode(
         cumulative: log_forget is its own cumulative sum already. If not, it is summed first, in float64, over all keys.
 
     Returns:
-        [B, T, Hq, Dv] in q's dtype; 0 for a query that sees no key.
+        [B, T, Hq, Dv] in q's dtype; 0 for a query that sees no key. lse [B, T, Hq] float32, as `forgetting_attention`
+        returns it; empty without return_lse.
     """
-    return forgetting_attention_decode(q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative)
+    return forgetting_attention_decode(
+        q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative, None, return_lse
+    )
 
 
 def _decode(
@@ -73,11 +78,12 @@ def _decode(
     window: int | None,
     cumulative: bool,
     num_splits: int | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
     """`decode`; num_splits: of a row's keys, chosen from the sizes and the device when None."""
-    out = _empty_out(q, v)
+    out, lse = _empty_results(q, v, return_lse)
     if out.numel() == 0:
-        return out
+        return out, lse
     decay = log_forget if log_forget is None or cumulative else _cumulative(log_forget, kv_start)
     q, k, v, decay = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, decay))
     tiling = Tiling.of(q, k, v, decay)
@@ -86,28 +92,30 @@ def _decode(
     if num_splits is None:
         keys_read = min(k.shape[1], window + q.shape[1] - 1)
         num_splits = choose_splits(q.shape[0] * tiling.groups, keys_read, q.device)
+    asked = lse if return_lse else None
     with torch.cuda.device_of(q):
         if num_splits == 1:
-            _launch_splits(tiling, q, k, v, decay, kv_start, kv_end, scale, window, 1, out, None)
+            _launch_splits(tiling, q, k, v, decay, kv_start, kv_end, scale, window, 1, out, asked)
         else:
             partial = q.new_empty(num_splits, *out.shape, dtype=torch.float32)
-            lse = q.new_empty(num_splits, *out.shape[:3], dtype=torch.float32)
-            _launch_splits(tiling, q, k, v, decay, kv_start, kv_end, scale, window, num_splits, partial, lse)
-            _join_splits[(lse[0].numel(),)](
-                partial, lse, out, num_splits, v.shape[3], triton.next_power_of_2(v.shape[3]), BLOCK_SPLITS=32
+            lses = q.new_empty(num_splits, *out.shape[:3], dtype=torch.float32)
+            _launch_splits(tiling, q, k, v, decay, kv_start, kv_end, scale, window, num_splits, partial, lses)
+            _join_splits[(lses[0].numel(),)](
+                partial, lses, out, asked, num_splits, v.shape[3], triton.next_power_of_2(v.shape[3]), BLOCK_SPLITS=32
             )
-    return out
+    return out, lse.mul_(LN_2) if return_lse else lse
 
 
-def _fake_decode(q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative, num_splits=None):
-    return _empty_out(q, v)
+def _fake_decode(q, k, v, log_forget, kv_start, kv_end, scale, window, cumulative, num_splits=None, return_lse=False):
+    return _empty_results(q, v, return_lse)
 
 
 forgetting_attention_decode = register_operation("forgetting_attention_decode", _decode, _fake_decode)
 
 
-def _empty_out(q: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
+def _empty_results(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3] if return_lse else 0, dtype=torch.float32)
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse
 
 
 def _cumulative(log_forget: Tensor, kv_start: Tensor | None) -> Tensor:
@@ -207,7 +215,7 @@ def _attend_split(
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_KEY_DIM: tl.constexpr, BLOCK_VALUE_DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One group of heads, one split of the keys, one batch row; lse is None when there is one split."""
+    """One group of heads, one split of the keys, one batch row; lse (base 2) may be None when there is one split."""
     group, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(1)
     row = tl.arange(0, BLOCK_QUERIES * PADDED_HEADS)
@@ -302,9 +310,12 @@ def _attend_split(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _join_splits(
-    partial, lse, out, num_splits, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr
+    partial, lse, out, lse_out, num_splits, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr
 ):  # fmt: skip
-    """One row (query and head) of out [rows, DIM] from partial [splits, rows, DIM] and lse [splits, rows], base 2."""
+    """One row (query and head) of out [rows, DIM] from partial [splits, rows, DIM] and lse [splits, rows], base 2.
+
+    lse_out: [rows], base 2 too, or None.
+    """
     row, num_rows = tl.program_id(0), tl.num_programs(0)
     dim = tl.arange(0, BLOCK_DIM)
     total_max = tl.full((), -float("inf"), tl.float32)
@@ -323,5 +334,9 @@ def _join_splits(
         total = total * shrink + tl.sum(weights, 0)
         acc = acc * shrink + tl.sum(weights[:, None] * split_out, 0)
         total_max = new_max
-    acc /= tl.where(total > 0, total, 1.0)
+    total = tl.where(total > 0, total, 1.0)
+    if lse_out is not None:
+        # A row that has seen nothing keeps total_max = -inf.
+        tl.store(lse_out + row, total_max + tl.log2(total))
+    acc /= total
     tl.store(out + row * DIM + dim, acc.to(out.dtype.element_ty), mask=dim < DIM)

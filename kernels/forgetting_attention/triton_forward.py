@@ -10,6 +10,8 @@ instead. Keys are read in two loops: first the blocks that hold both visible and
 range, and on the diagonal), with a mask, so that every row has a finite maximum; then the rest, without.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.forgetting_attention.triton_configs import Config
 from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
+
+LN_2 = math.log(2.0)
 
 
 def tile_width(x: Tensor) -> int:
@@ -200,3 +204,43 @@ def _forward(
             )
     out = out.to(out_tiles.dtype).reshape(1, 1, BLOCK_M, VALUE_DIM)
     out_tiles.store([row, head, m * BLOCK_M, 0], out)
+
+
+def natural_lse(lse: Tensor, decay: Decay | None, kv_end: Tensor | None, num_queries: int, num_keys: int) -> Tensor:
+    """[B, T, Hq] float32: the natural log of the sum of exp of the scores, from `forward`'s lse; -inf for +inf.
+
+    That of each row is relative to the base of a chunk; here c_i is added, which left the softmax.
+    """
+    batch, heads, rows = lse.shape
+    out = lse.new_empty(batch, num_queries, heads)
+    _natural_lse[(rows // CHUNK, heads, batch)](
+        lse, *((None, None) if decay is None else (decay.local, decay.base)), kv_end, out, num_queries, num_keys,
+        CHUNK=CHUNK, LN_2=LN_2,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+def _natural_lse(
+    lse, local, base, kv_end, out, num_queries, num_keys, CHUNK: tl.constexpr, LN_2: tl.constexpr
+):  # fmt: skip
+    chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    plane = row.to(tl.int64) * heads + head
+    query = chunk * CHUNK + tl.arange(0, CHUNK)
+    exists = query < num_queries
+    values = tl.load(lse + plane * tl.num_programs(0) * CHUNK + query)
+    seen = exists & (values < float("inf"))
+    if local is not None:
+        end = num_keys
+        if kv_end is not None:
+            end = tl.load(kv_end + row)
+        offset = end - num_queries
+        chunks = tl.cdiv(num_keys, CHUNK)
+        base += plane * chunks
+        reference = tl.load(base + (chunk * CHUNK + offset) // CHUNK)
+        position = query + offset
+        values += (tl.load(base + position // CHUNK, mask=seen, other=0.0) - reference).to(tl.float32)
+        values += tl.load(local + plane * chunks * CHUNK + position, mask=seen, other=0.0)
+    address = out + (row.to(tl.int64) * num_queries + query) * heads + head
+    tl.store(address, tl.where(seen, values * LN_2, float("-inf")), mask=exists)

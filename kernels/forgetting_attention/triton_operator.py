@@ -40,15 +40,17 @@ def _attention(
     cumulative: bool,
     prune: float | None,
     logit_bound: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The arguments of `forgetting_attention`, but its logit_bound in two: logit_bounds [Hq], or one number.
 
     Returns:
-        out [B, T, Hq, Dv] in q's dtype, and for the backward pass: lse [B, Hq, T rounded up] float32; `local` and
-        `base` of the decay; `first`, `seen_until`, `whole_until` and `kept_from` of the ranges. Empty where not needed.
+        out [B, T, Hq, Dv] in q's dtype, and for the backward pass: lse [B, Hq, T rounded up] float32, base 2; `local`
+        and `base` of the decay; `first`, `seen_until`, `whole_until` and `kept_from` of the ranges; last the lse that
+        `forgetting_attention` returns, for return_lse. Empty where not needed.
     """
     if not q.numel():
-        shapes = _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, prune, window)
+        shapes = _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, prune, window, return_lse)
         return tuple(x.zero_() for x in shapes)
     value_dim = v.shape[3]
     q, k, v = _readable(q), _readable(k), _readable(v)
@@ -67,18 +69,23 @@ def _attention(
         else:
             config = select("forward", q, v)
             out, lse = triton_forward.forward(q, k, v, decay, ranges, kv_start, kv_end, scale, config)
+        if return_lse:
+            natural = triton_forward.natural_lse(lse, decay, kv_end, q.shape[1], k.shape[1])
+        else:
+            natural = lse.new_empty(0)
     plan = (
         *((None, None) if decay is None else (decay.local, decay.base)),
         *((None,) * 4 if ranges is None else (first, ranges.seen_until, ranges.whole_until, ranges.kept_from)),
     )
     plan = (lse.new_empty(0, dtype=dtype) if x is None else x for x, dtype in zip(plan, PLAN_DTYPES, strict=True))
-    return out[..., :value_dim].contiguous(), lse, *plan
+    return out[..., :value_dim].contiguous(), lse, *plan, natural
 
 
 def _fake_attention(
-    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, logit_bounds, scale, window, cumulative, prune, logit_bound
-):
-    return _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, prune, window)
+    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, logit_bounds, scale, window, cumulative, prune, logit_bound,
+    return_lse=False,
+):  # fmt: skip
+    return _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, prune, window, return_lse)
 
 
 def _empty_results(
@@ -90,6 +97,7 @@ def _empty_results(
     kv_start: Tensor | None,
     prune: float | None,
     window: int | None,
+    return_lse: bool,
 ) -> tuple[Tensor, ...]:
     """What `_attention` returns, in shape and dtype."""
     batch, num_queries, heads, _ = q.shape
@@ -112,6 +120,7 @@ def _empty_results(
         int32((*planes, key_grains) if ranged else 0),
         int32((*planes, key_grains) if ranged else 0),
         int32((*planes, query_grains) if prune is not None else 0),
+        q.new_empty((batch, num_queries, heads) if return_lse else 0, dtype=torch.float32),
     )
 
 
@@ -134,25 +143,27 @@ def _attention_backward(
     kv_end: Tensor | None,
     scale: float,
     cumulative: bool,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log_forget, each in its own dtype; the last is empty without log_forget."""
     if not q.numel():
         return tuple(x.zero_() for x in empty_gradients(q, k, v, log_forget))
     head_dims = q.shape[3], k.shape[3], v.shape[3]
     q, k, v, out, grad_out = (_readable(x) for x in (q, k, v, out, grad_out))
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     decay = Decay(local, base) if local.numel() else None
     ranges = Ranges(first, seen_until, whole_until, kept_from if kept_from.numel() else None) if first.numel() else None
     with torch.cuda.device_of(q):
         if supports(q, v, kv_start, kv_end, scale) and not torch.are_deterministic_algorithms_enabled():
             config = select("hopper_backward", q, v)
             *grads, grad_keys, grad_queries = hopper_backward.backward(
-                grad_out, q, k, v, out, lse, decay, ranges, scale, config
+                grad_out, q, k, v, out, lse, decay, ranges, scale, config, grad_lse
             )
             together = config.block_m
         else:
             config, together = select("backward", q, v), 1
             *grads, grad_keys, grad_queries = triton_backward.backward(
-                grad_out, q, k, v, out, lse, decay, ranges, kv_start, kv_end, scale, config
+                grad_out, q, k, v, out, lse, decay, ranges, kv_start, kv_end, scale, config, grad_lse
             )
         grad_gates = q.new_empty(0)
         if log_forget is not None:
@@ -167,17 +178,19 @@ def _fake_attention_backward(grad_out, q, k, v, log_forget, *rest):
 
 
 def _save(ctx, inputs, output):
-    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, _, ctx.scale, _, ctx.cumulative, _, _ = inputs
-    ctx.mark_non_differentiable(*output[1:])
+    q, k, v, log_forget, cu_seqlens, kv_start, kv_end, _, ctx.scale, _, ctx.cumulative, _, _, return_lse = inputs
+    ctx.mark_non_differentiable(*(output[1:-1] if return_lse else output[1:]))
     # Else zeros would be filled in for the gradient of each of them.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, log_forget, *output, cu_seqlens, kv_start, kv_end)
+    ctx.save_for_backward(q, k, v, log_forget, *output[:-1], cu_seqlens, kv_start, kv_end)
 
 
-def _gradients(ctx, grad_out, *_):
-    grads = triton_attention_backward(grad_out, *ctx.saved_tensors, ctx.scale, ctx.cumulative)
+def _gradients(ctx, grad_out, *grads_of_others):
+    saved = ctx.saved_tensors
+    grad_out = torch.zeros_like(saved[4]) if grad_out is None else grad_out
+    grads = triton_attention_backward(grad_out, *saved, ctx.scale, ctx.cumulative, grads_of_others[-1])
     grad_log_forget = grads[3] if ctx.needs_input_grad[3] else None
-    return *grads[:3], grad_log_forget, *(None,) * 9
+    return *grads[:3], grad_log_forget, *(None,) * 10
 
 
 triton_attention = register_operation("forgetting_attention_triton", _attention, _fake_attention)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from lit_modules.schedules import WarmupCosine, WarmupLinear, WarmupStableDecay
+from lit_modules.schedules import Plateau, WarmupCosine, WarmupLinear, WarmupStableDecay
 
 
 @pytest.mark.parametrize("schedule", [WarmupCosine(100, 1000, 0.1), WarmupLinear(100, 1000, 0.1)])
@@ -33,6 +33,29 @@ def test_without_a_decay_the_peak_rate_stays_past_the_end():
     assert [schedule(t) for t in (50, 100, 999, 1000, 1001, 5000)] == [0.5, 1, 1, 1, 1, 1]
 
 
+def test_plateau_cuts_after_so_many_validations_without_improvement_and_not_below_the_least():
+    schedule = Plateau(factor=0.1, patience=1, least=0.01)
+    found = []
+    for loss in (3.0, 2.0, 2.0, 2.5, 1.0, 1.5, 1.5, 1.5, 1.5):
+        schedule.observe(loss)
+        found.append(schedule(12345))
+    assert found == [1, 1, 1, *[pytest.approx(0.1)] * 3, *[pytest.approx(0.01)] * 3]
+
+
+def test_plateau_goes_on_from_its_state_as_if_it_had_not_stopped():
+    losses = [3.0, 2.0, 2.5, 2.6, 1.9, 1.95, 1.96, 1.97]
+    for stop in range(len(losses)):
+        unbroken, first, second = (Plateau(factor=0.5, patience=1) for _ in range(3))
+        for loss in losses[:stop]:
+            first.observe(loss)
+        second.load_state_dict(first.state_dict())
+        for loss in losses[stop:]:
+            second.observe(loss)
+        for loss in losses:
+            unbroken.observe(loss)
+        assert second(0) == unbroken(0)
+
+
 def test_without_a_warm_up_the_first_token_has_the_peak_rate():
     assert WarmupCosine(0, 100)(0) == 1
     assert WarmupStableDecay(0, 0, 100)(99) == 1
@@ -46,6 +69,10 @@ def test_without_a_warm_up_the_first_token_has_the_peak_rate():
         (lambda: WarmupCosine("many", 1000), "schedule.warmup_tokens=many"),
         (lambda: WarmupCosine(0, 0), "max_tokens=0"),
         (lambda: WarmupStableDecay(600, 600, 1000), "schedule.decay_tokens=600"),
+        (lambda: Plateau(factor=1), "schedule.factor=1"),
+        (lambda: Plateau(factor="half"), "schedule.factor=half"),
+        (lambda: Plateau(patience=1.5), "schedule.patience=1.5"),
+        (lambda: Plateau(least=2), "schedule.least=2"),
     ],
 )
 def test_lengths_that_cannot_be_are_refused_by_name(make, key):

@@ -20,10 +20,12 @@ def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_expe
         "print('HEAVY', sorted(heavy))"
     )
     seconds = []
-    for _ in range(3):  # the best of three: the machine may be busy
+    for _ in range(3):  # the machine may be busy: one of three is enough
         start = time.perf_counter()
         found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
         seconds.append(time.perf_counter() - start)
+        if seconds[-1] < 2:
+            break
     assert min(seconds) < 2
     assert "HEAVY []" in found.stdout
     for said in (
@@ -108,19 +110,29 @@ def test_the_other_package_named_kernels_is_pointed_out(run, monkeypatch):
 def test_every_experiment_composes_and_builds_its_parts(path):
     import hydra
     import torch
+    from omegaconf import OmegaConf
 
     from lit_modules.launching import begin
+    from lit_modules.linearize import build_stage
     from lit_modules.networks import PalimpsestForCausalLM
 
     begin.register_resolvers()
     experiment = path.relative_to(ROOT / "conf" / "experiment").with_suffix("")
-    overrides = [f"experiment={experiment}"] + (["data.source.path=/data"] if experiment.parent.name else [])
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = hydra.compose("config", overrides)
+        cfg = hydra.compose("config", [f"experiment={experiment}"])
+    # What only the user knows.
+    if OmegaConf.is_missing(cfg, "base"):
+        cfg.base = "/given"
+    if "source" in cfg.data and OmegaConf.is_missing(cfg.data.source, "path"):
+        cfg.data.source.path = "/given"
     data = hydra.utils.instantiate(cfg.data)
     assert data.accumulation(1) * data.micro_batch_size * data.sequence_length == cfg.data.batch_tokens
     schedule = hydra.utils.instantiate(cfg.schedule)
-    assert schedule(cfg.schedule.warmup_tokens) == 1
+    assert schedule(cfg.schedule.get("warmup_tokens", 0)) == 1
+    if "model" not in cfg:  # that of `base` is changed
+        hydra.utils.instantiate(cfg.linearization, _convert_="all")
+        assert [build_stage(name, stage) for name, stage in cfg.stages.items() if stage is not None]
+        return
     with torch.device("meta"):
         PalimpsestForCausalLM(hydra.utils.instantiate(cfg.model, _convert_="all"))
 

@@ -260,9 +260,8 @@ def test_wandb_offline_has_config_metrics_figures_and_goes_on_after_a_resume(com
     import wandb
 
     wandb.finish()
-    process = command.start("seed=9", "logger=wandb", "resume=auto")
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
+    found = run("seed=9", "logger=wandb", "resume=auto")
+    assert found.status == 0, found.err
     offline = sorted((folder / "wandb").glob("offline-run-*"))
     assert len(offline) == 2
     assert len({p.name.split("-", 3)[3] for p in offline}) == 1, "the same run's id"

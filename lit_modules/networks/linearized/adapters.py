@@ -139,6 +139,8 @@ def put_on(model: LinearizedForCausalLM, folder: str | Path) -> LinearizedForCau
         own = read_tensors(folder / PARAMETERS)
         check_names(set(own), set(model.new_parameters()), folder / PARAMETERS)
         model.load_state_dict(own, strict=False)
+    elif model.new_parameters():
+        raise ValueError(f"{folder} lacks {PARAMETERS}, which its settings need")
     if LORA_WEIGHTS in record["files"]:
         weights = read_tensors(folder / LORA_WEIGHTS)
         lora.inject(model, read_lora_config(folder))

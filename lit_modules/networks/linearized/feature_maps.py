@@ -30,7 +30,7 @@ class LearnedMap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, H, D]` in, `[B, T, H, 2 D]` out; computed in float32 at least."""
-        logits = _headwise(x, self.weight)
+        logits = headwise(x, self.weight)
         return torch.cat((logits.softmax(-1), (-logits).softmax(-1)), dim=-1).to(x.dtype)
 
 
@@ -49,7 +49,7 @@ class RectifiedMap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, H, D]` in, the same out; computed in float32 at least."""
-        return F.relu(_headwise(x, self.weight) + self.bias).to(x.dtype)
+        return F.relu(headwise(x, self.weight) + self.bias).to(x.dtype)
 
 
 MAPS = {
@@ -71,7 +71,7 @@ def make_feature_map(name: str, heads: int, head_dim: int) -> nn.Module | None:
     return MAPS[name](heads, head_dim)
 
 
-def _headwise(x: Tensor, weight: Tensor) -> Tensor:
+def headwise(x: Tensor, weight: Tensor) -> Tensor:
     """`W x` for each head: `[B, T, H, D]` and `[H, F, D]` to `[B, T, H, F]`, in float32 at least."""
     wide = _wide(x)
     with torch.autocast(x.device.type, enabled=False):

@@ -1,15 +1,19 @@
-"""LoLCATs (arXiv 2410.10254): softmax attention in a window and linear attention before it, normalized as one.
+"""Softmax attention in a window and a linear recurrence before it, normalized as one (LoLCATs, arXiv 2410.10254).
 
-With s_ij = scale q_i . k_j, m_i its largest in the window of w tokens, f and g the learned maps of queries and keys:
+With s_ij = scale q_i . k_j, N_i the last w tokens and the first ones of the document ("sinks"), m_i the largest s_ij
+among them, f and g the maps of queries and keys, and G_ij the product of the gates of the tokens after j up to i - w:
 
-    y_i = (a sum_{i-w < j <= i} exp(s_ij - m_i) v_j + sum_{j <= i-w} f(q_i) . g(k_j) v_j)
-        / (a sum_{i-w < j <= i} exp(s_ij - m_i)     + sum_{j <= i-w} f(q_i) . g(k_j))
+    y_i = (a sum_{j in N_i} exp(s_ij - m_i) v_j + b sum_{j <= i-w, no sink} f(q_i) . G_ij g(k_j) v_j)
+        / (a sum_{j in N_i} exp(s_ij - m_i)     + b sum_{j <= i-w, no sink} f(q_i) . G_ij g(k_j))
 
-Queries and keys are rotated in both sums. The linear one is a recurrence without decay over keys and values that come w
-tokens late, and its denominator is one more column of the values. All of it is linear in the length.
+The second sum is a recurrence over keys, values and gates that come w tokens late; its denominator is one more column
+of the values, so that it decays with the state. As published there are neither sinks nor gates, b is 1, and queries and
+keys are rotated in both sums. There f . g has to follow m_i, which depends on the window; with `mixer=joint` m_i is 0,
+and f . g stands for exp(s_ij) itself. All of it is linear in the length.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,58 +21,94 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step
+from kernels.gated_recurrence.forms import Recurrence
 from lit_modules.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
+from lit_modules.networks.linearized.clusters import ClusterKeys, ClusterQueries
 from lit_modules.networks.linearized.feature_maps import make_feature_map
+from lit_modules.networks.linearized.gates import GateProjection, GateShift, gate_width, gated, pool
 from lit_modules.networks.linearized.settings import Linearization
-from lit_modules.networks.linearized.windows import Blocks
+from lit_modules.networks.linearized.windows import Blocks, first_tokens, sink_scores, weighted_sinks
 from lit_modules.networks.mixers.recurrent import takes_steps
 from lit_modules.networks.positions import Positions
 
-INITIAL_WINDOW_WEIGHT = 0.1
-"""What a begins as in the authors' code."""
+LARGEST_EXPONENT = 40.0
+"""Of what the state may count more than the window: so that float32 holds its square."""
 
 EXTRA_COLUMNS = 16
 """By which the values are widened, for the denominator: as many as leave their rows aligned for the kernels."""
 
 
-class WindowWeight(nn.Module):
-    """a, how much the window counts beside the linear part, between 0 and 1 and learned for each query head."""
+class JointWeights(nn.Module):
+    """a and b: how much the window counts, between 0 and 1, learned for each query head, and how much the state.
 
-    def __init__(self, heads: int):
+    Args:
+        heads: of queries.
+        settings: where they begin; b is learned with `learned_weights`.
+    """
+
+    def __init__(self, heads: int, settings: Linearization):
         super().__init__()
+        self.settings = settings
         self.logit = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        count = {None: 0, "layer": 1, "head": heads}[settings.learned_weights]
+        self.log_state = nn.Parameter(torch.empty(count, dtype=torch.float32)) if count else None
         with torch.no_grad():
-            self.logit.copy_(self.initial_values()["logit"])
+            for name, value in self.initial_values().items():
+                getattr(self, name).copy_(value)
 
     def initial_values(self) -> dict[str, Tensor]:
         """What the parameters begin as, by name."""
-        odds = INITIAL_WINDOW_WEIGHT / (1 - INITIAL_WINDOW_WEIGHT)
-        return {"logit": torch.full_like(self.logit, math.log(odds))}
+        window, state = self.settings.window_weight, self.settings.state_weight
+        values = {"logit": torch.full_like(self.logit, math.log(window / (1 - window)))}
+        if self.log_state is not None:
+            values["log_state"] = torch.full_like(self.log_state, math.log(state))
+        return values
 
-    def forward(self) -> Tensor:
-        """`[heads]`, float32 at least."""
-        return self.logit.to(torch.promote_types(self.logit.dtype, torch.float32)).sigmoid()
+    def forward(self) -> tuple[Tensor, Tensor | float]:
+        """a `[heads]`, and b, `[heads]`, `[1]` or a number; float32 at least."""
+        wide = torch.promote_types(self.logit.dtype, torch.float32)
+        state = self.settings.state_weight if self.log_state is None else self.log_state.to(wide).exp()
+        return self.logit.to(wide).sigmoid(), state
+
+
+class Sums(NamedTuple):
+    """Sums over some tokens, for each query: of weighted values `[B, T, Hq, D]` and of weights `[B, T, Hq, 1]`; and m,
+    where the weights are `exp(s - m)` `[B, T, Hq, 1]`."""
+
+    values: Tensor
+    total: Tensor
+    largest: Tensor | None = None
 
 
 class LolcatsAttention(SubstitutedAttention):
-    """The window and what came before it, as the authors' sliding-window form has it.
+    """The window and what came before it, as the authors' sliding-window form has it; with gates and sinks, if wanted.
 
-    Keys have as many maps as there are key heads, so that the query heads of a group share their state. (The authors
-    repeat the keys for each query head, and map each repetition by itself.)
+    Keys have as many maps and gates as there are key heads, so that the query heads of a group share their state. (The
+    authors repeat the keys for each query head, and map each repetition by itself.)
     """
 
     def __init__(self, attention: nn.Module, config: PreTrainedConfig, settings: Linearization):
         super().__init__(attention, config, settings)
-        if settings.feature_map == "none":
-            raise ValueError("linearization.feature_map=none with linearization.mixer=lolcats: give learned or softmax")
-        self.q_feature_map = make_feature_map(settings.feature_map, self.heads.query, self.heads.dim)
-        self.k_feature_map = make_feature_map(settings.feature_map, self.heads.key, self.heads.dim)
-        self.window_weight = WindowWeight(self.heads.query)
+        if settings.feature_map == "clusters":
+            self.q_feature_map = ClusterQueries(self.heads.query, self.heads.dim, settings.num_slots, self.scale)
+            self.k_feature_map = ClusterKeys(self.heads.key, self.heads.dim, settings.num_slots)
+        else:
+            self.q_feature_map = make_feature_map(settings.feature_map, self.heads.query, self.heads.dim)
+            # HGRN2 writes 1 - gate in the place of the key.
+            mapped = settings.gate != "hgrn2"
+            self.k_feature_map = (
+                make_feature_map(settings.feature_map, self.heads.key, self.heads.dim) if mapped else None
+            )
+        self.gate_width, random = gate_width(settings, self.heads.dim), settings.gate_source == "random"
+        projected = bool(self.gate_width) and random
+        self.gate_proj = GateProjection(config.hidden_size, self.heads.key, self.gate_width) if projected else None
+        self.gate_shift = GateShift(self.heads.key) if settings.learned_gate_shift else None
+        self.window_weight = JointWeights(self.heads.query, settings)
 
     def new_cache(self) -> LinearizedCacheLayer:
         """An empty cache of the state and the ring."""
-        return LinearizedCacheLayer(self.settings.window)
+        return LinearizedCacheLayer(self.settings.window, self.settings.sinks)
 
     def student(
         self,
@@ -81,22 +121,106 @@ class LolcatsAttention(SubstitutedAttention):
         cache: LinearizedCacheLayer | None,
     ) -> Tensor:
         """Both sums over one denominator; as `SubstitutedAttention.student`."""
-        q, k = self.rotate(q, k, position_embeddings)
-        mapped_q = self.q_feature_map(q)
-        steps = cache is not None and takes_steps((q, k, v, mapped_q), cache, positions)
+        near, far, place = self._sums(hidden, q, k, v, positions, position_embeddings, cache)
+        window, state = self._weights(near.largest)
+        out = (window * near.values + state * far.values) / (window * near.total + state * far.total)
+        # A padded query has itself in its window; the teacher's has nothing.
+        return out.masked_fill((place < 0)[..., None, None], 0).to(q.dtype)
+
+    def keys_of_state(self, hidden: Tensor, position_embeddings: Rotary) -> Tensor:
+        """`[B, T, Hk, D]`: the teacher's keys, as the state's map is given them."""
+        q, k, _ = self.project(hidden, adapted=False)
+        return self.rotate(q, k, position_embeddings)[1] if self.settings.rotate_state else k
+
+    def errors(self, hidden: Tensor, positions: Positions, position_embeddings: Rotary, shifts: Tensor) -> Tensor:
+        """How far from the teacher the output would be, if the state counted exp(shift) times as much.
+
+        Args:
+            shifts: `[N]` float32.
+
+        Returns:
+            `[N, Hq]`: sums of squared differences.
+        """
+        taught = self.teacher(hidden, positions, position_embeddings)
+        near, far, place = self._sums(
+            hidden, *self.project(hidden, adapted=False), positions, position_embeddings, None
+        )
+        window, state = self._weights(near.largest)
+        real = (place >= 0)[..., None, None]
+        errors = []
+        for factor in shifts.exp():
+            values = window * near.values + factor * state * far.values
+            out = values / (window * near.total + factor * state * far.total)
+            errors.append(((out - taught) * real).square().sum((0, 1, 3)))
+        return torch.stack(errors)
+
+    def _weights(self, largest: Tensor) -> tuple[Tensor, Tensor | float]:
+        """What the two sums count, where the window's is of `exp(s_ij - largest)`: a and b, or `exp(-m) a` and b."""
+        window, state = (x if isinstance(x, float) else x[:, None] for x in self.window_weight())
+        if self.settings.mixer == "lolcats":
+            return window, state
+        # Both times exp(m): the larger one of the window's and the state's is never 0, and neither is infinite.
+        beside = (-largest).clamp(max=LARGEST_EXPONENT)
+        shift = beside.clamp(min=0)
+        return window * (-shift).exp(), state * (beside - shift).exp()
+
+    def _sums(
+        self,
+        hidden: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        position_embeddings: Rotary,
+        cache: LinearizedCacheLayer | None,
+    ) -> tuple[Sums, Sums, Tensor]:
+        """The window's sums, the state's, and each token's place in its row; of the arguments of `student`."""
+        if cache is not None:
+            cache.start(k)
+        turned_q, turned_k = self.rotate(q, k, position_embeddings)
         ring = cache if cache is not None and cache.ring_keys is not None else None
         place = _places(positions, ring, q.shape[1])
         index = place.clamp(min=0)
         # What leaves the ring is read before the window's sums write into it; the counter moves last.
-        late_k, late_v = (_late(*pair, self.settings.window, ring) for pair in ((k, "ring_keys"), (v, "ring_values")))
-        gone = (index >= self.settings.window)[..., None, None]
-        late_k = self.k_feature_map(late_k).masked_fill(~gone, 0)
-        near, near_total = self._window(q, k, v, index, positions, cache, steps and q.shape[1] == 1)
-        far, far_total = self._linear(mapped_q, late_k, late_v, positions, cache, steps)
-        weight = self.window_weight()[:, None]
-        out = (weight * near + far) / (weight * near_total + far_total)
-        # A padded query has itself in its window; the teacher's has nothing.
-        return out.masked_fill((place < 0)[..., None, None], 0).to(q.dtype)
+        inputs = self._inputs(hidden, turned_q if self.settings.rotate_state else q, k, turned_k, v, cache, ring)
+        # Padding, the document before and the sinks are not written; a state that is empty may decay as it will.
+        gone = (index >= self.settings.window + self.settings.sinks)[..., None, None]
+        inputs = inputs._replace(k=inputs.k.masked_fill(~gone, 0))
+        steps = cache is not None and takes_steps(inputs, cache, positions)
+        near = self._window(turned_q, turned_k, v, index, positions, cache, steps and q.shape[1] == 1)
+        return near, self._linear(inputs, positions, cache, steps), place
+
+    def _inputs(
+        self,
+        hidden: Tensor,
+        q: Tensor,
+        k: Tensor,
+        turned_k: Tensor,
+        v: Tensor,
+        cache: LinearizedCacheLayer | None,
+        ring: LinearizedCacheLayer | None,
+    ) -> Recurrence:
+        """What the recurrence takes in: queries, and keys, values and gates that come late."""
+        window, turned = self.settings.window, self.settings.rotate_state
+        pooled = self.gate_width and self.gate_proj is None
+        # The ring has values and rotated keys; what it has not waits beside it.
+        waiting = (k,) if pooled or not turned else ()
+        if self.gate_proj is not None:
+            waiting = (*waiting, self.gate_proj(hidden))
+        if cache is None:
+            late = tuple(_late(x, "", window, None) for x in waiting)
+        else:
+            late = cache.delay(waiting) if waiting else ()
+        late_v = _late(v, "ring_values", window, ring)
+        late_k = _late(turned_k, "ring_keys", window, ring) if turned else late[0]
+        logits = None
+        if self.gate_width:
+            logits = pool(late[0], self.gate_width) if pooled else late[-1]
+            logits = logits if self.gate_shift is None else self.gate_shift(logits)
+        mapped_k = late_k if self.k_feature_map is None else self.k_feature_map(late_k)
+        # With a column of ones, for the denominator.
+        late_v = F.pad(F.pad(late_v, (0, 1), value=1.0), (0, EXTRA_COLUMNS - 1))
+        return gated(self.settings, self.q_feature_map(q), mapped_k, late_v, logits)
 
     def _window(
         self,
@@ -107,53 +231,59 @@ class LolcatsAttention(SubstitutedAttention):
         positions: Positions,
         cache: LinearizedCacheLayer | None,
         one_step: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The window's sums of values and of weights, after what the ring holds and into it."""
-        window = self.settings.window
+    ) -> Sums:
+        """The window's sums, after what the ring holds and into it."""
+        window, sinks = self.settings.window, self.settings.sinks
         if one_step:
             cache.append(k, v, positions.kv_start)
             return _sums_in_ring(q, cache, positions.kv_start, self.scale)
-        if cache is None:
-            return window_sums(q, k, v, window=window, index=index, scale=self.scale)
-        past, keys, values = 0, k, v
-        if cache.ring_keys is not None:
-            past, oldest_first = window, cache.time(window) % window
-            keys, values = (
-                torch.cat((ring.index_select(1, oldest_first), x), dim=1)
-                for ring, x in ((cache.ring_keys, k), (cache.ring_values, v))
+        past, pairs = 0, (k, v)
+        held = cache is not None and cache.ring_keys is not None
+        if held:
+            past, oldest_first = window, sinks + cache.time(window) % window
+            rings = (cache.ring_keys, cache.ring_values)
+            pairs = tuple(
+                torch.cat((r.index_select(1, oldest_first), x), dim=1) for r, x in zip(rings, pairs, strict=True)
             )
             q, index = F.pad(q, (0, 0, 0, 0, past, 0)), F.pad(index, (past, 0))
-        cache.append(k, v, positions.kv_start)
-        sums = window_sums(q, keys, values, window=window, index=index, scale=self.scale)
-        return tuple(x[:, past:] for x in sums)
+        if cache is not None:
+            cache.append(k, v, positions.kv_start)
+        first = None
+        if sinks and held:  # a token sees a sink that came before it, which is in the ring by now: a copy of it
+            first = tuple(ring[:, None, :sinks].clone() for ring in (cache.ring_keys, cache.ring_values))
+        elif sinks:
+            first = tuple(first_tokens(x, sinks, positions) for x in (k, v))
+        sums = window_sums(q, *pairs, window=window, index=index, scale=self.scale, sinks=first)
+        return Sums(*(x[:, past:] for x in sums))
 
     def _linear(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Positions,
-        cache: LinearizedCacheLayer | None,
-        steps: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The linear part's sums of values and of weights, after what the state holds and into it."""
-        width = v.shape[-1]
-        v = F.pad(F.pad(v, (0, 1), value=1.0), (0, EXTRA_COLUMNS - 1))
-        inputs = (q, k, v, torch.zeros(k.shape[:3], dtype=torch.float32, device=k.device))
+        self, inputs: Recurrence, positions: Positions, cache: LinearizedCacheLayer | None, steps: bool
+    ) -> Sums:
+        """The linear part's sums, after what the state holds and into it."""
         if steps:
             out = gated_recurrence_step(*inputs, *cache.states)
-            cache.update(cache.states, q.shape[1])
+            cache.update(cache.states, inputs.q.shape[1])
         elif cache is None:
             out = gated_recurrence(*inputs, cu_seqlens=positions.cu_seqlens)[0]
         else:
             (state,) = cache.states or (None,)
             out, state = gated_recurrence(*inputs, initial_state=state)
-            cache.update((state,), q.shape[1])
-        return out[..., :width], out[..., width : width + 1]
+            cache.update((state,), inputs.q.shape[1])
+        width = out.shape[-1] - EXTRA_COLUMNS
+        return Sums(out[..., :width], out[..., width : width + 1])
 
 
-def window_sums(q: Tensor, k: Tensor, v: Tensor, *, window: int, index: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """`sum exp(s_ij - m_i) v_j` `[B, T, Hq, D]` and `sum exp(s_ij - m_i)` `[B, T, Hq, 1]` over each token's window.
+def window_sums(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    index: Tensor,
+    scale: float,
+    sinks: tuple[Tensor, Tensor] | None = None,
+) -> Sums:
+    """`sum exp(s_ij - m_i) v_j`, `sum exp(s_ij - m_i)` and `m_i` over window and sinks.
 
     Args:
         q: `[B, T, Hq, D]`.
@@ -161,33 +291,44 @@ def window_sums(q: Tensor, k: Tensor, v: Tensor, *, window: int, index: Tensor, 
         window: tokens, the token itself included.
         index: `[B, T]`, each token's place in its document.
         scale: of the scores s.
+        sinks: keys and values of the first tokens, as `windows.first_tokens` finds them; seen once the window has lost
+            them.
 
     Returns:
         In float32 at least.
     """
     blocks = Blocks(k.shape[2], window, index)
     scores = blocks.scores(q, k, scale)
-    weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    totals = blocks.join(weights.sum(-1)).flatten(2, 3)
-    return blocks.weighted_sum(weights, v).flatten(2, 3), totals[..., None]
+    largest = scores.amax(-1, keepdim=True)
+    if sinks is None:
+        weights = (scores - largest).exp()
+        totals, sums = blocks.join(weights.sum(-1)), blocks.weighted_sum(weights, v)
+        return Sums(*(x.flatten(2, 3) for x in (sums, totals[..., None], blocks.join(largest))))
+    at_sinks = blocks.cut(sink_scores(q, sinks[0], index, window, scale))
+    largest = torch.maximum(largest, at_sinks.amax(-1, keepdim=True))
+    weights, at_sinks = (scores - largest).exp(), blocks.join((at_sinks - largest).exp())
+    totals = blocks.join(weights.sum(-1)) + at_sinks.sum(-1)
+    sums = blocks.weighted_sum(weights, v) + weighted_sinks(at_sinks, sinks[1])
+    return Sums(*(x.flatten(2, 3) for x in (sums, totals[..., None], blocks.join(largest))))
 
 
-def _sums_in_ring(
-    q: Tensor, cache: LinearizedCacheLayer, kv_start: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`window_sums` of one token, `[B, 1, Hq, D]`, which is in the ring already; the ring's order does not matter."""
+def _sums_in_ring(q: Tensor, cache: LinearizedCacheLayer, kv_start: Tensor | None, scale: float) -> Sums:
+    """`window_sums` of one token which is in the ring already; the ring's order does not matter."""
     dtype = torch.promote_types(q.dtype, torch.float32)
+    first = cache.counter.new_zeros(1, 1) if kv_start is None else kv_start[:, None]
     slots = torch.arange(cache.window, device=q.device)
-    held = cache.counter - (cache.counter - slots) % cache.window
-    first = 0 if kv_start is None else kv_start[:, None]
-    visible = (held >= first).view(-1, 1, 1, cache.window)
+    visible = cache.counter - (cache.counter - slots) % cache.window >= first
+    if cache.sinks:
+        sink = first + torch.arange(cache.sinks, device=q.device)
+        visible = torch.cat((cache.counter - sink >= cache.window, visible), dim=-1)
     with torch.autocast(q.device.type, enabled=False):
         queries = q[:, 0].to(dtype).unflatten(1, (cache.ring_keys.shape[2], -1))
         scores = torch.einsum("bhgd,bjhd->bhgj", queries, cache.ring_keys.to(dtype)) * scale
-        scores = scores.masked_fill(~visible, -torch.inf)
-        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+        largest = scores.amax(-1, keepdim=True)
+        weights = (scores - largest).exp()
         sums = torch.einsum("bhgj,bjhd->bhgd", weights, cache.ring_values.to(dtype))
-    return sums.flatten(1, 2)[:, None], weights.sum(-1).flatten(1)[:, None, :, None]
+    return Sums(*(x.flatten(1, 2)[:, None] for x in (sums, weights.sum(-1, keepdim=True), largest)))
 
 
 def _places(positions: Positions, ring: LinearizedCacheLayer | None, tokens: int) -> Tensor:
@@ -204,6 +345,6 @@ def _late(x: Tensor, name: str, window: int, ring: LinearizedCacheLayer | None) 
     tokens = x.shape[1]
     if ring is None:
         return F.pad(x, (0, 0, 0, 0, window, 0))[:, :tokens]
-    slots = ring.time(min(tokens, window)) % window
+    slots = ring.sinks + ring.time(min(tokens, window)) % window
     leaving = getattr(ring, name).index_select(1, slots)
     return leaving if tokens <= window else torch.cat((leaving, x[:, :-window]), dim=1)

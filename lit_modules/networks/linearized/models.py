@@ -34,7 +34,7 @@ from lit_modules.networks.linearized.settings import Linearization
 from lit_modules.networks.linearized.softmax import SoftmaxAttention
 from lit_modules.networks.positions import Positions, locate
 
-MIXERS = {"liger": LigerAttention, "lolcats": LolcatsAttention}
+MIXERS = {"liger": LigerAttention, "lolcats": LolcatsAttention, "joint": LolcatsAttention}
 
 ATTENTION = "linearized"
 """The attention implementation that linearized models name: their layers call none, and no mask is made for it."""

@@ -13,14 +13,15 @@ TEMPERATURES = {
     "mlstm": 1.0,
     "gated_retention": 1.0,
     "fixed": 1.0,
+    "none": 1.0,
 }
 """What the log gates of each form are divided by (arXiv 2503.01496, table 1, and its code)."""
 
 CHOICES = {
-    "mixer": ("liger", "lolcats"),
+    "mixer": ("liger", "lolcats", "joint"),
     "gate": tuple(TEMPERATURES),
     "gate_source": ("keys", "random"),
-    "feature_map": ("softmax", "learned", "relu", "none"),
+    "feature_map": ("softmax", "learned", "relu", "clusters", "none"),
     "learned_weights": (None, "layer", "head"),
 }
 
@@ -33,23 +34,27 @@ class Linearization:
     projections, gates pooled from its keys, and no new parameter.
 
     Args:
-        mixer: "liger", or "lolcats" (arXiv 2410.10254): softmax in the window and linear attention before it, under one
-            normalization, without a gate.
-        gate: the form of the gate (table 1). "fixed": a constant for each head, as in RetNet (SUPRA, arXiv 2405.06640).
+        mixer: "liger", or "lolcats" (arXiv 2410.10254): softmax in the window and a linear recurrence before it, under
+            one normalization; "joint": the same, but the recurrence stands for exp(q . k) itself, not for what it is
+            beside the largest in the window.
+        gate: the form of the gate (table 1). "fixed": a constant for each head (SUPRA, arXiv 2405.06640);
+            "none": no decay.
         gate_source: "keys", pooled from the key projection; "random", a projection of its own that is drawn and trained
             (an ablation).
         temperature: what log gates are divided by; None: the form's own.
-        num_slots: of "slots".
+        num_slots: of "slots", and clusters of "clusters".
         feature_map: of queries and keys in the recurrence: "softmax" over a head's channels; "learned", the softmax of
-            a learned map and of its negative; "relu", a learned map and a rectifier; "none". HGRN2 maps queries only,
+            a learned map and of its negative; "relu", a learned map and a rectifier; "clusters", of a joint mixer: keys
+            as shares of clusters, queries as what the clusters' centers weigh to them; "none". HGRN2 maps queries only,
             slots map nothing.
-        state_weight, window_weight: alpha and beta.
+        state_weight, window_weight: alpha and beta. Under one normalization their ratio counts, and the window's,
+            between 0 and 1, is learned for each head in any case.
         learned_weights: learn alpha and beta, from these values, for each "layer" or each "head"; None: constant.
         learned_gate_shift: learn what is added to the gate's logits, from 0, for each head.
         window: tokens that the sliding window sees, the token itself included; 0: no window.
         sinks: first tokens of a document that the window always sees, too.
-        delayed: the state holds only what the window no longer sees.
-        rotate_state: rotate queries and keys in the recurrence, too.
+        delayed: the state holds only what the window no longer sees; that of one normalization always does.
+        rotate_state: rotate queries and keys in the recurrence, too: Liger's after their map, the others' before it.
         output_norm: normalize each head of the recurrence's output, with learned scales (SUPRA's GroupNorm).
         softmax_layers: indices of the layers that stay as they are.
 
@@ -96,15 +101,35 @@ class Linearization:
             raise ValueError(f"linearization.sinks={self.sinks} with linearization.window=0: sinks belong to a window")
         if self.delayed and not self.window:
             raise ValueError("linearization.delayed=true with linearization.window=0: there is no window to come after")
-        if self.gate == "fixed" and (self.gate_source == "random" or self.learned_gate_shift):
+        if self.gate in ("fixed", "none") and (self.gate_source == "random" or self.learned_gate_shift):
             raise ValueError(
-                "linearization.gate=fixed has no logits: leave out linearization.gate_source=random and "
+                f"linearization.gate={self.gate} has no logits: leave out linearization.gate_source=random and "
                 "linearization.learned_gate_shift=true"
             )
-        if self.mixer == "lolcats" and (not self.window or self.sinks):
-            raise ValueError("linearization.mixer=lolcats needs linearization.window above 0 and linearization.sinks=0")
-        if self.mixer == "lolcats" and self.feature_map == "none":
-            raise ValueError("linearization.feature_map=none with linearization.mixer=lolcats: give learned or softmax")
+        if self.feature_map == "clusters" and (self.mixer != "joint" or self.gate in ("gla", "hgrn2", "rwkv6")):
+            raise ValueError(
+                f"linearization.feature_map=clusters with linearization.mixer={self.mixer} and linearization.gate="
+                f"{self.gate}: give linearization.mixer=joint, and gate none, fixed, mamba2, mlstm or gated_retention"
+            )
+        if self.mixer != "liger":
+            self._check_one_normalization()
+
+    def _check_one_normalization(self) -> None:
+        mixer = f"linearization.mixer={self.mixer}"
+        if not self.window:
+            raise ValueError(f"linearization.window=0 with {mixer}: give a window of 1 or more")
+        if self.feature_map == "none":
+            raise ValueError(f"linearization.feature_map=none with {mixer}: give learned, softmax or relu")
+        if self.gate == "slots":
+            raise ValueError(f"linearization.gate=slots with {mixer}: give none, or another gate")
+        if self.output_norm:
+            raise ValueError(f"linearization.output_norm=true with {mixer}: it is normalized already, give false")
+        if not 0 < self.window_weight < 1:
+            raise ValueError(
+                f"linearization.window_weight={self.window_weight} with {mixer}: give more than 0, less than 1"
+            )
+        if not self.state_weight > 0:
+            raise ValueError(f"linearization.state_weight={self.state_weight} with {mixer}: give more than 0")
 
     @property
     def gate_temperature(self) -> float:

@@ -1,8 +1,8 @@
 """Softmax attention in a sliding window, with or without the document's first tokens, in O(T window).
 
-By blocks of queries at least as long as the window: a block sees its own keys and those of the block before it, of
-which a mask leaves each query its window. Query heads that share a key head are rows of one product. Where a query
-stands in its document bounds how far it may look back, which keeps packed documents and left padding apart.
+The window is the kernels' work, the few first tokens are PyTorch's; the two join by the log of the window's sum:
+
+    o_i = (exp(lse_i) w_i + sum_s exp(z_is) v_s) / (exp(lse_i) + sum_s exp(z_is))        w_i: attention in the window
 """
 
 import torch
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import forgetting_attention
-from lit_modules.networks.mixers.recurrent import without_padding
 from lit_modules.networks.positions import Positions
 
 SMALLEST_BLOCK = 16
@@ -34,22 +33,25 @@ def window_attention(
     Returns:
         `[B, T, Hq, D]` in q's dtype; 0 at the padding.
     """
+    options = {"scale": scale, "window": window, "cu_seqlens": positions.cu_seqlens, "kv_start": positions.kv_start}
     if not sinks:
-        return forgetting_attention(
-            q, k, v, scale=scale, window=window, cu_seqlens=positions.cu_seqlens, kv_start=positions.kv_start
-        )
-    blocks = Blocks(k.shape[2], window, positions.index)
-    in_window = blocks.scores(q, k, scale)
-    keys, values = (_first_tokens(x, sinks, positions) for x in (k, v))
-    at_sinks = _sink_scores(q, keys, positions, window, scale)
-    weights = torch.cat((in_window, blocks.cut(at_sinks)), dim=-1).softmax(-1)
-    in_window, at_sinks = weights.split((in_window.shape[-1], sinks), dim=-1)
-    out = blocks.weighted_sum(in_window, v) + _weighted_sinks(blocks.join(at_sinks), values)
-    return without_padding(out.flatten(2, 3), positions, None).to(q.dtype)
+        return forgetting_attention(q, k, v, **options)
+    in_window, lse = forgetting_attention(q, k, v, **options, return_lse=True)
+    keys, values = (first_tokens(x, sinks, positions) for x in (k, v))
+    at_sinks = sink_scores(q, keys, positions.index, window, scale)
+    # The window counts as one more key, whose logit is lse; of padding, which sees nothing, as the only one.
+    lse = lse.masked_fill(lse == -torch.inf, 0.0).unflatten(2, (k.shape[2], -1))
+    of_window, of_sinks = torch.cat((lse[..., None], at_sinks), dim=-1).softmax(-1).split((1, sinks), dim=-1)
+    out = of_window * in_window.unflatten(2, (k.shape[2], -1)) + weighted_sinks(of_sinks, values)
+    return out.flatten(2, 3).to(q.dtype)
 
 
 class Blocks:
     """Queries `[B, T, Hq, D]` cut into blocks, each with the keys `[B, T, Hk, D]` that a window may reach.
+
+    Blocks are at least as long as the window: one sees its own keys and those of the block before it, of which a mask
+    leaves each query its window. Query heads that share a key head are rows of one product. Where a query stands in its
+    document bounds how far it may look back, which keeps packed documents and left padding apart.
 
     Args:
         key_heads: Hk.
@@ -99,7 +101,7 @@ class Blocks:
         return near & (back <= index.unflatten(1, (self.count, self.block))[..., None])
 
 
-def _first_tokens(x: Tensor, sinks: int, positions: Positions) -> Tensor:
+def first_tokens(x: Tensor, sinks: int, positions: Positions) -> Tensor:
     """`[B, T, H, D]` to `[B, n, sinks, H, D]`: of each token's document (n = T, packed) or of the row (n = 1)."""
     batch, length = x.shape[:2]
     if positions.cu_seqlens is not None:
@@ -120,19 +122,22 @@ def _first_tokens(x: Tensor, sinks: int, positions: Positions) -> Tensor:
     return _product("btn,bnshd->btshd", mine.to(x.dtype), first)
 
 
-def _sink_scores(q: Tensor, keys: Tensor, positions: Positions, window: int, scale: float) -> Tensor:
-    """`[B, T, Hk, G, sinks]`, -inf where the sink is in the window, or is not in the document; float32 at least."""
+def sink_scores(q: Tensor, keys: Tensor, index: Tensor, window: int, scale: float) -> Tensor:
+    """`[B, T, Hk, G, sinks]` with keys `[B, n, sinks, Hk, D]`, float32 at least.
+
+    -inf where the sink is in the window, or not in the document, of which `index` `[B, T]` is each token's place.
+    """
     dtype, heads, sinks = torch.promote_types(q.dtype, torch.float32), keys.shape[3], keys.shape[2]
     queries = q.to(dtype).unflatten(2, (heads, -1))
     if keys.shape[1] == 1:
         scores = _product("blhgd,bshd->blhgs", queries, keys[:, 0].to(dtype))
     else:  # a few products of each token with its own keys: too small for matrix products
         scores = (queries.unsqueeze(4) * keys.to(dtype).transpose(2, 3).unsqueeze(3)).sum(-1)
-    left = positions.index[..., None] - torch.arange(sinks, device=q.device) >= window
+    left = index[..., None] - torch.arange(sinks, device=q.device) >= window
     return (scores * scale).masked_fill(~left[:, :, None, None], -torch.inf)
 
 
-def _weighted_sinks(weights: Tensor, values: Tensor) -> Tensor:
+def weighted_sinks(weights: Tensor, values: Tensor) -> Tensor:
     """`[B, T, Hk, G, sinks]` times `[B, n, sinks, Hk, D]`: `[B, T, Hk, G, D]`."""
     values = values.to(weights.dtype)
     if values.shape[1] == 1:

@@ -72,9 +72,10 @@ class Compiler:
 
 
 def compile_row(name: str, head_dim: int, config, gated: bool) -> None:
-    """One row of the table, in bfloat16: with gates, and with documents and pruning on the kernels that take them."""
+    """One row of the table, in bfloat16: with gates, documents and pruning on the kernels that take them, and lse."""
     q, k, v, out, grad_out = (torch.zeros(1, LENGTH, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(5))
     lse = torch.zeros(1, HEADS, LENGTH)
+    grad_lse = torch.zeros(1, LENGTH, HEADS) if gated else None
     gates = torch.zeros(1, LENGTH, HEADS) if gated else None
     bounds = torch.tensor([0, LENGTH], dtype=torch.int32) if gated else None
     pruning = (-10.0, None, largest_norms(q, k)) if gated else ()
@@ -84,13 +85,16 @@ def compile_row(name: str, head_dim: int, config, gated: bool) -> None:
         hopper_forward.forward(q, k, v, decay, ranges, 1.0, config)
     elif name == "forward":
         triton_forward.forward(q, k, v, decay, ranges, None, None, 1.0, config)
+        triton_forward.natural_lse(lse, decay, None, LENGTH, LENGTH)
     else:
         if name == "hopper_backward":
             together = config.block_m
-            results = hopper_backward.backward(grad_out, q, k, v, out, lse, decay, ranges, 1.0, config)
+            results = hopper_backward.backward(grad_out, q, k, v, out, lse, decay, ranges, 1.0, config, grad_lse)
         else:
             together = 1
-            results = triton_backward.backward(grad_out, q, k, v, out, lse, decay, ranges, None, None, 1.0, config)
+            results = triton_backward.backward(
+                grad_out, q, k, v, out, lse, decay, ranges, None, None, 1.0, config, grad_lse
+            )
         if gated:
             gradient_of_gates(gates, *results[3:], together, None, None, bounds, LENGTH, False)
 

@@ -47,14 +47,23 @@ def make_inputs():
 
 @pytest.fixture(scope="session")
 def out_and_gradients():
-    """out_and_gradients(function, inputs, **options) -> dict of out and each input's gradient, for one fixed loss."""
+    """out_and_gradients(function, inputs, **options) -> dict of out and each input's gradient, for one fixed loss.
+
+    With return_lse it is a loss of both, and the dict has also lse, 0 for queries that see nothing, and `blind`: which.
+    """
 
     def run(function, inputs, **options):
         leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
-        out = function(**leaves, **options)
-        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
-        gradients = torch.autograd.grad(out, list(leaves.values()), weight)
-        return {"out": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+        results = function(**leaves, **options)
+        results = results if options.get("return_lse") else (results,)
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in results]
+        gradients = torch.autograd.grad(results, list(leaves.values()), weights)
+        found = {"out": results[0].detach(), **dict(zip(leaves, gradients, strict=True))}
+        for lse in results[1:]:
+            blind = lse.detach() == -torch.inf
+            found |= {"lse": lse.detach().masked_fill(blind, 0.0), "blind": blind}
+        return found
 
     return run
 
@@ -71,14 +80,15 @@ def triton_forgetting_attention(device):
     from kernels.forgetting_attention.triton_operator import triton_attention
 
     def run(q, k, v, log_forget=None, *, scale=None, window=None, cumulative=False, prune=None, **options):
-        bound = options.pop("logit_bound", None)
+        bound, return_lse = options.pop("logit_bound", None), options.pop("return_lse", False)
         bounds = bound if isinstance(bound, torch.Tensor) else None
         tensors = [options.pop(name, None) for name in ("cu_seqlens", "kv_start", "kv_end")]
         assert not options, options
         tensors = (None if x is None else x.to(device) for x in (q, k, v, log_forget, *tensors, bounds))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         number = None if bound is None or bounds is not None else float(bound)
-        return triton_attention(*tensors, scale, window, cumulative, prune, number)[0].to(q.device)
+        out, *_, lse = triton_attention(*tensors, scale, window, cumulative, prune, number, return_lse)
+        return (out.to(q.device), lse.to(q.device)) if return_lse else out.to(q.device)
 
     return run
 

@@ -14,9 +14,9 @@ def int32(*values):
 
 OPTIONS = {
     "plain": {},
-    "documents": {"cu_seqlens": int32(0, 4, 4, 12)},
+    "documents": {"cu_seqlens": int32(0, 4, 4, 12), "return_lse": True},
     "window": {"window": 3, "scale": 0.2},
-    "cache": {"kv_start": int32(2), "kv_end": int32(12), "cumulative": True},
+    "cache": {"kv_start": int32(2), "kv_end": int32(12), "cumulative": True, "return_lse": True},
     "pruned": {"prune": -3.0},
     "bounded": {"prune": -3.0, "logit_bound": 2.0},
 }
@@ -45,12 +45,12 @@ def test_compiled_once_it_serves_other_lengths(make_inputs, assert_close, out_an
 def test_the_operations_pass_opcheck(make_inputs, gates):
     inputs = make_inputs(queries=6, heads=(4, 2, 1), head_dims=(4, 3), dtype=torch.float32, gates=gates)
     leaves = [x.requires_grad_() for x in inputs.values()] + [None] * (gates is None)
-    rest = (int32(0, 2, 6), None, None, None, 0.5, None, False)
-    torch.library.opcheck(torch.ops.palimpsest.forgetting_attention_chunked.default, (*leaves, *rest))
+    rest, return_lse = (int32(0, 2, 6), None, None, None, 0.5, None, False), gates is not None
+    torch.library.opcheck(torch.ops.palimpsest.forgetting_attention_chunked.default, (*leaves, *rest, return_lse))
     plain = [x if x is None else x.detach() for x in leaves]
-    out, lse = torch.ops.palimpsest.forgetting_attention_chunked(*plain, *rest)
+    out, sums, lse = torch.ops.palimpsest.forgetting_attention_chunked(*plain, *rest, return_lse)
     backward = torch.ops.palimpsest.forgetting_attention_chunked_backward.default
-    torch.library.opcheck(backward, (out, *plain, out, lse, *rest))
+    torch.library.opcheck(backward, (out, *plain, out, sums, *rest, lse if return_lse else None))
 
 
 def test_gradients_agree_with_finite_differences(make_inputs):

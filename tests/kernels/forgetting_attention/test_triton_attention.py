@@ -257,19 +257,19 @@ def test_deterministic_algorithms_give_the_same_bits(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def arguments(inputs, device, *bounds, window=None, cumulative=False, prune=None):
+def arguments(inputs, device, *bounds, window=None, cumulative=False, prune=None, return_lse=False):
     """What the operation takes, on the device: q, k, v, gates, three kinds of bounds and the rest."""
     tensors = [inputs[name].to(device) for name in "qkv"]
     gates = inputs["log_forget"].to(device) if "log_forget" in inputs else None
     bounds = [None if x is None else x.to(device) for x in bounds]
-    return (*tensors, gates, *bounds, None, 0.5, window, cumulative, prune, None)
+    return (*tensors, gates, *bounds, None, 0.5, window, cumulative, prune, None, return_lse)
 
 
 LAYOUTS = {
     "plain without gates": (None, (None, None, None), {}),
     "documents": (1.0, (int32(0, 2, 9), None, None), {}),
-    "cache": (1.0, (None, int32(1), int32(9)), {"cumulative": True}),
-    "pruned window": (1.0, (None, None, None), {"window": 4, "prune": -3.0}),
+    "cache": (1.0, (None, int32(1), int32(9)), {"cumulative": True, "return_lse": True}),
+    "pruned window": (1.0, (None, None, None), {"window": 4, "prune": -3.0, "return_lse": True}),
 }
 
 
@@ -280,11 +280,11 @@ def test_the_operations_pass_opcheck(make_inputs, device, layout):
     plain = arguments(inputs, device, *bounds, **options)
     leaves = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in plain]
     torch.library.opcheck(torch.ops.palimpsest.forgetting_attention_triton.default, tuple(leaves))
-    results = torch.ops.palimpsest.forgetting_attention_triton(*plain)
+    *results, lse = torch.ops.palimpsest.forgetting_attention_triton(*plain)
     q, k, v, log_forget, cu_seqlens, kv_start, kv_end, _, scale, _, cumulative, *_ = plain
     backward = torch.ops.palimpsest.forgetting_attention_triton_backward.default
     saved = (q, k, v, log_forget, *results, cu_seqlens, kv_start, kv_end)
-    torch.library.opcheck(backward, (results[0], *saved, scale, cumulative))
+    torch.library.opcheck(backward, (results[0], *saved, scale, cumulative, lse if lse.numel() else None))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -295,7 +295,8 @@ def test_compiles_without_a_graph_break(make_inputs, assert_close, device, layou
     plain = arguments(inputs, device, *bounds, **options)
 
     def loss(*args):
-        return triton_attention(*args)[0].square().sum()
+        out, *_, lse = triton_attention(*args)
+        return out.square().sum() + (lse.square().sum() if lse.numel() else 0.0)
 
     def gradients(function):
         leaves = [x.clone().requires_grad_() for x in plain[: len(inputs)]]

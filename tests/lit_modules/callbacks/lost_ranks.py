@@ -18,8 +18,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lit_modules.callbacks.watchdog import Watchdog, naming_the_cause
 from lit_modules.launching import failures
-from lit_modules.trainer import first_failure
 from lit_modules.runs import Said
+from lit_modules.trainer import first_failure
 
 SECONDS = 6
 AT = 5  # the micro-batch at which rank 1 is lost; the first ones are given more time

@@ -1,13 +1,14 @@
 """The command's answers, and that they are those of a GPU."""
 
 import csv
+import functools
 import json
 from pathlib import Path
 
 import hydra
 import pytest
 
-from lit_modules.planning import Setup, eager, estimate
+from lit_modules.planning import Estimate, Setup, eager, estimate
 
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED = ROOT / "benchmarks" / "results" / "plan_against_measured.csv"
@@ -24,11 +25,10 @@ def name_of(row: dict[str, str]) -> str:
     return f"{row['model']}-{'compiled' if row['compile'] == 'True' else 'eager'}-{row['recomputation']}"
 
 
-@pytest.mark.skipif(not rows(), reason="nothing was measured: benchmarks/plan_against_measured.py, on a GPU")
-@pytest.mark.parametrize("row", rows(), ids=name_of)
-def test_what_was_measured_is_what_is_planned(row, monkeypatch):
-    if row["torch"].startswith("2.11."):
-        monkeypatch.setattr(eager, "NORMS_IN_FLOAT32", False)
+@functools.cache
+def planned(index: int) -> Estimate:
+    """What is planned for a row; both tests of it need the same."""
+    row = rows()[index]
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = hydra.compose("config", [f"model={row['model']}"])
     length, sequences, accumulation = (int(row[key]) for key in ("length", "sequences", "accumulation"))
@@ -41,9 +41,40 @@ def test_what_was_measured_is_what_is_planned(row, monkeypatch):
         recomputation=row["recomputation"],
         fused_optimizer=True,
     )
-    found = estimate(hydra.utils.instantiate(cfg.model, _convert_="all"), setup)
-    assert found.memory.peak == pytest.approx(int(row["peak"]), rel=0.1)
-    assert found.speed.tokens_per_second == pytest.approx(float(row["tokens_per_second"]), rel=0.15)
+    with pytest.MonkeyPatch.context() as patch:
+        if row["torch"].startswith("2.11."):
+            patch.setattr(eager, "NORMS_IN_FLOAT32", False)
+        return estimate(hydra.utils.instantiate(cfg.model, _convert_="all"), setup)
+
+
+def each_row(*marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """A test for each row that was measured; where the head's share of the time is large, with `marks`."""
+    cases = [
+        pytest.param(index, id=name_of(row), marks=marks if row["recomputation"] != "full" else ())
+        for index, row in enumerate(rows())
+    ]
+    return pytest.mark.parametrize("index", cases)
+
+
+NOT_MEASURED = pytest.mark.skipif(not rows(), reason="nothing was measured: benchmarks/plan_against_measured.py")
+BEFORE_PADDING = pytest.mark.xfail(
+    strict=True,
+    reason="measured before the head's products were padded; "
+    "to be measured again with python -m benchmarks.plan_against_measured",
+)
+
+
+@NOT_MEASURED
+@each_row()
+def test_what_was_measured_is_what_is_planned(index):
+    assert planned(index).memory.peak == pytest.approx(int(rows()[index]["peak"]), rel=0.1)
+
+
+@NOT_MEASURED
+@each_row(BEFORE_PADDING)
+def test_the_speed_that_was_measured_is_what_is_planned(index):
+    measured = float(rows()[index]["tokens_per_second"])
+    assert planned(index).speed.tokens_per_second == pytest.approx(measured, rel=0.15)
 
 
 def test_an_experiment_is_planned_and_written_down(run, tmp_path):

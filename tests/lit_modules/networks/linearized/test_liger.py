@@ -65,7 +65,9 @@ def reference(layer, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         "mamba2": torch.exp(-F.softplus(p)),
         "mlstm": p.sigmoid(),
         "gated_retention": p.sigmoid(),
-        "fixed": (1 - 2.0 ** (-5 - torch.arange(layer.heads.query) // group)).to(p)[None, :, None].expand_as(p),
+        "fixed": torch.exp(-(2.0 ** (-8 * (torch.arange(layer.heads.query) // group + 1) / layer.heads.key)))
+        .to(p)[None, :, None]
+        .expand_as(p),
     }[s.gate]
     temperature = s.temperature or {"gla": 16, "slots": 16}.get(s.gate, 1)
     gate = gate ** (1 / temperature)

@@ -1,0 +1,99 @@
+"""What the maps of a linearized model begin as, from text: clusters of the keys that its layers really have."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lit_modules.networks.linearized.lolcats import LolcatsAttention
+from lit_modules.networks.linearized.models import LinearizedForCausalLM
+
+ROUNDS = 10
+KEYS_PER_LAYER = 8192
+SHIFTS = (-8.0, 4.0, 25)
+"""Least, largest and number of the factors' logarithms that are tried for what each head's state counts."""
+
+
+@torch.no_grad()
+def fit_clusters(model: LinearizedForCausalLM, batches: Sequence[dict[str, Tensor]]) -> None:
+    """Begin `linearization.feature_map=clusters` anew, from what the teacher does on some text.
+
+    Centers are found by k-means; then each head's state counts as much as brings the output nearest to the teacher's.
+
+    Args:
+        model: whose clusters are fitted, in place.
+        batches: one or more, of `input_ids` `[B, T]` and, packed, `cu_seqlens`, on the model's device.
+
+    Raises:
+        ValueError: the model has no clusters, or no document is longer than window and sinks.
+    """
+    settings = model.linearization
+    if settings.feature_map != "clusters":
+        raise ValueError(f"linearization.feature_map={settings.feature_map} has no clusters: give clusters")
+    attentions = [attention for attention in model.attentions() if isinstance(attention, LolcatsAttention)]
+    keys: dict[LolcatsAttention, list[Tensor]] = {attention: [] for attention in attentions}
+    share = KEYS_PER_LAYER // len(batches)
+
+    def keep(attention: LolcatsAttention, args: tuple, inputs: dict) -> None:
+        keys[attention].append(
+            _some(attention.keys_of_state(inputs["hidden_states"], inputs["position_embeddings"]), share)
+        )
+
+    _watch(model, attentions, batches, keep)
+    for attention in attentions:
+        centers, variance = k_means(torch.cat(keys.pop(attention)).transpose(0, 1), settings.num_slots)
+        attention.q_feature_map.fit(centers)
+        attention.k_feature_map.fit(centers, variance)
+    errors: dict[LolcatsAttention, list[Tensor]] = {attention: [] for attention in attentions}
+    shifts = torch.linspace(*SHIFTS, device=model.device)
+
+    def try_out(attention: LolcatsAttention, args: tuple, inputs: dict) -> None:
+        arguments = (inputs[name] for name in ("hidden_states", "positions", "position_embeddings"))
+        errors[attention].append(attention.errors(*arguments, shifts))
+
+    _watch(model, attentions, batches, try_out)
+    for attention in attentions:
+        tried = sum(errors[attention])
+        if torch.equal(tried[0], tried[-1]):
+            raise ValueError(
+                f"linearization.window={settings.window}: no document is longer than the window and its sinks, and "
+                "clusters cannot be fitted: give longer documents, or a shorter window"
+            )
+        attention.q_feature_map.bias += shifts[tried.argmin(0)][:, None]
+
+
+def k_means(points: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """Centers `[H, clusters, D]` of points `[H, N, D]` float32, and the mean variance `[H]` of a channel about them."""
+    heads, count, _ = points.shape
+    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    centers = points[:, drawn[torch.arange(clusters) % count].to(points.device)]
+    for _ in range(ROUNDS):
+        nearest = _nearest(points, centers)
+        sums = torch.zeros_like(centers).scatter_add_(1, nearest[..., None].expand_as(points), points)
+        sizes = points.new_zeros(heads, clusters).scatter_add_(1, nearest, torch.ones_like(points[..., 0]))[..., None]
+        centers = torch.where(sizes > 0, sums / sizes.clamp(min=1), centers)
+    around = points - centers.gather(1, _nearest(points, centers)[..., None].expand_as(points))
+    return centers, around.square().mean((1, 2)).clamp(min=1e-6)
+
+
+def _nearest(points: Tensor, centers: Tensor) -> Tensor:
+    return (points @ centers.mT - centers.square().sum(-1)[:, None] / 2).argmax(-1)
+
+
+def _some(keys: Tensor, count: int) -> Tensor:
+    """So many of the keys `[B, T, H, D]`, evenly spread: `[N, H, D]` float32."""
+    keys = keys.flatten(0, 1)
+    return keys[:: max(1, -(-len(keys) // max(1, count)))].float()
+
+
+def _watch(
+    model: LinearizedForCausalLM, attentions: Sequence[LolcatsAttention], batches: Sequence[Tensor], see
+) -> None:
+    """Call `see` with what each attention is given while the teacher reads the batches."""
+    handles = [attention.register_forward_pre_hook(see, with_kwargs=True) for attention in attentions]
+    try:
+        for batch in batches:
+            model.features(batch["input_ids"], cu_seqlens=batch.get("cu_seqlens"), mode="teacher")
+    finally:
+        for handle in handles:
+            handle.remove()

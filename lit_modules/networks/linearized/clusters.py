@@ -1,0 +1,86 @@
+"""Keys as shares of a few clusters, and queries as what the centers of the clusters weigh to them.
+
+With c_f the centers, g the share of a key, and attention's own scale:
+
+    f(q) . g(k) = sum_f exp(scale q . c_f + b_f) softmax_f(W k + d)
+
+For a key at a center it is exp(scale q . k).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from lit_modules.networks.linearized.feature_maps import headwise
+
+LARGEST_EXPONENT = 40.0
+"""Of what a cluster weighs: with the window's scale beside it, and summed over a document, still no infinity."""
+
+
+class _Clusters(nn.Module):
+    def __init__(self, heads: int, head_dim: int, clusters: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, clusters, head_dim, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(heads, clusters, dtype=torch.float32))
+
+    @torch.no_grad()
+    def _reset(self) -> None:
+        for name, value in self.initial_values().items():
+            getattr(self, name).copy_(value)
+
+    def _centers(self) -> Tensor:
+        """The same for queries and keys of every head, as long as they are not fitted to any."""
+        drawn = torch.randn(self.weight.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        return drawn.to(self.weight.device, self.weight.dtype).expand_as(self.weight)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return headwise(x, self.weight) + self.bias
+
+
+class ClusterKeys(_Clusters):
+    """`softmax(W k + d)`; of centers c and the variance r of a channel about them, W = c / r and d = -c^2 / 2 r."""
+
+    def __init__(self, heads: int, head_dim: int, clusters: int):
+        super().__init__(heads, head_dim, clusters)
+        self._reset()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """What the parameters begin as, by name."""
+        centers = self._centers()
+        return {"weight": centers, "bias": -centers.square().sum(-1) / 2}
+
+    @torch.no_grad()
+    def fit(self, centers: Tensor, variance: Tensor) -> None:
+        """Begin anew from centers `[heads, clusters, head_dim]` and variances `[heads]`."""
+        self.weight.copy_(centers / variance[:, None, None])
+        self.bias.copy_(-centers.square().sum(-1) / 2 / variance[:, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, H, D]` in, `[B, T, H, clusters]` out; computed in float32 at least."""
+        return self._logits(x).softmax(-1).to(x.dtype)
+
+
+class ClusterQueries(_Clusters):
+    """`exp(W q + b)`; of centers c, W = scale c.
+
+    Args:
+        scale: of attention's scores.
+    """
+
+    def __init__(self, heads: int, head_dim: int, clusters: int, scale: float):
+        super().__init__(heads, head_dim, clusters)
+        self.scale = scale
+        self._reset()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """What the parameters begin as, by name."""
+        return {"weight": self._centers() * self.scale, "bias": torch.zeros_like(self.bias)}
+
+    @torch.no_grad()
+    def fit(self, centers: Tensor) -> None:
+        """Begin anew from centers `[key heads, clusters, head_dim]`."""
+        self.weight.copy_(centers.repeat_interleave(len(self.weight) // len(centers), dim=0) * self.scale)
+        self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, H, D]` in, `[B, T, H, clusters]` out; computed in float32 at least."""
+        return self._logits(x).clamp(max=LARGEST_EXPONENT).exp().to(x.dtype)
