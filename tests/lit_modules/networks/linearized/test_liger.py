@@ -65,7 +65,7 @@ def reference(layer, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         "mamba2": torch.exp(-F.softplus(p)),
         "mlstm": p.sigmoid(),
         "gated_retention": p.sigmoid(),
-        "fixed": torch.exp(-(2.0 ** (-8 * (torch.arange(layer.heads.query) // group + 1) / layer.heads.key)))
+        "fixed": torch.exp(-(2.0 ** (-8 * (torch.arange(layer.heads.query).double() // group + 1) / layer.heads.key)))
         .to(p)[None, :, None]
         .expand_as(p),
     }[s.gate]
