@@ -37,6 +37,8 @@ UNTRAINED_VARIANTS: dict[str, list[str]] = {
     TEACHER: ["linearization.softmax_layers=[0,1,2,3,4,5,6,7]"],
     UNTRAINED: ["linearization=sliding_window"],
     "untrained window of 64 and sinks": ["linearization=sliding_window", "linearization.window=64"],
+    "joint, untrained": ["linearization=joint"],
+    "joint, untrained, most sensitive layer kept": ["linearization=joint", "softmax_layers={most_sensitive:1}"],
     "Liger-GLA, untrained": [],
 }
 """Measured as they are converted, without any training."""
@@ -104,16 +106,22 @@ ALIGNED = [*alignment(QUARTER, "[lora,scalars]", 3e-3), *KL]
 WIDE = [LORA_QKVO, "lora.rank=32", "lora.alpha=32"]
 RECIPE = [*FROM_WINDOW, "linearization.delayed=true", *WITH_SCALARS, *SHAPED, *ALIGNED, *WIDE]
 
+ONE_KEPT = ["softmax_layers={most_sensitive:1}"]
+WINDOW_RECIPE = [*WINDOW_ALONE, *SHAPED, *alignment(QUARTER, "[lora]", 3e-3), *KL, *WIDE]
+JOINT = ["linearization=joint"]
+JOINT_RECIPE = [
+    *JOINT,
+    *SHAPED,
+    *alignment(QUARTER, "[feature_maps,scalars]", 1e-2),
+    *KL,
+    *WIDE,
+    "stages.finetuning.train=[lora,feature_maps,scalars]",
+]
+
 RECIPES: dict[str, list[str]] = {
     "window of 64 and sinks, LoRA": WINDOW_ALONE,
     "window of 124 and sinks, LoRA": [*WINDOW_ALONE, "linearization.window=124"],
-    "window of 64 and sinks, LoRA, all of the recipe": [
-        *WINDOW_ALONE,
-        *SHAPED,
-        *alignment(QUARTER, "[lora]", 3e-3),
-        *KL,
-        *WIDE,
-    ],
+    "window of 64 and sinks, LoRA, all of the recipe": WINDOW_RECIPE,
     "from the window": [*FROM_WINDOW, *WITH_SCALARS],
     "from the window, delayed": [*FROM_WINDOW, "linearization.delayed=true", *WITH_SCALARS],
     "from the window, delayed, cosine": [*FROM_WINDOW, "linearization.delayed=true", *WITH_SCALARS, *SHAPED],
@@ -128,24 +136,32 @@ RECIPES: dict[str, list[str]] = {
     "recipe": RECIPE,
     "recipe, not delayed": [*RECIPE, "linearization.delayed=false"],
     "recipe, state weight 0.1": [*RECIPE, "linearization.state_weight=0.1"],
-    "recipe, gate shift": [*RECIPE, "linearization.learned_gate_shift=true"],
-    "recipe, window 128": [*RECIPE, "linearization.window=128"],
-    "recipe, HGRN2": [*RECIPE, "linearization.gate=hgrn2"],
-    "recipe, Mamba2": [*RECIPE, "linearization.gate=mamba2"],
-    "recipe, GSA": [*RECIPE, "linearization.gate=slots", "linearization.feature_map=none"],
-    "recipe, learned feature map": [
-        *RECIPE,
+    "recipe, most sensitive layer kept": [*RECIPE, *ONE_KEPT],
+    "joint": [*JOINT, "stages.finetuning.train=[lora,feature_maps,scalars]"],
+    "joint recipe": JOINT_RECIPE,
+    "joint recipe, cross-entropy": [*JOINT_RECIPE, "stages.finetuning.cross_entropy=1.0", "stages.finetuning.kl=0.0"],
+    "joint recipe, no alignment": [*JOINT_RECIPE, "stages.alignment=null"],
+    "joint recipe, LoRA of rank 8": [*JOINT_RECIPE, "lora.rank=8", "lora.alpha=8"],
+    "joint recipe, 128 clusters": [*JOINT_RECIPE, "linearization.num_slots=128"],
+    "joint recipe, learned map": [
+        *JOINT_RECIPE,
         "linearization.feature_map=learned",
-        "stages.alignment.train=[lora,scalars,feature_maps]",
-        "stages.finetuning.train=[lora,scalars,feature_maps]",
+        "linearization.learned_weights=head",
+        "linearization.state_weight=1.0",
     ],
-    "recipe, random gate projection": [
-        *RECIPE,
-        "linearization.gate_source=random",
-        "stages.alignment.train=[lora,scalars,gates]",
-        "stages.finetuning.train=[lora,scalars,gates]",
+    "joint recipe, gates of heads": [
+        *JOINT_RECIPE,
+        "linearization.gate=mlstm",
+        "linearization.temperature=256",
+        "linearization.learned_gate_shift=true",
     ],
-    "recipe, most sensitive layer kept": [*RECIPE, "softmax_layers={most_sensitive:1}"],
+    "joint recipe, most sensitive layer kept": [*JOINT_RECIPE, *ONE_KEPT],
+    "window of 124 and sinks, all of the recipe": [*WINDOW_RECIPE, "linearization.window=124"],
+    "window of 124 and sinks, all of the recipe, most sensitive layer kept": [
+        *WINDOW_RECIPE,
+        "linearization.window=124",
+        *ONE_KEPT,
+    ],
     "LoLCATs, cosine, KL, LoRA as in the recipe": [*LOLCATS, *COSINE, *KL, *WIDE, "optimizer.lr=3e-3"],
     "random gate projection, frozen": ["linearization.gate_source=random"],
     "learned feature map, drawn": ["linearization.feature_map=learned", "stages.finetuning.train=[lora,feature_maps]"],
