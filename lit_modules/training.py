@@ -160,11 +160,10 @@ class Training(lightning.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """The optimizer, and the schedule at the middle of each step's tokens."""
-        groups = self.parameter_groups()
-        optimizer = self.make_optimizer(groups)
+        optimizer = self.make_optimizer(self.parameter_groups())
         factors = [
             lambda step, group=group: self.factor(group, int((step + 0.5) * self.batch_tokens))
-            for group in range(len(groups))
+            for group in range(len(optimizer.param_groups))
         ]
         return {
             "optimizer": optimizer,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from lit_modules.networks.linearized.families import PREFIX, check_config, check_model_type, family_of
 from lit_modules.networks.linearized.models import MODELS, LinearizedForCausalLM
@@ -62,10 +63,19 @@ def load_pretrained(source: str, settings: Linearization, dtype: torch.dtype | s
     """
     config = linearized_config(_read_config(source), settings)
     model_class = MODELS[config.model_type]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of what does not fit is one line below
     try:
-        model, found = model_class.from_pretrained(source, config=config, dtype=dtype, output_loading_info=True)
+        model, found = model_class.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"{source} has no weights that can be read: {str(error).splitlines()[0]}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    if found["mismatched_keys"]:
+        name, stored, wanted = min(found["mismatched_keys"])
+        raise ValueError(f"{source} has {name} of shape {list(stored)}, and its config.json means {list(wanted)}")
     missing = sorted(set(found["missing_keys"]) - set(model.new_parameters()))
     if missing:
         raise ValueError(f"{source} lacks {len(missing)} of the model's weights, the first is {missing[0]}")

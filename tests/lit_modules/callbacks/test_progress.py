@@ -33,6 +33,7 @@ def test_throughput_is_the_whole_runs_and_mfu_and_tokens_for_each_gpu_count_ever
         loggers=[SimpleNamespace(log_metrics=lambda metrics, step: logged.update(metrics))],
     )
     module = SimpleNamespace(
+        take_metrics=dict,
         batch_tokens=4000,
         flops_per_token=1e9,
         device=torch.device("cuda", 0),
