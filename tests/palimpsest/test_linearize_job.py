@@ -376,7 +376,7 @@ LISTED = "llama, mistral, qwen2, qwen3, phi3"
         ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": None}, "num_attention_heads=3"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2, "head_dim": 8}, "num_key_value_heads=2"),
         ({"num_hidden_layers": 4}, "lacks 9 of the model's weights"),
-        ({"vocab_size": 200}, "has no weights that can be read"),
+        ({"vocab_size": 200}, "of shape [320, 32], and its config.json means [200, 32]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
