@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from data_pipeline.settings import check_whole
-from lit_modules.networks import ParameterCount
+from lit_modules.networks import count_parameters
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from lit_modules.networks.linear_kl_divergence import linear_kl_divergence, linear_top_k_kl
 from lit_modules.networks.linearized.lora import set_trainable, trainable
@@ -155,6 +155,7 @@ class Linearization(Training):
             raise ValueError(
                 f"activation_checkpointing={activation_checkpointing} is not for job=linearize: give none or full"
             )
+        self.base_lr = optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
         self.stages = plan_stages(stages, max_tokens, batch_tokens)
         self.schedules = [schedule_over(stage.tokens, schedule) for _, _, stage in self.stages]
         self.schedule = self.schedules[0]  # of the stage under way
@@ -175,18 +176,14 @@ class Linearization(Training):
             ValueError: a stage trains what the model does not have.
         """
         self.model = model.train()
-        total = sum(parameter.numel() for parameter in model.parameters())
-        head = model.lm_head.weight
-        shared = head is model.get_input_embeddings().weight
-        embedding = 0 if shared else model.get_input_embeddings().weight.numel()
-        self.parameter_count = ParameterCount(total, embedding, total - embedding - head.numel(), head.numel())
+        self.parameter_count = count_parameters(model)
         self.flops_per_token = self._flops_per_token()
         self.changes_base = any(CHANGES_BASE.intersection(stage.train) for *_, stage in self.stages)
         if self.changes_base and self.teacher_store is None and any(stage.kl for *_, stage in self.stages):
             self._teacher = [copy.deepcopy(model).requires_grad_(False)]
         if self.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        for name, stage in ((name, stage) for _, name, stage in self.stages):
+        for _, name, stage in self.stages:
             try:
                 trainable(model, stage.train)
             except ValueError as error:
@@ -248,11 +245,6 @@ class Linearization(Training):
             return 0.0
         scale = 1.0 if stage.lr is None else stage.lr / self.base_lr
         return scale * self.schedules[number](tokens - first * self.batch_tokens)
-
-    @property
-    def base_lr(self) -> float:
-        """optimizer.lr."""
-        return self.make_optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
 
     def on_fit_start(self) -> None:
         for teacher in self._teacher:

@@ -26,8 +26,20 @@ class Teacher:
     tokens: int
 
 
+class OfARun:
+    """What lines of both files say of their run: its teacher, and what tells it from others."""
+
+    @property
+    def teacher(self) -> Teacher:
+        return Teacher(parameters=self.teacher_parameters, tokens=self.teacher_tokens)
+
+    @property
+    def key(self) -> Hashable:
+        return self.teacher, self.variant, self.seed
+
+
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(OfARun):
     """One run.
 
     date: and time, ISO 8601; of two runs with the same teacher, variant and seed, the later counts. settings: what the
@@ -47,17 +59,9 @@ class Result:
     held_out_nats: float
     perplexity: float
 
-    @property
-    def teacher(self) -> Teacher:
-        return Teacher(parameters=self.teacher_parameters, tokens=self.teacher_tokens)
-
-    @property
-    def key(self) -> Hashable:
-        return self.teacher, self.variant, self.seed
-
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class Point(OfARun):
     """Of one run, the held-out loss after `tokens` of adaptation."""
 
     date: str
@@ -67,14 +71,6 @@ class Point:
     seed: int
     tokens: int
     held_out_nats: float
-
-    @property
-    def teacher(self) -> Teacher:
-        return Teacher(parameters=self.teacher_parameters, tokens=self.teacher_tokens)
-
-    @property
-    def key(self) -> Hashable:
-        return self.teacher, self.variant, self.seed
 
 
 Record = TypeVar("Record", Result, Point)

@@ -8,18 +8,8 @@ QUARTER = TOKENS // 4
 
 GLA = "Liger-GLA"
 
-LOLCATS = [
-    "linearization=lolcats",
-    "++stages.alignment.train=[feature_maps,scalars]",
-    f"++stages.alignment.tokens={HALF}",
-    "++stages.alignment.lr=1e-2",
-    "++stages.alignment.cross_entropy=0.0",
-    "++stages.alignment.attention_transfer=1000.0",
-    "stages.finetuning.train=[lora,feature_maps,scalars]",
-]
 
-
-def alignment(tokens: int, train: str, lr: float) -> list[str]:
+def alignment(tokens: int, train: str, lr: str) -> list[str]:
     """Overrides for a first stage of attention transfer."""
     return [
         f"++stages.alignment.train={train}",
@@ -30,6 +20,11 @@ def alignment(tokens: int, train: str, lr: float) -> list[str]:
     ]
 
 
+LOLCATS = [
+    "linearization=lolcats",
+    *alignment(HALF, "[feature_maps,scalars]", "1e-2"),
+    "stages.finetuning.train=[lora,feature_maps,scalars]",
+]
 KL = ["stages.finetuning.cross_entropy=0.0", "stages.finetuning.kl=1.0"]
 COSINE = ["schedule=cosine", "schedule.warmup_tokens=131072"]
 
@@ -75,8 +70,8 @@ BEYOND: dict[str, list[str]] = {
     "cosine": [*COSINE, "optimizer.lr=3e-3"],
     "KL": KL,
     "KL and cross-entropy": ["stages.finetuning.cross_entropy=0.5", "stages.finetuning.kl=0.5"],
-    "alignment, then cross-entropy": alignment(QUARTER, "[lora]", 1e-3),
-    "alignment, then KL": [*alignment(QUARTER, "[lora]", 1e-3), *KL],
+    "alignment, then cross-entropy": alignment(QUARTER, "[lora]", "0.001"),
+    "alignment, then KL": [*alignment(QUARTER, "[lora]", "0.001"), *KL],
     "sinks": ["linearization.sinks=4"],
     "window 128": ["linearization.window=128"],
     "learned weights of heads": [
@@ -86,7 +81,7 @@ BEYOND: dict[str, list[str]] = {
     "learned weights and gate shifts": [*SCALARS, "stages.finetuning.train=[lora,scalars]"],
     "calibrated gates and weights": [
         *SCALARS,
-        *alignment(TOKENS // 8, "[scalars]", 3e-2),
+        *alignment(TOKENS // 8, "[scalars]", "0.03"),
         "stages.finetuning.train=[lora,scalars]",
     ],
     "delayed state": ["linearization.delayed=true"],
@@ -102,17 +97,17 @@ WINDOW_ALONE = ["linearization.state_weight=0.0", "linearization.window_weight=1
 FROM_WINDOW = [*WINDOW_ALONE, "linearization.learned_weights=head"]
 WITH_SCALARS = ["stages.finetuning.train=[lora,scalars]"]
 SHAPED = [*COSINE, "optimizer.lr=3e-3"]
-ALIGNED = [*alignment(QUARTER, "[lora,scalars]", 3e-3), *KL]
+ALIGNED = [*alignment(QUARTER, "[lora,scalars]", "0.003"), *KL]
 WIDE = [LORA_QKVO, "lora.rank=32", "lora.alpha=32"]
 RECIPE = [*FROM_WINDOW, "linearization.delayed=true", *WITH_SCALARS, *SHAPED, *ALIGNED, *WIDE]
 
 ONE_KEPT = ["softmax_layers={most_sensitive:1}"]
-WINDOW_RECIPE = [*WINDOW_ALONE, *SHAPED, *alignment(QUARTER, "[lora]", 3e-3), *KL, *WIDE]
+WINDOW_RECIPE = [*WINDOW_ALONE, *SHAPED, *alignment(QUARTER, "[lora]", "0.003"), *KL, *WIDE]
 JOINT = ["linearization=joint"]
 JOINT_RECIPE = [
     *JOINT,
     *SHAPED,
-    *alignment(QUARTER, "[feature_maps,scalars]", 1e-2),
+    *alignment(QUARTER, "[feature_maps,scalars]", "0.01"),
     *KL,
     *WIDE,
     "stages.finetuning.train=[lora,feature_maps,scalars]",
