@@ -1,8 +1,11 @@
 """Files that appear whole or not at all."""
 
+import contextlib
 import errno
 import io
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +34,23 @@ def write_figure(path: Path, figure: Any, **settings: Any) -> Path:
     figure.savefig(image, format="png", **{"dpi": 150, "bbox_inches": "tight", **settings})
     write_whole(path, image.getvalue())
     return path
+
+
+@contextlib.contextmanager
+def replaced_whole(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, that takes the place of `folder` when all is written: whole or not at all."""
+    partial, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))
+    if replaced.exists() and not folder.exists():
+        replaced.rename(folder)  # a process ended between the two renames below
+    for leftover in (partial, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)

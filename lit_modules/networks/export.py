@@ -1,11 +1,11 @@
 """Write a trained model as a Hugging Face folder; as a stock architecture where it is one."""
 
-import shutil
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from data_pipeline.files import replaced_whole
 from lit_modules.networks.causal_lm import PalimpsestForCausalLM
 from lit_modules.networks.config import PalimpsestConfig
 
@@ -18,15 +18,8 @@ def export_pretrained(model: PalimpsestForCausalLM, folder: str | Path) -> Path:
     `AutoModelForCausalLM.from_pretrained` know it. The folder appears whole or not at all.
     """
     folder = Path(folder)
-    partial, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))
-    for leftover in (partial, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    (as_llama(model) if is_llama(model.config) else model).save_pretrained(partial)
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with replaced_whole(folder) as partial:
+        (as_llama(model) if is_llama(model.config) else model).save_pretrained(partial)
     return folder
 
 

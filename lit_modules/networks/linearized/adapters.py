@@ -5,12 +5,9 @@ The folder of an adapter holds what peft writes (`adapter_config.json`, `adapter
 and, where the linearization has parameters of its own, `linearization.safetensors`. The base model is not in it.
 """
 
-import contextlib
 import copy
 import hashlib
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+from data_pipeline.files import replaced_whole
 from lit_modules import runs
 from lit_modules.networks.linearized import lora
 from lit_modules.networks.linearized.conversion import load_pretrained
@@ -245,23 +243,3 @@ def check_names(found: set[str], expected: set[str], path: Path) -> None:
         raise ValueError(f"{path} does not fit its settings: {min(expected - found)} is missing")
     if found - expected:
         raise ValueError(f"{path} does not fit its settings: the model has no {min(found - expected)}")
-
-
-@contextlib.contextmanager
-def replaced_whole(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, that takes the place of `folder` when all is written: whole or not at all."""
-    partial, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))
-    if replaced.exists() and not folder.exists():
-        replaced.rename(folder)  # a process ended between the two renames below
-    for leftover in (partial, replaced):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
