@@ -134,7 +134,7 @@ def test_weights_that_are_broken_or_incomplete_are_said_in_one_line(stock, tmp_p
     model.save_pretrained(tmp_path, state_dict=short)
     assert "lacks 2 of the model's weights, the first is model.layers.1.self_attn.k_proj.bias" in refused(tmp_path)
     model.save_pretrained(tmp_path)
-    assert "has no weights that can be read" in refused(changed(tmp_path, tmp_path, intermediate_size=50))
+    assert "and its config.json means [32, 50]" in refused(changed(tmp_path, tmp_path, intermediate_size=50))
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     assert "has no weights that can be read" in refused(tmp_path)
 
