@@ -10,7 +10,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(MAKE) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

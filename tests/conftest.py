@@ -14,6 +14,8 @@ if not torch.cuda.is_available():
     # Triton's kernels are defined when they are imported, for a GPU or for its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # what no test reaches by a name, none shall look up
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # A model and lengths that train in seconds on a CPU; the tokenizer and the blocks are prepared once a session.
@@ -40,9 +42,11 @@ TINY = (
     "checkpoint_every_tokens=2048",
     "schedule.warmup_tokens=1024",
     "callbacks.samples.max_new_tokens=8",
-    "callbacks.forget_gates.tokens=32",
-    "callbacks.forget_gates.heads=1",
+    "callbacks.forget_gates=null",
+    "callbacks.position_loss=null",
 )
+PICTURES = ("callbacks.forget_gates.tokens=32", "callbacks.forget_gates.heads=1", "callbacks.position_loss.window=101")
+"""What a run is given besides for the pictures of its network: to draw them takes as long as to train it."""
 
 
 def write_text(folder: Path, documents: int = 120) -> Path:
@@ -60,10 +64,21 @@ def write_text(folder: Path, documents: int = 120) -> Path:
     return folder
 
 
+LONGEST = (
+    "test_survival.py",
+    "test_pretrain_job.py",
+    "test_triton_recurrence.py",
+    "test_triton_attention.py",
+    "test_launching.py",
+    "test_triton_compilation.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the cluster's runs, which mostly wait: beside other tests they cost little, at the end they would run
-    on one core."""
-    items.sort(key=lambda item: Path(item.fspath).name not in ("test_survival.py", "test_launching.py"))
+    """Begin with the files that take minutes: at the end one process would be left with such a one alone. The cluster's
+    runs, which mostly wait, come beside files that compute, and one after the other."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(Path(item.fspath).name, len(LONGEST)))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -104,6 +119,8 @@ class Command:
             f"data_dir={self.folder}/data",
             f"runs_dir={self.runs_dir}",
         )
+        # What is null here has no keys that could be given.
+        given |= {key.rpartition(".")[0] for key in given if f"{key.rpartition('.')[0]}=null" in TINY}
         settings = [o for o in (*TINY, *places) if o.split("=")[0] not in given]
         return sorted((*settings, *overrides), key=lambda o: not o.startswith("-"))  # flags first
 

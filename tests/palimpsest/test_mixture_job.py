@@ -33,8 +33,7 @@ def mixture(place):
         places = (f"data.corpus={place}/corpus", f"data_dir={place}/data", f"runs_dir={place}/{runs}")
         phases = (f"data.phases={PHASES}", "data.max_epochs=null")
         shorter = [setting for setting in kept if setting.split("=")[0] not in [o.split("=")[0] for o in overrides]]
-        quick = ("callbacks.samples.prompts=[]", "callbacks.forget_gates=null")
-        return ["data=mixture", *shorter, *places, *phases, *quick, *overrides]
+        return ["data=mixture", *shorter, *places, *phases, "callbacks.samples.prompts=[]", *overrides]
 
     return settings
 

@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lit_modules import checkpoints, runs
+from tests.conftest import PICTURES, Command
 
 FIGURES = ("loss.png", "position_loss.png", "forget_gates.png")
 
@@ -40,10 +41,8 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, workplace) -> Path:
     """One run from start to end, in a process of its own."""
-    from tests.conftest import Command
-
     command = Command(workplace, tmp_path_factory.mktemp("unbroken"))
-    process = command.start("+tags=[unbroken]")
+    process = command.start("+tags=[unbroken]", *PICTURES)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     folder = newest(command)
@@ -256,11 +255,12 @@ def test_two_processes_train_on_the_same_global_batches_as_one(command, unbroken
 
 def test_wandb_offline_has_config_metrics_figures_and_goes_on_after_a_resume(command, run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    folder = stop_early(run, command, "seed=9", "logger=wandb")
+    settings = ("seed=9", "logger=wandb", *PICTURES)
+    folder = stop_early(run, command, *settings)
     import wandb
 
     wandb.finish()
-    found = run("seed=9", "logger=wandb", "resume=auto")
+    found = run(*settings, "resume=auto")
     assert found.status == 0, found.err
     offline = sorted((folder / "wandb").glob("offline-run-*"))
     assert len(offline) == 2

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lit_modules.networks  # noqa: F401 (registers the architecture)
+from tests.conftest import PICTURES
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,8 @@ import lit_modules.networks  # noqa: F401 (registers the architecture)
     ids=["hgrn2", "mamba2_with_attention"],
 )
 def test_a_recurrent_model_trains_and_its_export_generates(run, command, model, mixers, pictured):
-    finished = run(f"model={model}", f"model.mixers={mixers}", "model.state_heads=2", "model.state_dim=8")
+    sizes = ("model.state_heads=2", "model.state_dim=8")
+    finished = run(f"model={model}", f"model.mixers={mixers}", *sizes, *PICTURES)
     assert finished.status == 0, finished.err
     (folder,) = command.runs()
     with open(folder / "metrics.csv", newline="") as handle:
