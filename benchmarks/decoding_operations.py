@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.decoding_checks import step_arguments
+from benchmarks.decoding_checks import liger_arguments, step_arguments
 from benchmarks.measuring import copy_rate, timed
 from benchmarks.side_by_side import Run
 from benchmarks.tables import table
 from kernels import forgetting_attention
-from kernels.gated_recurrence import windowed_step
+from kernels.gated_recurrence import liger_step, windowed_step
 from kernels.small_batch_linear import small_batch_linear
 
 HEADS, HEAD_DIM, WINDOW = 8, 128, 64
@@ -56,11 +56,12 @@ def operations(run: Run, batch: int) -> None:
         add(f"small_batch_linear: {name}", fused, nbytes)
         add("torch: that product alone", alone, nbytes)
     layers = 16 if device.type == "cuda" else 2
-    given = [
-        step_arguments(batch, HEADS, 4, HEAD_DIM, WINDOW, 0, torch.bfloat16, device) for _ in range(layers)
-    ]  # fmt: skip
+    sizes = (batch, HEADS, 4, HEAD_DIM, WINDOW, 0, torch.bfloat16, device)
+    given = [step_arguments(*sizes) for _ in range(layers)]
     moved = 2 * given[0]["state"].nbytes + 2 * given[0]["ring_keys"].nbytes
     add(f"windowed_step, window {WINDOW}", [partial(windowed_step, **arguments) for arguments in given], moved)
+    given = [{**liger_arguments(*sizes), "gate": "gla", "temperature": 16.0} for _ in range(layers)]
+    add(f"liger_step, window {WINDOW}", [partial(liger_step, **arguments) for arguments in given], moved)
     normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
     for held in (512, 8192) if device.type == "cuda" else (16,):
         pairs = [[normal(batch, held, HEADS, HEAD_DIM) for _ in range(2)] for _ in range(layers)]

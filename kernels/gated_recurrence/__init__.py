@@ -5,6 +5,7 @@ from torch import Tensor
 
 from kernels.gated_recurrence.chunked import chunked_recurrence
 from kernels.gated_recurrence.delayed import add_last, add_own, delay
+from kernels.gated_recurrence.liger_step import liger_step
 from kernels.gated_recurrence.reference import gated_recurrence_reference, gated_slot_attention_reference
 from kernels.gated_recurrence.step import plain_step
 from kernels.gated_recurrence.triton_operator import triton_recurrence
@@ -18,6 +19,7 @@ __all__ = [
     "gated_recurrence_step",
     "gated_slot_attention",
     "gated_slot_attention_reference",
+    "liger_step",
     "windowed_step",
 ]
 

@@ -8,6 +8,8 @@
     out, state = gated_recurrence(*forms.gated_retention(q, k, v, p))
     out, states = gated_slot_attention(*forms.slots(q, k, v, p))
 
+`liger` has those of them by name that can be made of a pretrained layer's keys alone.
+
 q is [B, T, Hq, Dk], k [B, T, Hk, Dk], v [B, T, Hk, Dv]; gates are logits, before their sigmoid or exp. They are
 computed in float32 (float64 for float64 logits), whatever the logits' dtype: in bfloat16 a gate of 0.999 would be 1.
 What a gate multiplies into k or v goes back to their dtype. Only mlstm divides by sqrt(Dk), as its equations do; the
@@ -19,6 +21,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+PER_CHANNEL = ("gla", "hgrn2", "rwkv6")
+PER_HEAD = ("mamba2", "mlstm", "gated_retention")
+CONSTANT = ("fixed", "none")
+"""Names of `liger`'s gates: one for each key channel, one for each head, and without logits."""
 
 # exp of more is infinite in float32, and the gradient of a gate that far closed would be 0 times infinity.
 _LARGEST_EXPONENT = 80.0
@@ -204,6 +211,34 @@ def slots(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, temperature: float =
     """
     log_decay = F.logsigmoid(_wide(gate)) / temperature
     return SlotRecurrence(q, k, v, -log_decay.expm1().to(q.dtype), log_decay)
+
+
+def liger(gate: str, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, *, temperature: float = 1.0) -> Recurrence:
+    """A gate of this name on q and k as they are mapped (Liger, arXiv 2503.01496, eq. 5 to 7 and table 1).
+
+    Args:
+        gate: of PER_CHANNEL, PER_HEAD or CONSTANT. "fixed": `exp(-2^(-8 h / H))` for key head h of H, from 1: SUPRA's
+            choice (arXiv 2405.06640, section 2.3) after Qin et al. 2024, whose largest gate keeps 3.35e-4 over 2048
+            tokens, from which the formula is inferred. "none": no decay.
+        k: of "hgrn2" it does not matter.
+        logits: [B, T, Hk, Dk] or [B, T, Hk], None for a constant gate.
+        temperature: what log gates are divided by.
+    """
+    if gate in CONSTANT:
+        heads, dtype = k.shape[2], torch.promote_types(k.dtype, torch.float32)
+        head = torch.arange(1, heads + 1, device=k.device, dtype=dtype)
+        log_decay = torch.zeros_like(head) if gate == "none" else -torch.exp2(-8 * head / heads) / temperature
+        return Recurrence(q, k, v, log_decay.expand(k.shape[:3]))
+    if gate in ("gla", "mlstm", "gated_retention"):
+        return gla(q, k, v, logits, temperature=temperature)
+    if gate != "hgrn2":
+        inputs = rwkv6(q, k, v, logits) if gate == "rwkv6" else mamba2_decay(q, k, v, logits)
+        return inputs._replace(log_decay=inputs.log_decay / temperature)
+    inputs = hgrn2(q, logits, v)
+    if temperature == 1:
+        return inputs
+    log_decay = inputs.log_decay / temperature
+    return inputs._replace(k=-log_decay.expm1().to(q.dtype), log_decay=log_decay)
 
 
 def _wide(x: Tensor) -> Tensor:

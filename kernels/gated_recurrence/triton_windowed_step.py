@@ -2,6 +2,8 @@
 
     S_t = G_t (.) S_{t-1} + k_t^T v_t        out_t = a q_t S_t + b softmax(scale q'_t K'^T) V
 
+`launch` takes q, k, G, q' and k' as they are, or makes them of what a Liger layer projects.
+
 Time is the reading and writing of the states and the reading of the ring, once each. A program owns some value columns
 of one key head in one row of the batch: that tile [Dk, columns] of the state, which it updates and reads with all query
 heads of the group in one product; and the same columns of the ring's values. The scores are the same for all columns:
@@ -20,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gated_recurrence.triton_liger_inputs import load_pairs, once, rotated, state_inputs
 from kernels.operation import register_operation
 
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
@@ -50,57 +53,25 @@ def _windowed_step(
     window_scale: float,
 ) -> Tensor:
     """The arguments and the result of `kernels.gated_recurrence.windowed_step`."""
-    out = _empty_out(q_window)
-    batch, heads, key_dim, value_dim = state.shape
-    if out.numel() == 0:
-        return out
-    q, k, v, q_window, k_window = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, q_window, k_window))
-    if log_decay.ndim == 4 and log_decay.stride(-1) != 1:
-        log_decay = log_decay.contiguous()
-    slots, groups = ring_keys.shape[1], q.shape[2] // heads
-    block_values = min(VALUE_COLUMNS, _block(value_dim))
-    ring_tile = max(SMALLEST_PRODUCT, RING_BYTES // (_block(value_dim) * k.element_size()))
-    strides = [stride for x in (q, k, v, log_decay, q_window, k_window) for stride in (x.stride(0), x.stride(2))]
-    with torch.cuda.device_of(q):
-        _take_step[(triton.cdiv(value_dim, block_values), heads, batch)](
-            q,
-            k,
-            v,
-            log_decay,
-            state,
-            q_window,
-            k_window,
-            ring_keys,
-            ring_values,
-            tokens,
-            kv_start,
-            state_weight.contiguous(),
-            window_weight.contiguous(),
-            out,
-            *strides,
-            state_scale,
-            window_scale,
-            HEADS=heads,
-            GROUPS=groups,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            WINDOW=slots - sinks,
-            SINKS=sinks,
-            BLOCK_QUERIES=_block(groups),
-            BLOCK_KEYS=_block(key_dim),
-            BLOCK_DIM=_block(value_dim),
-            BLOCK_VALUES=block_values,
-            BLOCK_RING=min(ring_tile, _block(slots)),
-            PER_HEAD=log_decay.ndim == 3,
-            # Three products in tf32 for one in float32: tf32 alone has 10 bits.
-            PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
-            num_warps=NUM_WARPS,
-        )
-    for x in (state, ring_keys, ring_values):
-        if not x.is_inference():
-            # Torch cannot see that the kernel writes, and a graph that has saved x must refuse to use it.
-            torch.autograd.graph.increment_version(x)
-    return out
+    return launch(
+        q,
+        k,
+        v,
+        state,
+        ring_keys,
+        ring_values,
+        tokens,
+        kv_start,
+        state_weight,
+        window_weight,
+        sinks,
+        window_scale,
+        log_decay=log_decay,
+        q_window=q_window,
+        k_window=k_window,
+        state_scale=state_scale,
+        per_head=log_decay.ndim == 3,
+    )
 
 
 def _fake(
@@ -121,7 +92,7 @@ def _fake(
     state_scale,
     window_scale,
 ):
-    return _empty_out(q_window)
+    return empty_out(q, v)
 
 
 triton_windowed_step = register_operation(
@@ -129,8 +100,107 @@ triton_windowed_step = register_operation(
 )
 
 
-def _empty_out(q_window: Tensor) -> Tensor:
-    return q_window.new_empty(q_window.shape)
+def empty_out(q: Tensor, v: Tensor) -> Tensor:
+    """What a step returns, not yet written."""
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    tokens: Tensor,
+    kv_start: Tensor | None,
+    state_weight: Tensor,
+    window_weight: Tensor,
+    sinks: int,
+    window_scale: float,
+    *,
+    log_decay: Tensor | None = None,
+    q_window: Tensor | None = None,
+    k_window: Tensor | None = None,
+    cosine: Tensor | None = None,
+    sine: Tensor | None = None,
+    gate_shift: Tensor | None = None,
+    state_scale: float = 1.0,
+    per_head: bool,
+    gate: str | None = None,
+    temperature: float = 1.0,
+    feature_map: str = "none",
+) -> Tensor:
+    """One step, with the arguments of `windowed_step`, or with a gate those of `liger_step`.
+
+    per_head: whether a head has one gate, not each of its channels one.
+    """
+    out = empty_out(q, v)
+    batch, heads, key_dim, value_dim = state.shape
+    if out.numel() == 0:
+        return out
+    q, k, v, q_window, k_window = (
+        x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, q_window, k_window)
+    )
+    if log_decay is not None and log_decay.ndim == 4 and log_decay.stride(-1) != 1:
+        log_decay = log_decay.contiguous()
+    slots, groups = ring_keys.shape[1], q.shape[2] // heads
+    block_values = min(VALUE_COLUMNS, _block(value_dim))
+    ring_tile = max(SMALLEST_PRODUCT, RING_BYTES // (_block(value_dim) * k.element_size()))
+    strides = [_strides(x) for x in (q, k, v, log_decay, q_window, k_window)]
+    with torch.cuda.device_of(q):
+        _take_step[(triton.cdiv(value_dim, block_values), heads, batch)](
+            q,
+            k,
+            v,
+            log_decay,
+            state,
+            q_window,
+            k_window,
+            ring_keys,
+            ring_values,
+            tokens,
+            kv_start,
+            state_weight.contiguous(),
+            window_weight.contiguous(),
+            None if cosine is None else cosine.contiguous(),
+            None if sine is None else sine.contiguous(),
+            None if gate_shift is None else gate_shift.contiguous(),
+            out,
+            *(stride for pair in strides for stride in pair),
+            0 if cosine is None or len(cosine) == 1 else cosine.shape[2],
+            state_scale,
+            window_scale,
+            temperature,
+            HEADS=heads,
+            GROUPS=groups,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            ROTATED=0 if cosine is None else cosine.shape[2],
+            WINDOW=slots - sinks,
+            SINKS=sinks,
+            BLOCK_QUERIES=_block(groups),
+            BLOCK_KEYS=_block(key_dim),
+            BLOCK_DIM=_block(value_dim),
+            BLOCK_VALUES=block_values,
+            BLOCK_RING=min(ring_tile, _block(slots)),
+            # Three products in tf32 for one in float32: tf32 alone has 10 bits.
+            PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+            PER_HEAD=per_head,
+            GATE=gate,
+            MAP=feature_map,
+            num_warps=NUM_WARPS,
+        )
+    for x in (state, ring_keys, ring_values):
+        if not x.is_inference():
+            # Torch cannot see that the kernel writes, and a graph that has saved x must refuse to use it.
+            torch.autograd.graph.increment_version(x)
+    return out
+
+
+def _strides(x: Tensor | None) -> tuple[int, int]:
+    """Of rows and of heads."""
+    return (0, 0) if x is None else (x.stride(0), x.stride(2))
 
 
 def _block(size: int) -> int:
@@ -138,21 +208,25 @@ def _block(size: int) -> int:
 
 
 _STRIDES = [f"{x}_stride_{axis}" for x in ("q", "k", "v", "decay", "q_window", "k_window") for axis in "bh"]
+_STRIDES.append("table_stride")
 
 
 @triton.jit(do_not_specialize=_STRIDES)
 def _take_step(
     q, k, v, log_decay, state, q_window, k_window, ring_keys, ring_values, tokens, kv_start,
-    state_weight, window_weight, out,
+    state_weight, window_weight, cosine, sine, gate_shift, out,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, decay_stride_b, decay_stride_h,
-    q_window_stride_b, q_window_stride_h, k_window_stride_b, k_window_stride_h,
-    state_scale, window_scale,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    q_window_stride_b, q_window_stride_h, k_window_stride_b, k_window_stride_h, table_stride,
+    state_scale, window_scale, temperature,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROTATED: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_VALUES: tl.constexpr, BLOCK_RING: tl.constexpr, PER_HEAD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_VALUES: tl.constexpr, BLOCK_RING: tl.constexpr, PRECISION: tl.constexpr,
+    PER_HEAD: tl.constexpr, GATE: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Some value columns of one key head in one row of the batch; kv_start may be None."""
+    """Some value columns of one key head in one row of the batch; kv_start may be None.
+
+    With a GATE q and k are what a layer projects; then log_decay, q_window and k_window are None.
+    """
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = row.to(tl.int64)
     group, key, dim = tl.arange(0, BLOCK_QUERIES), tl.arange(0, BLOCK_KEYS), tl.arange(0, BLOCK_DIM)
@@ -176,23 +250,47 @@ def _take_step(
     start = 0
     if kv_start is not None:
         start = tl.load(kv_start + row)
-    k_t = tl.load(k + batch * k_stride_b + head * k_stride_h + key, mask=key_used, other=0.0)
+    k += batch * k_stride_b + head * k_stride_h
+    k_t = tl.load(k + key, mask=key_used, other=0.0)
     v_t = tl.load(v + batch * v_stride_b + head * v_stride_h + value, mask=value_used, other=0.0)
-    log_decay += batch * decay_stride_b + head * decay_stride_h
-    if PER_HEAD:
-        decay = tl.exp(tl.load(log_decay).to(tl.float32))
-    else:
-        decay = tl.exp(tl.load(log_decay + key, mask=key_used, other=0.0).to(tl.float32))[:, None]
     first = head * GROUPS
-    q += batch * q_stride_b + first * q_stride_h + key
-    queries = ()
-    for query in tl.static_range(GROUPS):
-        queries += (tl.load(q + query * q_stride_h, mask=key_used, other=0.0),)
-    q_window += batch * q_window_stride_b + (first + group[:, None]) * q_window_stride_h + dim
-    q_here = tl.load(q_window, mask=group_used[:, None] & dim_used, other=0.0)
-    k_here = tl.load(k_window + batch * k_window_stride_b + head * k_window_stride_h + dim, mask=dim_used, other=0.0)
+    q += batch * q_stride_b + first * q_stride_h
+    if GATE is None:
+        queries = ()
+        for query in tl.static_range(GROUPS):
+            queries += (tl.load(q + query * q_stride_h + key, mask=key_used, other=0.0),)
+        log_decay += batch * decay_stride_b + head * decay_stride_h
+        if PER_HEAD:
+            log_decay = tl.load(log_decay).to(tl.float32)
+        else:
+            log_decay = tl.load(log_decay + key, mask=key_used, other=0.0).to(tl.float32)
+        q_window += batch * q_window_stride_b + (first + group[:, None]) * q_window_stride_h + dim
+        q_here = tl.load(q_window, mask=group_used[:, None] & dim_used, other=0.0)
+        k_window += batch * k_window_stride_b + head * k_window_stride_h
+        k_here = tl.load(k_window + dim, mask=dim_used, other=0.0)
+    else:
+        VECTORS: tl.constexpr = triton.next_power_of_2(GROUPS)
+        vector = tl.arange(0, VECTORS)[None, :]
+        queries = tl.load(q + vector * q_stride_h + key[:, None], mask=key_used[:, None] & (vector < GROUPS), other=0.0)
+        cosine += batch * table_stride
+        sine += batch * table_stride
+        q_used = group_used[:, None] & dim_used
+        q_pairs = load_pairs(q + group[:, None] * q_stride_h, cosine, sine, dim[None, :], q_used, ROTATED)
+        k_pairs = load_pairs(k, cosine, sine, dim, dim_used, ROTATED)
+        shift = 0.0
+        if gate_shift is not None:
+            shift = tl.load(gate_shift + head).to(tl.float32)
     of_state = tl.load(state_weight + first + group, mask=group_used, other=0.0).to(tl.float32)
     of_window = tl.load(window_weight + first + group, mask=group_used, other=0.0).to(tl.float32)
+
+    if GATE is not None:
+        queries, k_t, log_decay = state_inputs(
+            queries, k_t, key_used, shift, head, temperature, HEADS, KEY_DIM, BLOCK_KEYS, VECTORS, PER_HEAD, GATE, MAP
+        )
+        q_here, k_here = rotated(q_pairs), rotated(k_pairs)
+    decay = tl.exp(log_decay)
+    if not PER_HEAD:
+        decay = once(decay)[:, None]
 
     # Padding adds no value, and sees none.
     v_real = tl.where(token >= start, v_t.to(tl.float32), 0.0)

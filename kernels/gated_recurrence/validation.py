@@ -5,6 +5,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kernels.gated_recurrence.forms import CONSTANT, PER_CHANNEL, PER_HEAD
+
+GATES = (*PER_CHANNEL, *PER_HEAD, *CONSTANT)
+FEATURE_MAPS = ("softmax", "none")
+"""What `liger_step` has."""
+
 
 def check_arguments(
     q: Tensor,
@@ -35,9 +41,7 @@ def check_step_arguments(
     _check_inputs(q, k, (("v", v),))
     _check_log_decay(log_decay, k, v, decay_axis)
     _check_bonus(bonus, q)
-    _check_state(state, "state", q.shape[0], k, v)
-    if not state.is_contiguous():
-        raise ValueError(f"state has strides {list(state.stride())}; it is written in place and must be contiguous")
+    _check_state_in_place(state, q, k, v)
 
 
 def check_slot_arguments(
@@ -64,6 +68,112 @@ def check_slot_arguments(
         _check_state(initial_state[0], "initial_state[0]", rows, k, slots)
         _check_state(initial_state[1], "initial_state[1]", rows, slots, v)
     _check_memory_budget(memory_budget)
+
+
+def check_liger_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    state: Tensor,
+    gate_shift: Tensor | None,
+    *,
+    gate: str,
+    temperature: float,
+    feature_map: str,
+) -> None:
+    """What `liger_step` has beside the ring and the vectors. Raises ValueError."""
+    for name, given, known in (("gate", gate, GATES), ("feature_map", feature_map, FEATURE_MAPS)):
+        if given not in known:
+            raise ValueError(f"{name}={given!r} is not known: give one of {', '.join(known)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: log gates are divided by it, give a number above 0")
+    _check_inputs(q, k, (("v", v),))
+    _check_one_token(q)
+    if v.shape[3] != q.shape[3]:
+        raise ValueError(f"q and k have head_dim {q.shape[3]} but v has {v.shape[3]}; they must agree")
+    _check_state_in_place(state, q, k, v)
+    _check_tables(q, cosine, sine)
+    if gate_shift is None:
+        return
+    if gate in CONSTANT:
+        raise ValueError(f"gate_shift is given, but gate={gate!r} has no logits that it could be added to")
+    heads = k.shape[2]
+    if tuple(gate_shift.shape) != (heads,) or not gate_shift.dtype.is_floating_point or gate_shift.device != q.device:
+        raise ValueError(
+            f"gate_shift is {gate_shift.dtype} of shape {list(gate_shift.shape)} on {gate_shift.device}; it must be a "
+            f"floating-point tensor [heads of k], [{heads}], on {q.device}"
+        )
+
+
+def check_window(q: Tensor, v: Tensor, q_window: Tensor, k_window: Tensor) -> None:
+    """The queries and keys that a step's window takes beside the state's. Raises ValueError."""
+    _check_one_token(q)
+    for name, x, heads in (("q_window", q_window, q.shape[2]), ("k_window", k_window, v.shape[2])):
+        if tuple(x.shape) != (q.shape[0], 1, heads, v.shape[3]):
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be {[q.shape[0], 1, heads, v.shape[3]]}")
+        _check_is_like(name, x, q)
+
+
+def check_ring(q: Tensor, v: Tensor, ring_keys: Tensor, ring_values: Tensor, sinks: int) -> None:
+    """What the window of a step holds. Raises ValueError."""
+    for name, x in (("ring_keys", ring_keys), ("ring_values", ring_values)):
+        slots = x.shape[1] if x.ndim == 4 else 0
+        if tuple(x.shape) != (q.shape[0], slots, *v.shape[2:]) or slots <= sinks or slots != ring_keys.shape[1]:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; it must be [batch, sinks + window, heads, head_dim] = "
+                f"[{q.shape[0]}, {sinks} + window, {v.shape[2]}, {v.shape[3]}], with a window of 1 or more"
+            )
+        if not x.is_contiguous():
+            raise ValueError(f"{name} has strides {list(x.stride())}; it is written in place and must be contiguous")
+        _check_is_like(name, x, q)
+
+
+def check_step_vectors(
+    q: Tensor, tokens: Tensor, kv_start: Tensor | None, state_weight: Tensor, window_weight: Tensor
+) -> None:
+    """The small tensors of a step with a window. Raises ValueError."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    expected = (
+        ("tokens", tokens, torch.int32, 1),
+        ("kv_start", kv_start, torch.int32, q.shape[0]),
+        ("state_weight", state_weight, wide, q.shape[2]),
+        ("window_weight", window_weight, wide, q.shape[2]),
+    )
+    for name, x, dtype, size in expected:
+        if x is not None and (tuple(x.shape) != (size,) or x.dtype != dtype or x.device != q.device):
+            raise ValueError(
+                f"{name} is {x.dtype} of shape {list(x.shape)} on {x.device}; it must be {dtype} [{size}] on {q.device}"
+            )
+
+
+def _check_one_token(q: Tensor) -> None:
+    if q.shape[1] != 1:
+        raise ValueError(f"q has {q.shape[1]} tokens; a step with a window takes one for each row")
+
+
+def _check_is_like(name: str, x: Tensor, q: Tensor) -> None:
+    if x.dtype != q.dtype or x.device != q.device:
+        raise ValueError(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; they must agree")
+
+
+def _check_tables(q: Tensor, cosine: Tensor, sine: Tensor) -> None:
+    batch, dim = q.shape[0], q.shape[3]
+    for name, x in (("cosine", cosine), ("sine", sine)):
+        width = x.shape[2] if x.ndim == 3 else 0
+        rows = x.shape[0] if x.ndim else 0
+        fits = tuple(x.shape) == (rows, 1, width) and (rows == 1 or rows == batch)
+        if not fits or not 0 < width <= dim or width % 2:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; it must be [batch or 1, 1, R], {batch} rows or 1, of an even "
+                f"number R of channels, {dim} or fewer"
+            )
+        if x.shape != cosine.shape or not x.dtype.is_floating_point or x.device != q.device:
+            raise ValueError(
+                f"{name} is {x.dtype} of shape {list(x.shape)} on {x.device}; cosine and sine must be floating-point "
+                f"tensors of one shape on {q.device}"
+            )
 
 
 def _check_inputs(q: Tensor, k: Tensor, others: tuple[tuple[str, Tensor], ...]) -> None:
@@ -95,7 +205,8 @@ def _check_log_decay(log_decay: Tensor, k: Tensor, v: Tensor, decay_axis: str) -
         raise ValueError(f'decay_axis={decay_axis!r}: the axis of the state that decays is "key" or "value"')
     per_head = tuple(k.shape[:3])
     channels = (v if decay_axis == "value" else k).shape[3]
-    if tuple(log_decay.shape) not in (per_head, (*per_head, channels)):
+    # Not one `in`, which torch.compile calls false for sizes that may vary.
+    if tuple(log_decay.shape) != per_head and tuple(log_decay.shape) != (*per_head, channels):
         raise ValueError(
             f"log_decay has shape {list(log_decay.shape)}; it must be [batch, time, heads of k] {list(per_head)}, or "
             f"{[*per_head, channels]} for each {'slot' if decay_axis == 'slots' else f'{decay_axis} channel'}"
@@ -147,6 +258,12 @@ def _check_state(state: Tensor, name: str, rows: int, k: Tensor, v: Tensor) -> N
         raise ValueError(
             f"{name} is {state.dtype} on {state.device}; with {k.dtype} inputs on {k.device} it must be {dtype} there"
         )
+
+
+def _check_state_in_place(state: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+    _check_state(state, "state", q.shape[0], k, v)
+    if not state.is_contiguous():
+        raise ValueError(f"state has strides {list(state.stride())}; it is written in place and must be contiguous")
 
 
 def _check_memory_budget(memory_budget: int | None) -> None:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from kernels.gated_recurrence.step import decay_of_states
 from kernels.gated_recurrence.triton_windowed_step import triton_windowed_step
-from kernels.gated_recurrence.validation import check_step_arguments, check_values
+from kernels.gated_recurrence.validation import (
+    check_ring,
+    check_step_arguments,
+    check_step_vectors,
+    check_values,
+    check_window,
+)
 from kernels.operation import register_operation
 
 
@@ -72,8 +78,9 @@ def windowed_step(
         ValueError: for shapes, dtypes or devices that do not fit.
     """
     check_step_arguments(q, k, v, log_decay, state, decay_axis="key", bonus=None)
-    _check_window(q, v, q_window, k_window, ring_keys, ring_values, sinks)
-    _check_vectors(q, tokens, kv_start, state_weight, window_weight)
+    check_window(q, v, q_window, k_window)
+    check_ring(q, v, ring_keys, ring_values, sinks)
+    check_step_vectors(q, tokens, kv_start, state_weight, window_weight)
     window_scale = float(q_window.shape[-1] ** -0.5 if window_scale is None else window_scale)
     implementation = triton_windowed_step if q.is_cuda and q.dtype != torch.float64 else plain_windowed_step
     return implementation(
@@ -171,47 +178,3 @@ def _fake(
 
 
 plain_windowed_step = register_operation("windowed_step", _plain, _fake, mutates=("state", "ring_keys", "ring_values"))
-
-
-def _check_window(
-    q: Tensor, v: Tensor, q_window: Tensor, k_window: Tensor, ring_keys: Tensor, ring_values: Tensor, sinks: int
-) -> None:
-    if q.shape[1] != 1:
-        raise ValueError(f"q has {q.shape[1]} tokens; windowed_step takes one for each row")
-    for name, x, heads in (("q_window", q_window, q.shape[2]), ("k_window", k_window, v.shape[2])):
-        if tuple(x.shape) != (q.shape[0], 1, heads, v.shape[3]):
-            raise ValueError(f"{name} has shape {list(x.shape)}; it must be {[q.shape[0], 1, heads, v.shape[3]]}")
-    for name, x in (("ring_keys", ring_keys), ("ring_values", ring_values)):
-        slots = x.shape[1] if x.ndim == 4 else 0
-        if tuple(x.shape) != (q.shape[0], slots, *v.shape[2:]) or slots <= sinks or slots != ring_keys.shape[1]:
-            raise ValueError(
-                f"{name} has shape {list(x.shape)}; it must be [batch, sinks + window, heads, head_dim] = "
-                f"[{q.shape[0]}, {sinks} + window, {v.shape[2]}, {v.shape[3]}], with a window of 1 or more"
-            )
-        if not x.is_contiguous():
-            raise ValueError(f"{name} has strides {list(x.stride())}; it is written in place and must be contiguous")
-    for name, x in (
-        ("q_window", q_window),
-        ("k_window", k_window),
-        ("ring_keys", ring_keys),
-        ("ring_values", ring_values),
-    ):
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; they must agree")
-
-
-def _check_vectors(
-    q: Tensor, tokens: Tensor, kv_start: Tensor | None, state_weight: Tensor, window_weight: Tensor
-) -> None:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    expected = (
-        ("tokens", tokens, torch.int32, 1),
-        ("kv_start", kv_start, torch.int32, q.shape[0]),
-        ("state_weight", state_weight, wide, q.shape[2]),
-        ("window_weight", window_weight, wide, q.shape[2]),
-    )
-    for name, x, dtype, size in expected:
-        if x is not None and (tuple(x.shape) != (size,) or x.dtype != dtype or x.device != q.device):
-            raise ValueError(
-                f"{name} is {x.dtype} of shape {list(x.shape)} on {x.device}; it must be {dtype} [{size}] on {q.device}"
-            )

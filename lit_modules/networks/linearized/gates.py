@@ -7,14 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.gated_recurrence import forms
-from kernels.gated_recurrence.forms import Recurrence, SlotRecurrence
+from kernels.gated_recurrence.forms import PER_CHANNEL, PER_HEAD, Recurrence, SlotRecurrence
 from lit_modules.networks.norm import RMSNorm
 
 if TYPE_CHECKING:
     from lit_modules.networks.linearized.settings import Linearization
-
-PER_CHANNEL = ("gla", "hgrn2", "rwkv6")
-PER_HEAD = ("mamba2", "mlstm", "gated_retention")
 
 
 def gate_width(settings: "Linearization", head_dim: int) -> int:
@@ -54,41 +51,15 @@ def gated(
         v: `[B, T, Hk, D]`.
         logits: `[B, T, Hk, gate_width]` float32, None where that is 0.
     """
-    temperature = settings.gate_temperature
-    if settings.gate == "slots":
+    gate, temperature = settings.gate, settings.gate_temperature
+    if gate == "slots":
         return forms.slots(q, k, v, logits, temperature=temperature)
-    if settings.gate == "none":
-        return Recurrence(q, k, v, k.new_zeros(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32)))
-    if settings.gate == "fixed":
-        return Recurrence(q, k, v, _fixed_decay(k) / temperature)
-    if settings.gate in ("mlstm", "gated_retention"):
-        return forms.gated_retention(q, k, v, logits.squeeze(-1), temperature=temperature)
-    if settings.gate == "mamba2":
-        inputs = forms.mamba2_decay(q, k, v, logits.squeeze(-1))
-        return inputs._replace(log_decay=inputs.log_decay / temperature)
-    # A map that has made several channels of one gives all of them its gate.
-    logits = logits.repeat(1, 1, 1, q.shape[-1] // logits.shape[-1])
-    if settings.gate == "gla":
-        return forms.gla(q, k, v, logits, temperature=temperature)
-    if settings.gate == "rwkv6":
-        inputs = forms.rwkv6(q, k, v, logits)
-        return inputs._replace(log_decay=inputs.log_decay / temperature)
-    inputs = forms.hgrn2(q, logits, v)
-    if temperature == 1:
-        return inputs
-    log_decay = inputs.log_decay / temperature
-    return inputs._replace(k=-log_decay.expm1().to(q.dtype), log_decay=log_decay)
-
-
-def _fixed_decay(k: Tensor) -> Tensor:
-    """`-2^(-8 h / H)` for key head h of H, from 1: `[B, T, H]`, float32 at least.
-
-    SUPRA's choice (arXiv 2405.06640, section 2.3) after Qin et al. 2024: its largest gate keeps 3.35e-4 over 2048
-    tokens, from which the formula is inferred.
-    """
-    heads = k.shape[2]
-    head = torch.arange(1, heads + 1, device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
-    return -torch.exp2(-8 * head / heads).expand(k.shape[:3])
+    if gate in PER_HEAD:
+        logits = logits.squeeze(-1)
+    elif gate in PER_CHANNEL:
+        # A map that has made several channels of one gives all of them its gate.
+        logits = logits.repeat(1, 1, 1, q.shape[-1] // logits.shape[-1])
+    return forms.liger(gate, q, k, v, logits, temperature=temperature)
 
 
 class GateProjection(nn.Module):

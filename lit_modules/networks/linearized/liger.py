@@ -1,10 +1,18 @@
 """Liger attention (arXiv 2503.01496): a gated recurrence and a sliding window from one set of projections."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step, gated_slot_attention, windowed_step
+from kernels.gated_recurrence import (
+    gated_recurrence,
+    gated_recurrence_step,
+    gated_slot_attention,
+    liger_step,
+    windowed_step,
+)
 from kernels.gated_recurrence.forms import Recurrence, SlotRecurrence
 from lit_modules.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
@@ -70,6 +78,8 @@ class LigerAttention(SubstitutedAttention):
         """Both branches, weighted; as `SubstitutedAttention.student`."""
         if cache is not None:
             cache.start(k)
+            if self._is_whole_step(q, k, v, positions, cache):
+                return self._whole_step(q, k, v, positions, position_embeddings, cache)
         inputs = self._inputs(hidden, q, k, v, position_embeddings)
         if cache is not None and self._is_one_step(inputs, positions, cache):
             rotated = self.rotate(q, k, position_embeddings)
@@ -144,6 +154,18 @@ class LigerAttention(SubstitutedAttention):
         window, sinks = self.settings.window, self.settings.sinks
         return window_attention(q, k, v, window=window, sinks=sinks, positions=positions, scale=self.scale)
 
+    def _is_whole_step(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, cache: LinearizedCacheLayer
+    ) -> bool:
+        """Whether one operation does all from the projections on: a token, of what Liger has without new parameters."""
+        settings, shift = self.settings, self.gate_shift
+        more = settings.delayed or settings.rotate_state or settings.output_norm or settings.gate_source == "random"
+        others = settings.gate == "slots" or settings.feature_map not in ("softmax", "none")
+        if more or others or not settings.window or q.shape[1] != 1:
+            return False
+        trained = shift is not None and shift.shift.requires_grad and torch.is_grad_enabled()
+        return not trained and takes_steps((q, k, v), cache, positions)
+
     def _is_one_step(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer) -> bool:
         """Whether one operation does both branches: a token, of a recurrence as `windowed_step` has it."""
         separate = self.settings.delayed or self.settings.output_norm or isinstance(inputs, SlotRecurrence)
@@ -151,28 +173,54 @@ class LigerAttention(SubstitutedAttention):
             return False
         return takes_steps(inputs, cache, positions)
 
+    def _whole_step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        position_embeddings: Rotary,
+        cache: LinearizedCacheLayer,
+    ) -> Tensor:
+        """All of one token, from its projections. Padding is not written, either."""
+        settings = self.settings
+        out = liger_step(
+            q,
+            k,
+            v,
+            *position_embeddings,
+            gate=settings.gate,
+            temperature=settings.gate_temperature,
+            feature_map=settings.feature_map,
+            gate_shift=None if self.gate_shift is None else self.gate_shift.shift,
+            **self._held(positions, cache),
+        )
+        cache.update(cache.states, 1)
+        return out
+
     def _step(
         self, inputs: Recurrence, q: Tensor, k: Tensor, positions: Positions, cache: LinearizedCacheLayer
     ) -> Tensor:
         """Both branches of one token, weighted; q and k are rotated, for the window. Padding is not written, either."""
+        out = windowed_step(*inputs, q_window=q, k_window=k, **self._held(positions, cache))
+        cache.update(cache.states, 1)
+        return out
+
+    def _held(self, positions: Positions, cache: LinearizedCacheLayer) -> dict[str, Any]:
+        """What a step of either kind takes beside the token: what is written to, and how both branches are weighed."""
         (state,) = cache.states
         alpha, beta = self._weights_of_heads(state)
-        out = windowed_step(
-            *inputs,
-            state,
-            q,
-            k,
-            cache.ring_keys,
-            cache.ring_values,
-            cache.counter,
-            kv_start=positions.kv_start,
-            state_weight=alpha,
-            window_weight=beta,
-            sinks=self.settings.sinks,
-            window_scale=self.scale,
-        )
-        cache.update((state,), 1)
-        return out
+        return {
+            "state": state,
+            "ring_keys": cache.ring_keys,
+            "ring_values": cache.ring_values,
+            "tokens": cache.counter,
+            "kv_start": positions.kv_start,
+            "state_weight": alpha,
+            "window_weight": beta,
+            "sinks": self.settings.sinks,
+            "window_scale": self.scale,
+        }
 
     def _weights_of_heads(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Alpha and beta `[Hq]` on the state's device, in its dtype; those that are constant are made once."""

@@ -5,9 +5,10 @@ import torch
 from torch.testing import assert_close
 from transformers import DynamicCache
 
+from lit_modules.networks.linearized import liger
 from lit_modules.networks.positions import Positions
 
-GATES = ("gla", "hgrn2", "rwkv6", "slots", "mamba2", "mlstm", "gated_retention", "fixed")
+GATES = ("gla", "hgrn2", "rwkv6", "slots", "mamba2", "mlstm", "gated_retention", "fixed", "none")
 WINDOW = 5
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 OPTIONS = {
@@ -18,11 +19,16 @@ OPTIONS = {
     "delayed": {"delayed": True},
     "delayed_with_sinks": {"delayed": True, "sinks": 3, "window": 2},
     "hybrid": {"softmax_layers": (0,), "sinks": 1},
+    "temperature": {"temperature": 3.0},
+    "shifted": {"learned_gate_shift": True, "temperature": 2.0},
+    "no_map": {"feature_map": "none"},
+    "random_gates": {"gate_source": "random"},
     "rotated": {"rotate_state": True},
     "normalized": {"output_norm": True, "learned_weights": "layer"},
     "learned": {"feature_map": "learned", "learned_weights": "head", "state_weight": 0.2},
 }
 OF_ALL_GATES = ("window", "no_window", "sinks", "delayed", "hybrid")
+OF_SOME_GATES = {"hgrn2": ("temperature", "shifted", "no_map"), "mamba2": ("temperature", "shifted")}
 LENGTH = 13
 PADDING = torch.ones(2, LENGTH, dtype=torch.long)
 PADDING[0, :6] = 0
@@ -45,7 +51,12 @@ def decoded(model, ids, mask, bounds) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("gate", "option"),
-    [(gate, option) for gate in GATES for option in OPTIONS if option in OF_ALL_GATES or gate == "gla"],
+    [
+        (gate, option)
+        for gate in GATES
+        for option in OPTIONS
+        if option in (*OF_ALL_GATES, *OF_SOME_GATES.get(gate, ())) or gate == "gla"
+    ],
 )
 @torch.no_grad()
 def test_decoding_equals_the_parallel_pass(gate, option, linearized, ids):
@@ -125,6 +136,43 @@ def test_a_step_reads_its_place_from_the_device_alone(options, linearized, ids):
             layer.length = 4
         logits = model(ids[:, token : token + 1], past_key_values=cache, positions=positions).logits
         assert_close(logits[:, 0], expected[:, token], **CLOSE)
+
+
+WHOLE = {
+    "a model without new parameters": ({"sinks": 2}, "liger_step"),
+    "learned weights and shift": ({"learned_gate_shift": True, "learned_weights": "head"}, "liger_step"),
+    "a map that is learned": ({"feature_map": "learned"}, "windowed_step"),
+    "gates of the hidden states": ({"gate_source": "random"}, "windowed_step"),
+    "rotation in the state": ({"rotate_state": True}, "windowed_step"),
+    "slots": ({"gate": "slots"}, None),
+    "an output norm": ({"output_norm": True}, None),
+    "a state that lags": ({"delayed": True}, None),
+    "no window": ({"window": 0}, None),
+}
+
+
+@pytest.mark.parametrize(("options", "taken"), WHOLE.values(), ids=WHOLE)
+def test_one_operation_takes_what_it_can_of_a_token(options, taken, linearized, ids, monkeypatch):
+    model, calls = build(linearized, **options), []
+    for name in ("liger_step", "windowed_step"):
+        step = getattr(liger, name)
+        record = lambda *given, name=name, step=step, **more: calls.append(name) or step(*given, **more)  # noqa: E731
+        monkeypatch.setattr(liger, name, record)
+    with torch.no_grad():
+        cache = model(ids[:, :4]).past_key_values
+        model(ids[:, 4:7], past_key_values=cache)
+        assert not calls  # several tokens are none
+        model(ids[:, 7:8], past_key_values=cache)
+    assert calls == [taken] * 2 * (taken is not None)
+
+
+@pytest.mark.parametrize("trained", ["q_proj.weight", "gate_shift.shift"])
+def test_a_token_with_gradients_is_taken_apart(trained, linearized, ids):
+    model = build(linearized, learned_gate_shift=True).requires_grad_(False)
+    cache = model(ids[:, :4]).past_key_values
+    parameter = model.model.layers[1].self_attn.get_parameter(trained).requires_grad_()
+    model(ids[:, 4:5], past_key_values=cache).logits.sum().backward()
+    assert parameter.grad.any()
 
 
 def generate(model, ids, **settings) -> torch.Tensor:

@@ -1,0 +1,166 @@
+"""One token of a Liger layer from its projections to what the output projection takes (arXiv 2503.01496, eq. 5 to 8).
+
+    S_t = G_t (.) S_{t-1} + f(k_t)^T v_t        out_t = a f(q_t) S_t + b softmax(scale r(q_t) r(K)^T) V
+
+f is a map of each head's channels, r the rotation by position, and G_t comes of k_t. Here the definition, in plain
+PyTorch, which is also the form for machines without CUDA; `windowed_step` has what follows f, r and G.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.gated_recurrence import forms
+from kernels.gated_recurrence.triton_liger_step import triton_liger_step
+from kernels.gated_recurrence.validation import check_liger_arguments, check_ring, check_step_vectors
+from kernels.gated_recurrence.windowed_step import plain_windowed_step
+
+
+@torch.no_grad()
+def liger_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    state: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    tokens: Tensor,
+    *,
+    gate: str,
+    temperature: float = 1.0,
+    feature_map: str = "softmax",
+    gate_shift: Tensor | None = None,
+    kv_start: Tensor | None = None,
+    state_weight: Tensor,
+    window_weight: Tensor,
+    sinks: int = 0,
+    window_scale: float | None = None,
+) -> Tensor:
+    """`windowed_step` of queries and keys as they are projected: maps, gates and rotation are in it.
+
+    The state reads `f(q_t)` and takes in `f(k_t)` (HGRN2: 1 less its gate), neither of them rotated, and each rounded
+    to their dtype. The gate's logits are k_t, for a gate of each head their mean, plus gate_shift. The window takes q_t
+    and k_t rotated: channel c of the first R is paired with channel c +- R / 2, as Llama's are. On CUDA gates, maps and
+    rotations are computed in float32 and rounded once.
+
+    Args:
+        q: [B, 1, Hq, D], float16, bfloat16, float32 or float64, any strides. k and v have its dtype and device.
+        k: [B, 1, Hk, D]; Hk divides Hq: head h of q reads the state h // (Hq / Hk).
+        v: [B, 1, Hk, D].
+        cosine: [B, 1, R] or [1, 1, R] in any floating dtype, R even and no more than D.
+        sine: as cosine.
+        state: [B, Hk, D, D] float32 (float64 for float64 inputs), contiguous, updated in place.
+        ring_keys, ring_values, tokens, kv_start, state_weight, window_weight, sinks: as in `windowed_step`.
+        gate: "gla", "hgrn2" or "rwkv6", of each channel; "mamba2", "mlstm" or "gated_retention", of each head;
+            "fixed" or "none": `kernels.gated_recurrence.forms.liger`.
+        temperature: what log gates are divided by.
+        feature_map: f: "softmax" over a head's channels, or "none".
+        gate_shift: [Hk] in any floating dtype, for gates that have logits.
+        window_scale: of the scores; 1 / sqrt(D) when None.
+
+    Returns:
+        out [B, 1, Hq, D] in q's dtype.
+
+    Raises:
+        ValueError: for names that are not known, and for shapes, dtypes or devices that do not fit.
+    """
+    check_liger_arguments(
+        q, k, v, cosine, sine, state, gate_shift, gate=gate, temperature=temperature, feature_map=feature_map
+    )
+    check_ring(q, v, ring_keys, ring_values, sinks)
+    check_step_vectors(q, tokens, kv_start, state_weight, window_weight)
+    window_scale = float(q.shape[-1] ** -0.5 if window_scale is None else window_scale)
+    implementation = triton_liger_step if q.is_cuda and q.dtype != torch.float64 else plain_liger_step
+    return implementation(
+        q,
+        k,
+        v,
+        cosine,
+        sine,
+        state,
+        ring_keys,
+        ring_values,
+        tokens,
+        kv_start,
+        gate_shift,
+        state_weight,
+        window_weight,
+        gate,
+        float(temperature),
+        feature_map,
+        sinks,
+        window_scale,
+    )
+
+
+def plain_liger_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    state: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    tokens: Tensor,
+    kv_start: Tensor | None,
+    gate_shift: Tensor | None,
+    state_weight: Tensor,
+    window_weight: Tensor,
+    gate: str,
+    temperature: float,
+    feature_map: str,
+    sinks: int,
+    window_scale: float,
+) -> Tensor:
+    """The arguments and the result of `liger_step`."""
+    inputs = forms.liger(
+        gate,
+        _mapped(q, feature_map),
+        _mapped(k, feature_map),
+        v,
+        _logits(k, gate, gate_shift),
+        temperature=temperature,
+    )
+    return plain_windowed_step(
+        *inputs,
+        state,
+        _rotated(q, cosine, sine),
+        _rotated(k, cosine, sine),
+        ring_keys,
+        ring_values,
+        tokens,
+        kv_start,
+        state_weight,
+        window_weight,
+        sinks,
+        1.0,
+        window_scale,
+    )
+
+
+def _mapped(x: Tensor, feature_map: str) -> Tensor:
+    return x if feature_map == "none" else x.softmax(-1, dtype=_wide(x)).to(x.dtype)
+
+
+def _logits(k: Tensor, gate: str, gate_shift: Tensor | None) -> Tensor | None:
+    """[B, 1, Hk, D] or [B, 1, Hk], float32 at least."""
+    if gate in forms.CONSTANT:
+        return None
+    logits = k.to(_wide(k))
+    if gate_shift is not None:
+        logits = logits + gate_shift.to(logits.dtype)[:, None]
+    return logits.mean(-1) if gate in forms.PER_HEAD else logits
+
+
+def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    wide, width = x.to(_wide(x)), cosine.shape[-1]
+    first, second = wide[..., :width].chunk(2, dim=-1)
+    cosine, sine = (table.to(wide.dtype)[:, :, None] for table in (cosine, sine))
+    turned = wide[..., :width] * cosine + torch.cat((-second, first), dim=-1) * sine
+    return torch.cat((turned, wide[..., width:]), dim=-1).to(x.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
