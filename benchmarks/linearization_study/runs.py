@@ -20,7 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.linearization_study import variants
-from benchmarks.linearization_study.records import CURVES, RESULTS, RUNS, UNIGRAM, Point, Result, Teacher, append, read
+from benchmarks.linearization_study.records import (
+    CURVES,
+    RESULTS,
+    RUNS,
+    TEACHER,
+    UNIGRAM,
+    Point,
+    Result,
+    Teacher,
+    append,
+    read,
+)
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 OF_THE_MACHINE = ("base=", "data.source.path=", "data_dir=")
@@ -38,6 +49,7 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lit_modules import linearize
+    from lit_modules.networks.linearized.conversion import with_softmax_layers
     from lit_modules.trainer import quieten_libraries
 
     warnings.filterwarnings("ignore")
@@ -50,6 +62,8 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
         trainer, module, data = linearize.build(cfg, folder)
         data.prepare()
         linearize.adopt(cfg, module, data, folder)
+        if name == TEACHER:
+            module.model = with_softmax_layers(module.model, range(module.model.config.num_hidden_layers))
         if name == variants.DRAWN:
             for parameter in (p for n, p in module.model.named_parameters() if "feature_map" in n):
                 torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))

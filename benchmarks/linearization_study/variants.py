@@ -29,7 +29,7 @@ KL = ["stages.finetuning.cross_entropy=0.0", "stages.finetuning.kl=1.0"]
 COSINE = ["schedule=cosine", "schedule.warmup_tokens=131072"]
 
 UNTRAINED_VARIANTS: dict[str, list[str]] = {
-    TEACHER: ["linearization.softmax_layers=[0,1,2,3,4,5,6,7]"],
+    TEACHER: ["lora=null", "stages.finetuning.train=[projections]"],
     UNTRAINED: ["linearization=sliding_window"],
     "untrained window of 64 and sinks": ["linearization=sliding_window", "linearization.window=64"],
     "untrained window and sinks, most sensitive layer kept": [
@@ -40,7 +40,7 @@ UNTRAINED_VARIANTS: dict[str, list[str]] = {
     "joint, untrained, most sensitive layer kept": ["linearization=joint", "softmax_layers={most_sensitive:1}"],
     "Liger-GLA, untrained": [],
 }
-"""Measured as they are converted, without any training."""
+"""Measured as they are converted, without any training; of the teacher all layers are put back before."""
 
 PAPER: dict[str, list[str]] = {
     GLA: [],
