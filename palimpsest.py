@@ -16,7 +16,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lit_modules import runs
 from lit_modules.launching import begin, failures
@@ -130,9 +130,13 @@ def refuse_the_other_kernels_package() -> None:
 
 def one_line(error: Exception) -> str:
     """The error's message on one line, with the configuration key that Hydra was building, if any."""
+    if isinstance(error.__cause__, MissingMandatoryValue):  # Hydra built what lacks it
+        error = error.__cause__
     key = getattr(error, "full_key", None)
     text = str(error)
-    if isinstance(error, hydra.errors.InstantiationException) and error.__cause__ is not None:
+    if isinstance(error, MissingMandatoryValue):
+        text = f"{key} is missing: give it a value"
+    elif isinstance(error, hydra.errors.InstantiationException) and error.__cause__ is not None:
         key = text.rsplit("full_key: ", 1)[1].strip() if "full_key: " in text else None
         text = str(error.__cause__)
     elif isinstance(error, OmegaConfBaseException):

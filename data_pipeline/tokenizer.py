@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_pipeline import documents
 from data_pipeline.fingerprint import file_identity, read_manifest
+from data_pipeline.hub import use_cache_where_unreachable
 from data_pipeline.progress import Stage
 
 END_OF_TEXT = "<|endoftext|>"
@@ -96,6 +97,8 @@ class Pretrained:
         folder = self._folder()
         if folder is not None:
             _check_files(folder, self.path)
+        else:
+            use_cache_where_unreachable()
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder or self.path, revision=self.revision, use_fast=True)
         except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:

@@ -1,8 +1,10 @@
 """`job=generate`: write on from a prompt, or from each line of a file, with a trained model."""
 
+import contextlib
 import json
 import logging
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from data_pipeline.files import write_whole
+from data_pipeline.hub import use_cache_where_unreachable
 from data_pipeline.tokenizer import document_start
 from lit_modules import checkpoints, decoding, runs
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
+from lit_modules.networks.loading import load_whole
 
 log = logging.getLogger(__name__)
 
@@ -136,26 +140,46 @@ def load(checkpoint: str) -> tuple[Any, Any]:
             if wrong is not None:
                 raise ValueError(f"checkpoint={checkpoint} cannot be loaded: {wrong}")
             return from_checkpoint(folder), AutoTokenizer.from_pretrained(folder.parent.parent / "tokenizer")
-        if not folder.is_dir() and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
-            raise ValueError(
-                f"checkpoint={checkpoint} is no folder: give a run's, an export's, an adapter's, or a name on the Hub"
-            )
+        check_there(checkpoint)
+        if not folder.is_dir():
+            use_cache_where_unreachable()
         if (folder / adapters.RECORD).is_file():
             beside = folder.resolve().parent / "tokenizer"
             source = beside if beside.is_dir() else adapters.read_record(folder)["base"]
             return adapters.load_adapted(folder, merge=True), AutoTokenizer.from_pretrained(source)
         if not (folder / runs.CONFIG).is_file():
-            return AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+            return load_whole(AutoModelForCausalLM, checkpoint), AutoTokenizer.from_pretrained(checkpoint)
         tokenizer_folder = folder / "tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         if (folder / "export").is_dir():
-            return AutoModelForCausalLM.from_pretrained(folder / "export"), tokenizer
+            return load_whole(AutoModelForCausalLM, str(folder / "export")), tokenizer
         path = checkpoints.newest_whole(folder / "checkpoints")
         if path is None:
             raise ValueError(f"checkpoint={checkpoint} has no checkpoint yet: its run has not come so far")
         return from_checkpoint(path), tokenizer
-    except (OSError, KeyError, SafetensorError, pickle.UnpicklingError, RuntimeError) as error:
+    except (OSError, KeyError, ValueError, SafetensorError, pickle.UnpicklingError, RuntimeError) as error:
+        if str(error).startswith("checkpoint="):
+            raise
         raise ValueError(f"checkpoint={checkpoint} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def damage_told() -> Iterator[None]:
+    """Raise ValueError where tokens cannot be drawn, since probabilities are not numbers."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise ValueError("checkpoint: its probabilities are not numbers, so weights are damaged") from error
+
+
+def check_there(checkpoint: str) -> None:
+    """Raise ValueError for what can only be a folder, and is none."""
+    if not Path(checkpoint).is_dir() and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
+        raise ValueError(
+            f"checkpoint={checkpoint} is no folder: give a run's, an export's, an adapter's, or a name on the Hub"
+        )
 
 
 def from_checkpoint(path: Path) -> Any:
@@ -199,8 +223,9 @@ def write_on(
     """The texts that follow `prompts`, generated as one left-padded batch.
 
     A model of ours sees each prompt begin as documents do in training, and stops where the next document would begin.
-    Others get the special tokens that their tokenizer adds. Random numbers come from torch's global generator. A
-    linearized model on a GPU decodes by replays of a captured step.
+    Others get the special tokens that their tokenizer adds, or where that is no token at all, the one that begins a
+    document. Random numbers come from torch's global generator. A linearized model on a GPU decodes by replays of a
+    captured step.
     """
     ends = {tokenizer.eos_token_id}
     if isinstance(model.config, PalimpsestConfig):
@@ -208,7 +233,11 @@ def write_on(
         ends.add(first)
         rows = [[first, *tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]
     else:
-        rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+        rows = [tokenizer(prompt)["input_ids"] or [document_start(tokenizer)] for prompt in prompts]
+        if [None] in rows:
+            raise ValueError(
+                "prompt is empty, and checkpoint's tokenizer has no token that begins a text: give a prompt"
+            )
     ends.discard(None)
     longest = max(map(len, rows))
     pad = next((t for t in (tokenizer.pad_token_id, *sorted(ends)) if t is not None), 0)
@@ -228,7 +257,7 @@ def write_on(
             streamer=streamer,
         )
     else:
-        with torch.no_grad():
+        with torch.no_grad(), damage_told():
             out = model.generate(
                 ids,
                 attention_mask=mask,

@@ -16,8 +16,11 @@ from data_pipeline.settings import check_whole
 from lit_modules.networks import count_parameters
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from lit_modules.networks.linear_kl_divergence import linear_kl_divergence, linear_top_k_kl
+from lit_modules.networks.linearized.adapters import fingerprint
 from lit_modules.networks.linearized.lora import set_trainable, trainable
+from lit_modules.networks.linearized.models import LinearizedForCausalLM
 from lit_modules.networks.positions import locate
+from lit_modules.runs import RunStopped
 from lit_modules.teacher_store import TeacherStore
 from lit_modules.training import Training
 
@@ -109,11 +112,27 @@ def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) ->
     return planned
 
 
-def schedule_over(tokens: int, schedule: Any) -> Any:
-    """The schedule from its beginning, run through in so many tokens where it has a length."""
-    if hasattr(schedule, "max_tokens"):
+def check_groups(model: LinearizedForCausalLM, stages: dict[str, Stage]) -> None:
+    """Raise ValueError, naming the key, where a stage trains what the model, LoRA and all, does not have."""
+    for name, stage in stages.items():
+        try:
+            trainable(model, stage.train)
+        except ValueError as error:
+            raise ValueError(f"stages.{name}.train: {error}") from error
+
+
+def schedule_over(stage: str, tokens: int, schedule: Any) -> Any:
+    """The schedule from its beginning, run through in a stage's tokens where it has a length.
+
+    Raises:
+        ValueError: they are too few for it; the line names the stage.
+    """
+    if not hasattr(schedule, "max_tokens"):
+        return copy.deepcopy(schedule)
+    try:
         return dataclasses.replace(schedule, max_tokens=tokens)
-    return copy.deepcopy(schedule)
+    except ValueError as error:
+        raise ValueError(f"stages.{stage}: {error}") from error
 
 
 class Linearization(Training):
@@ -157,11 +176,12 @@ class Linearization(Training):
             )
         self.base_lr = optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
         self.stages = plan_stages(stages, max_tokens, batch_tokens)
-        self.schedules = [schedule_over(stage.tokens, schedule) for _, _, stage in self.stages]
+        self.schedules = [schedule_over(name, stage.tokens, schedule) for _, name, stage in self.stages]
         self.schedule = self.schedules[0]  # of the stage under way
         self.phase_starts = {step: name for step, name, _ in self.stages} if len(self.stages) > 1 else {}
         self.before: dict[str, float] = {}  # held-out loss of the teacher, and of the student before training
         self.groups: list[str] = []  # of parameters, one for each of the optimizer's groups
+        self.base_weights = ""  # a fingerprint of those that the model was made from
         self.stage = -1  # the one whose parameters have gradients
         self.changes_base = False  # whether the teacher's weights are trained, too
         self.teacher_store: TeacherStore | None = None  # asked in the teacher's place
@@ -176,6 +196,7 @@ class Linearization(Training):
             ValueError: a stage trains what the model does not have.
         """
         self.model = model.train()
+        self.base_weights = fingerprint(model)
         self.parameter_count = count_parameters(model)
         self.flops_per_token = self._flops_per_token()
         self.changes_base = any(CHANGES_BASE.intersection(stage.train) for *_, stage in self.stages)
@@ -183,11 +204,7 @@ class Linearization(Training):
             self._teacher = [copy.deepcopy(model).requires_grad_(False)]
         if self.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        for _, name, stage in self.stages:
-            try:
-                trainable(model, stage.train)
-            except ValueError as error:
-                raise ValueError(f"stages.{name}.train: {error}") from error
+        check_groups(model, {name: stage for _, name, stage in self.stages})
         everything = {name for _, _, stage in self.stages for name in stage.train}
         set_trainable(model, sorted(everything))  # the optimizer takes what any stage trains
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -258,6 +275,11 @@ class Linearization(Training):
         for mode in ("teacher", "student"):
             last_chance = mode == "teacher" and not self.has_teacher  # so on all the text, as the student at the end
             self.before[mode] = self.measure(mode, None if last_chance or isinstance(limit, float) else limit)
+        if not math.isfinite(self.before["teacher"]):
+            raise RunStopped(
+                f"the base model itself has a held-out loss of {self.before['teacher']}: its weights are damaged, or "
+                "base_dtype and trainer.precision are too coarse for it"
+            )
         if self.trainer.is_global_zero:
             log.info(
                 f"held-out loss: teacher {self.before['teacher']:.4f}, before training {self.before['student']:.4f}"
@@ -348,9 +370,14 @@ class Linearization(Training):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["palimpsest"]["before"] = self.before
+        checkpoint["palimpsest"] |= {"before": self.before, "base_weights": self.base_weights}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if checkpoint["palimpsest"].get("base_weights", self.base_weights) != self.base_weights:  # older ones have none
+            raise ValueError(
+                "base: its weights are not those that this run began with: bring them back, or start a new run without "
+                "resume"
+            )
         self.schedule = self.schedules[self.stage_at(max(0, checkpoint["global_step"] - 1))]  # that has its state
         super().on_load_checkpoint(checkpoint)
         self.before = checkpoint["palimpsest"]["before"]

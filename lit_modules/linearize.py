@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import json
 import logging
@@ -21,11 +22,16 @@ from data_pipeline.files import write_whole
 from data_pipeline.settings import check_whole
 from lit_modules.launching.ranks import ranks
 from lit_modules.linearization import Linearization as Training
-from lit_modules.linearization import Stage
+from lit_modules.linearization import Stage, check_groups, is_number
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, load_pretrained
 from lit_modules.networks.linearized.adapters import export_merged, save_adapter
 from lit_modules.networks.linearized.calibration import fit_clusters
-from lit_modules.networks.linearized.conversion import linearized_config
+from lit_modules.networks.linearized.conversion import (
+    linearized_config,
+    read_config,
+    with_softmax_layers,
+    without_weights,
+)
 from lit_modules.networks.linearized.lora import add_lora, has_lora
 from lit_modules.networks.linearized.sensitivity import choose_layers, every, sensitivity
 from lit_modules.parallel.choosing import count_devices, device_of
@@ -53,7 +59,7 @@ def build(cfg: DictConfig, folder: Path) -> Parts:
         ValueError: a setting cannot work; the line names its key.
     """
     settings = hydra.utils.instantiate(cfg.linearization, _convert_="all")
-    stages = {name: build_stage(name, stage) for name, stage in cfg.stages.items() if stage is not None}
+    stages = {name: build_stage(name, stage) for name, stage in (cfg.stages or {}).items() if stage is not None}
     check(cfg, settings, stages)
     data = hydra.utils.instantiate(cfg.data)
     module = Training(
@@ -91,20 +97,30 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
         raise ValueError(f"base_dtype={cfg.base_dtype} is not known: give one of {', '.join(DTYPES)}")
     if cfg.lora is not None and not OmegaConf.is_dict(cfg.lora):
         raise ValueError(f"lora={cfg.lora} is not known: give its keys, as lora.rank=8, or null for none")
-    try:
-        stored, _ = PreTrainedConfig.get_config_dict(cfg.base)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"base={cfg.base} cannot be read: {str(error).strip().splitlines()[0]}") from error
-    if not stored:
-        raise ValueError(f"base={cfg.base} has no config.json: give a model's folder, or its name on the Hub")
-    with naming_base(cfg):
-        config = linearized_config(stored, settings)
+    if cfg.base is None:
+        raise ValueError("base=null: give a pretrained model's folder, or its name on the Hub")
+    lr = cfg.optimizer.get("lr", 1.0)
+    if not is_number(lr) or lr <= 0:
+        raise ValueError(f"optimizer.lr={lr}: give a learning rate above 0")
+    if cfg.tokenizer._target_.endswith("ByteLevelBPE"):
+        raise ValueError("tokenizer=bpe is trained on text, and base has its own: give tokenizer=pretrained")
+    config = base_config(cfg, settings)
+    if len(settings.softmax_layers) == config.num_hidden_layers:
+        raise ValueError(
+            f"linearization.softmax_layers={list(settings.softmax_layers)} are all the layers that base={cfg.base} "
+            "has: leave out those that are to be linearized"
+        )
     if cfg.teacher_top_k is not None:
         check_whole("teacher_top_k", cfg.teacher_top_k, 1, config.vocab_size)
         if not any(stage.kl for stage in stages.values()):
             raise ValueError(f"teacher_top_k={cfg.teacher_top_k} is for stages with kl: set stages.finetuning.kl=1")
     if cfg.softmax_layers is not None:
         check_softmax_layers(cfg.softmax_layers, settings, config.num_hidden_layers)
+    with naming_base(cfg):
+        model = without_weights(config)
+    if cfg.lora is not None:
+        put_lora(cfg, model)
+    check_groups(model, stages)
 
 
 def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> None:
@@ -125,15 +141,23 @@ def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> Non
         )
 
 
+def base_config(cfg: DictConfig, settings: Linearization) -> PreTrainedConfig:
+    """The base model's configuration, linearized. Raises ValueError where there is none, or none that fits."""
+    with naming_base(cfg):
+        return linearized_config(read_config(str(cfg.base)), settings)
+
+
 @contextlib.contextmanager
 def naming_base(cfg: DictConfig) -> Iterator[None]:
-    """Put `base=...` before the line of a ValueError that names neither it nor another key."""
+    """Put `base=...` before the line of a ValueError that names no key."""
     try:
         yield
     except ValueError as error:
-        if str(cfg.base) in str(error) or "linearization." in str(error):
+        said = str(error)
+        if said.startswith("linearization."):
             raise
-        raise ValueError(f"base={cfg.base}: {error}") from error
+        named = said.startswith(f"{cfg.base} ")
+        raise ValueError(f"base={said}" if named else f"base={cfg.base}: {said}") from error
 
 
 def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
@@ -164,64 +188,75 @@ def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
     Raises:
         ValueError: the base model does not fit, or the tokenizer does not fit it.
     """
-    with naming_base(cfg):
-        settings = choose_softmax_layers(cfg, data, folder)
-        model = load_pretrained(cfg.base, settings, DTYPES[cfg.base_dtype])
-        begin_maps(cfg, model, data)
+    settings = hydra.utils.instantiate(cfg.linearization, _convert_="all")
+    config = base_config(cfg, settings)
     needed = data.manifest["vocab_size"]
-    if needed > model.config.vocab_size:
+    if needed > config.vocab_size:
         raise ValueError(
-            f"tokenizer: it has {needed} tokens, and base={cfg.base} has embeddings for {model.config.vocab_size}: "
+            f"tokenizer: it has {needed} tokens, and base={cfg.base} has embeddings for {config.vocab_size}: "
             "give the base model's own"
         )
+    model = load_base(cfg, settings, config.num_hidden_layers, data, folder)
     if cfg.teacher_top_k is not None:
         sequences = math.ceil(cfg.max_tokens / module.batch_tokens) * module.batch_tokens // data.sequence_length
         module.teacher_store = TeacherStore(data, sequences, cfg.teacher_top_k)
         device = device_of(cfg.trainer.accelerator, cfg.trainer.devices)
         module.teacher_store.prepare(model, str(cfg.base), cfg.trainer.precision, device)
     if cfg.lora is not None:
-        try:
-            add_lora(model, **OmegaConf.to_container(cfg.lora, resolve=True))
-        except TypeError as error:
-            raise ValueError(f"lora: {str(error).removeprefix('add_lora() ')}") from error
+        put_lora(cfg, model)
     module.adopt(model)
+    settings = model.linearization
     new = sum(parameter.numel() for parameter in model.new_parameters().values())
     trained = sum(p.numel() for name, p in model.named_parameters() if name in module.trained)
+    gate = "" if settings.gate == "none" else f" {settings.gate}"
     log.info(
-        f"{settings.mixer} {settings.gate if settings.mixer == 'liger' else ''} over {cfg.base}: {new} new parameters, "
-        f"{trained} trained" + (f", softmax layers {list(settings.softmax_layers)}" if settings.softmax_layers else "")
+        f"{settings.mixer}{gate} over {cfg.base}: {new} new parameters, {trained} trained"
+        + (f", softmax layers {list(settings.softmax_layers)}" if settings.softmax_layers else "")
     )
 
 
-def choose_softmax_layers(cfg: DictConfig, data: Any, folder: Path) -> Linearization:
-    """The settings with the layers that stay softmax attention; a run that goes on keeps those that it chose."""
-    settings = hydra.utils.instantiate(cfg.linearization, _convert_="all")
-    if cfg.softmax_layers is None:
-        return settings
-    if (folder / KEPT).is_file():
-        return dataclasses.replace(settings, softmax_layers=tuple(json.loads((folder / KEPT).read_text())["kept"]))
-    (way, number), found = next(iter(OmegaConf.to_container(cfg.softmax_layers).items())), None
-    if way == "every":
-        config = linearized_config(PreTrainedConfig.get_config_dict(cfg.base)[0], settings)
-        kept = every(config.num_hidden_layers, number)
-    else:
-        model = load_pretrained(cfg.base, settings, DTYPES[cfg.base_dtype])
-        found = measure_sensitivity(cfg, model, data)
-        kept = choose_layers(found, number)
-        log.info(
-            "nats per token that each layer loses when it alone is linearized: "
-            + ", ".join(f"{layer}: {loss:.4f}" for layer, loss in enumerate(found.tolist()))
-        )
-    record = {"kept": list(kept), "sensitivity": None if found is None else found.tolist()}
-    if ranks().rank == 0:
-        write_whole(folder / KEPT, json.dumps(record) + "\n")
-    return dataclasses.replace(settings, softmax_layers=kept)
+def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
+    """Put the configuration's LoRA on a model, in place. Raises ValueError for one that cannot be."""
+    given, known = OmegaConf.to_container(cfg.lora, resolve=True), list(inspect.signature(add_lora).parameters)[1:]
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        raise ValueError(f"lora.{unknown[0]} is not known: give some of {', '.join(known)}")
+    add_lora(model, **given)
 
 
-def measure_sensitivity(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> torch.Tensor:
-    """What each layer loses when it alone is linearized, on the first batches of the train text."""
+def load_base(cfg: DictConfig, settings: Linearization, layers: int, data: Any, folder: Path) -> LinearizedForCausalLM:
+    """The base model, linearized but for the layers that stay; a run that goes on keeps those that it chose."""
+    asked, chosen = cfg.softmax_layers or {}, folder / KEPT
+    goes_on = chosen.is_file()  # looked for once: rank 0 may write it before the others are as far
+    if goes_on:
+        settings = dataclasses.replace(settings, softmax_layers=json.loads(chosen.read_text())["kept"])
+    elif "every" in asked:
+        settings = dataclasses.replace(settings, softmax_layers=every(layers, asked.every))
+        keep_choice(chosen, settings.softmax_layers)
+    with naming_base(cfg):
+        model = load_pretrained(str(cfg.base), settings, DTYPES[cfg.base_dtype])
     begin_maps(cfg, model, data)
-    return sensitivity(model, first_batches(cfg, model, data, SENSITIVITY_BATCHES))
+    if "most_sensitive" in asked and not goes_on:
+        return keep_most_sensitive(cfg, model, data, chosen)
+    return model
+
+
+def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, path: Path) -> LinearizedForCausalLM:
+    """The same model with the layers as softmax attention that lose most, on the first batches of the train text."""
+    found = sensitivity(model, first_batches(cfg, model, data, SENSITIVITY_BATCHES))
+    log.info(
+        "nats per token that each layer loses when it alone is linearized: "
+        + ", ".join(f"{layer}: {loss:.4f}" for layer, loss in enumerate(found.tolist()))
+    )
+    kept = choose_layers(found, cfg.softmax_layers.most_sensitive)
+    keep_choice(path, kept, found.tolist())
+    return with_softmax_layers(model, kept)
+
+
+def keep_choice(path: Path, kept: tuple[int, ...], found: list[float] | None = None) -> None:
+    """Write down which layers stay, for when the run goes on."""
+    if ranks().rank == 0:
+        write_whole(path, json.dumps({"kept": list(kept), "sensitivity": found}) + "\n")
 
 
 def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> None:

@@ -213,7 +213,7 @@ def discard_unbegun(folder: Path) -> None:
         return
     for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
         (folder / ".hydra" / name).unlink(missing_ok=True)
-    for name in ("palimpsest.log", LOCK, ".meeting", "started.json", "failed.json"):
+    for name in ("palimpsest.log", LOCK, ".meeting", "started.json", "failed.json", "softmax_layers.json"):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "logs", ignore_errors=True)
     for empty in (folder / ".hydra", folder):

@@ -126,6 +126,7 @@ def quieten_libraries() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)  # it sets its own level when it is imported
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)  # a name, not a use
     warnings.filterwarnings("ignore", message="The `srun` command is available")  # one process by hand is meant
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # rows are memory-mapped
 

@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.batches import IGNORED
 from data_pipeline.datamodule import TokenData, check_positive
@@ -51,7 +52,7 @@ class InstructionData(TokenData):
         data_dir: str | Path = "data",
         split: str = "train",
         revision: str | None = None,
-        columns: Mapping[str, str] | None = None,
+        columns: Mapping[str, str | None] | None = None,
         template: str = "chat",
         loss_on: str = "answers",
         packing: str = "whole",
@@ -79,7 +80,7 @@ class InstructionData(TokenData):
                 "own (tokenizer.path)"
             )
         _check_held_out(validation_records, validation_fraction)
-        self.records = Records(str(path), split, revision, dict(columns or {}))
+        self.records = Records(_place(path), split, revision, _names(columns))
         self.tokenizer, self.template, self.loss_on = tokenizer, template, loss_on
         self.packing, self.cross_documents = packing, cross_documents
         self.validation_records, self.validation_fraction = validation_records, validation_fraction
@@ -222,6 +223,20 @@ def _groups(records: Records) -> Iterator[list[Record]]:
         yield group
 
 
+def _place(path: Any) -> str:
+    if not isinstance(path, str | int | Path):
+        raise ValueError(f"data.path={path}: give a file, a folder, or a name on the Hub")
+    return str(path)
+
+
+def _names(columns: Any) -> dict[str, str]:
+    """The fields that have names of their own."""
+    given = {} if columns is None else columns
+    if not isinstance(given, Mapping) or not all(isinstance(name, str | None) for name in given.values()):
+        raise ValueError(f"data.columns={columns}: give names, as data.columns.output=answer")
+    return {field: name for field, name in given.items() if name is not None}
+
+
 def _check_held_out(records: int | None, fraction: float | None) -> None:
     if (records is None) == (fraction is None):
         raise ValueError(
@@ -230,7 +245,7 @@ def _check_held_out(records: int | None, fraction: float | None) -> None:
         )
     if records is not None:
         check_positive(validation_records=records)
-    elif not 0 < fraction < 1:
+    elif not isinstance(fraction, int | float) or not 0 < fraction < 1:
         raise ValueError(f"data.validation_fraction={fraction}: give a fraction between 0 and 1")
 
 
@@ -244,6 +259,7 @@ def _summary(manifest: dict) -> str:
                 ("truncated", "cut to a sequence"),
                 ("without_target", "without a target then"),
                 ("joined", "left out, where a token has parts of a prompt and of an answer"),
+                ("left_out", "sequences left out, without a target"),
             )
             if counts[key]
         )

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 
 from data_pipeline.fingerprint import file_identity
+from data_pipeline.hub import use_cache_where_unreachable
 from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
 
 FIELDS = ("instruction", "input", "output", "messages")
@@ -148,6 +149,8 @@ class Records:
         try:
             with open_bytes(path) as stream:
                 content = stream.read().removeprefix(codecs.BOM_UTF8)
+            if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise ValueError("it is UTF-16, write it as UTF-8")
             if content.lstrip().startswith(b"["):
                 yield from json.loads(content)
                 return
@@ -174,6 +177,7 @@ class Records:
             if saved:
                 found = datasets.load_from_disk(folder)
             else:
+                use_cache_where_unreachable()
                 found = datasets.load_dataset(str(folder or self.path), split=self.split, revision=self.revision)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, DatasetsError, pa.ArrowException) as error:
             what = "cannot be read" if folder else "is no file or folder here, nor could it come from the Hub"

@@ -17,6 +17,8 @@ import datasets
 import pyarrow
 from pyarrow import parquet
 
+from data_pipeline.hub import use_cache_where_unreachable
+
 SUFFIXES = (".parquet", ".jsonl")
 
 
@@ -65,6 +67,7 @@ class Copies:
         title = f"{path} ({name})" if name else path
         if self.silent is not None:
             raise NoData(title, folders, self.silent)
+        use_cache_where_unreachable()
         try:
             return self.download(path, name, **settings)
         except (OSError, ValueError, RuntimeError) as error:

@@ -63,8 +63,10 @@ def run(cfg: DictConfig) -> None:
     """
     # Here, so that a missing extra is named: Hydra hides what goes wrong while it looks for this function.
     from evaluation.harness.tasks import load_suite, quiet
+    from lit_modules import generate
 
     settings = settings_of(cfg)
+    generate.check_there(str(cfg.checkpoint))
     place = places.place(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
     with quiet():
         suite = load_suite(
@@ -77,10 +79,12 @@ def run(cfg: DictConfig) -> None:
 
 def settings_of(cfg: DictConfig) -> Settings:
     """The settings as the configuration gives them."""
-    asked = cfg.benchmark.tasks
+    asked, examples = cfg.benchmark.tasks, cfg.benchmark.num_fewshot or OmegaConf.create({})
+    if not OmegaConf.is_dict(examples):
+        raise ValueError(f"benchmark.num_fewshot={examples}: name the tasks, as +benchmark.num_fewshot.piqa=2")
     return Settings(
-        tasks=tuple(map(str, asked)) if isinstance(asked, ListConfig) else (str(asked),),
-        num_fewshot=OmegaConf.to_container(cfg.benchmark.num_fewshot, resolve=True),
+        tasks=tuple(map(str, asked)) if isinstance(asked, ListConfig) else (str(asked),) if asked else (),
+        num_fewshot=OmegaConf.to_container(examples, resolve=True),
         limit=cfg.benchmark.limit,
         batch_size=cfg.batch_size,
         max_length=cfg.benchmark.max_length,

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,6 +36,10 @@ class CheckpointLM(HFLM):
 
     Attributes:
         cut: how many requests were longer than max_length, and lost their first tokens.
+
+    Raises:
+        ValueError: the tokenizer has no token that could begin a text; later, an answer is longer than the context, or
+            log-likelihoods are not numbers.
     """
 
     def __init__(self, model: Any, tokenizer: Any, batch_size: int | str, max_length: int | None) -> None:
@@ -42,6 +47,11 @@ class CheckpointLM(HFLM):
         if isinstance(model.config, PalimpsestConfig):
             first = document_start(tokenizer)
             begin_documents(tokenizer, first)
+        elif document_start(tokenizer) is None:
+            raise ValueError(
+                "checkpoint: its tokenizer names neither a bos_token nor an eos_token, which begin a text: set one in "
+                "its tokenizer_config.json"
+            )
         if batch_size == "auto" and model.device.type == "cpu":
             batch_size = CPU_BATCH
         super().__init__(
@@ -83,9 +93,21 @@ class CheckpointLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
+        longest = max((len(answer) for *_, answer in requests), default=0)
+        if longest > self.max_length:
+            raise ValueError(
+                f"benchmark.max_length={self.max_length}: an answer has {longest} tokens, give so many, where the "
+                "model can read them"
+            )
         self.cut += sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests)
         silent = disable_tqdm or override_bs is not None  # a bar for each batch of a long text
-        return super()._loglikelihood_tokens(requests, disable_tqdm=silent, override_bs=override_bs)
+        found = super()._loglikelihood_tokens(requests, disable_tqdm=silent, override_bs=override_bs)
+        if any(math.isnan(log_likelihood) for log_likelihood, _ in found):
+            raise ValueError(
+                "checkpoint: its log-likelihoods are not numbers, so weights are damaged, or dtype="
+                f"{str(self.model.dtype).removeprefix('torch.')} is too coarse for them"
+            )
+        return found
 
     def _detect_batch_size(self, requests: Sequence[tuple] | None = None, pos: int = 0) -> int:
         """The largest batch that memory has room for, at the length of request `pos` (of whole texts, the longest)

@@ -120,11 +120,15 @@ def set_fewshot(task: Task, name: str, asked: int | None) -> None:
     """Give the task the number of examples asked for, or else its own, or none.
 
     Raises:
-        ValueError: the task allows none.
+        ValueError: the task allows none, or has not so many.
     """
     own = task.get_config("num_fewshot")
     if asked is not None and own == 0 and asked != 0:
         raise ValueError(f"benchmark.num_fewshot: {name} is made for 0 examples, found {asked}: leave it out")
+    if asked:
+        there = len(list(task.fewshot_docs()))
+        if asked > there:
+            raise ValueError(f"benchmark.num_fewshot: {name} has {there} examples, found {asked}: give no more")
     task.set_config(key="num_fewshot", value=asked if asked is not None else own or 0)
 
 

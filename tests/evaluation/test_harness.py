@@ -43,6 +43,17 @@ def test_a_model_of_ours_sees_each_text_begin_as_in_training_and_the_callers_tok
     assert tokenizer("the gate")["input_ids"] == plain
 
 
+def test_a_damaged_model_and_a_text_that_nothing_can_begin_are_told(llama):
+    tokenizer, model = AutoTokenizer.from_pretrained(llama), AutoModelForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    with pytest.raises(ValueError, match=r"^checkpoint: its log-likelihoods are not numbers"):
+        CheckpointLM(model, tokenizer, 1, None)._loglikelihood_tokens([(("a", "b"), [5, 6], [7])])
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"^checkpoint: its tokenizer names neither"):
+        CheckpointLM(model, tokenizer, 1, None)
+
+
 def test_a_batch_size_is_looked_for_once_for_requests_of_about_one_length(ours, monkeypatch):
     model, tried = as_lm_eval_sees(ours), []
     monkeypatch.setattr(

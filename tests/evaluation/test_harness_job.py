@@ -245,7 +245,7 @@ def test_missing_data_is_one_line_with_tasks_data_sets_and_places(run, tasks_fol
     empty.mkdir()
     done = run(
         *("job=evaluate", "benchmark=harness", "benchmark.tasks=[tiny_choices,tiny_texts]"),
-        *("checkpoint=/nonexistent", f"output={tmp_path}/out"),  # the data are looked for before the model
+        *(f"checkpoint={empty}", f"output={tmp_path}/out"),  # the data are looked for before the model
         *(f"benchmark.tasks_folder={tasks_folder}", f"benchmark.datasets_folder={empty}"),
         tiny=False,
     )
@@ -268,7 +268,11 @@ def test_missing_data_is_one_line_with_tasks_data_sets_and_places(run, tasks_fol
         ({"batch_size": "many"}, "batch_size=many"),
         ({"dtype": "int8"}, "dtype=int8"),
         ({"output": None}, "output=FOLDER"),
+        ({"benchmark.tasks": None}, "benchmark.tasks is empty"),
         ({"benchmark.num_fewshot.piqua": 3}, "benchmark.num_fewshot.piqua"),
+        ({"benchmark.num_fewshot": 3}, "benchmark.num_fewshot=3"),
+        ({"benchmark.num_fewshot": {"tiny_choices": 99}}, "tiny_choices has 13 examples, found 99"),
+        ({"benchmark.max_length": 1}, "benchmark.max_length=1: an answer has"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_key(evaluate, ours, changes, said):
@@ -276,6 +280,11 @@ def test_a_mistake_is_one_line_with_its_key(evaluate, ours, changes, said):
         evaluate(ours, "tiny_choices", **changes)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_that_is_no_folder_is_told_before_the_tasks_are_looked_for(evaluate):
+    with pytest.raises(ValueError, match=r"^checkpoint=/no/such/run is no folder"):
+        evaluate("/no/such/run", "no_such_task")
 
 
 def test_an_unknown_task_is_told_with_those_like_it(evaluate, ours, monkeypatch):

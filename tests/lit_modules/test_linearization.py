@@ -148,6 +148,12 @@ def test_each_stage_runs_through_the_schedule_anew():
     assert module.factor(0, 500) == 1
 
 
+def test_a_stage_shorter_than_the_schedules_warmup_is_named():
+    schedule = WarmupCosine(max_tokens=1000, warmup_tokens=500)
+    with pytest.raises(ValueError, match=r"^stages\.alignment: schedule\.warmup_tokens=500"):
+        training(schedule=schedule, alignment=Stage(tokens=300), finetuning=Stage())
+
+
 def gradients(module: Training, batch) -> dict[str, torch.Tensor]:
     module.enter(0)
     module.training_loss(batch).backward()
@@ -216,6 +222,16 @@ def test_steps_on_one_batch_lower_their_objective(batch, objective):
         losses[-1].backward()
         optimizer.step()
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_run_does_not_go_on_from_other_weights_of_the_base_model():
+    kept = {"global_step": 1}
+    training().on_save_checkpoint(kept)
+    model = with_lora()
+    with torch.no_grad():
+        model.model.norm.weight *= 2
+    with pytest.raises(ValueError, match=r"^base: its weights are not those that this run began with"):
+        training(model).on_load_checkpoint(kept)
 
 
 def test_a_checkpoint_has_what_is_trained_and_what_the_base_model_has_not():

@@ -12,12 +12,14 @@ import huggingface_hub
 import lightning
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lit_modules import checkpoints
+from lit_modules import linearize as job
+from lit_modules.networks.linearized import load_pretrained
 from tests.conftest import ROOT, Finished
 from tests.data_pipeline.mixtures.conftest import write_corpus
 
@@ -310,7 +312,9 @@ def alpaca(path: Path) -> tuple[str, ...]:
     ],
     ids=["chat", "alpaca"],
 )
-def test_instructions_are_learned_and_measured_on_their_answers(linearize, folder_of, records, overrides):
+def test_instructions_are_learned_and_measured_on_their_answers(linearize, folder_of, records, overrides, monkeypatch):
+    read = []
+    monkeypatch.setattr(job, "load_pretrained", lambda *args: read.append(args) or load_pretrained(*args))
     finished = linearize(
         *overrides,
         "softmax_layers={most_sensitive: 1}",
@@ -321,6 +325,7 @@ def test_instructions_are_learned_and_measured_on_their_answers(linearize, folde
         data=alpaca(records),
     )
     assert finished.status == 0, finished.err
+    assert len(read) == 1, "the base model is read once"
     folder, found = folder_of(), summary(folder_of())
     kept = json.loads((folder / "softmax_layers.json").read_text())
     config = json.loads((folder / "export" / "config.json").read_text())
@@ -376,7 +381,11 @@ LISTED = "llama, mistral, qwen2, qwen3, phi3"
         ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": None}, "num_attention_heads=3"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2, "head_dim": 8}, "num_key_value_heads=2"),
         ({"num_hidden_layers": 4}, "lacks 9 of the model's weights"),
-        ({"vocab_size": 200}, "of shape [320, 32], and its config.json means [200, 32]"),
+        ({"vocab_size": 310}, "of shape [320, 32], and its config.json means [310, 32]"),
+        ({"model_type": 7}, LISTED),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "no model can be built from its config.json"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -388,16 +397,23 @@ def test_a_base_model_that_cannot_be_linearized_is_refused_in_one_line(linearize
     ("overrides", "said"),
     [
         (["base=???"], "base"),
-        (["base=/nowhere/at/all"], "base=/nowhere/at/all"),
+        (["base=/nowhere/at/all"], "base=/nowhere/at/all is no folder"),
+        (["base=null"], "base=null"),
         (["base=nobody/nothing"], "base=nobody/nothing"),
         (["stages.finetuning=3"], "stages.finetuning=3"),
         (["+stages.finetuning.kll=1"], "stages.finetuning.kll"),
         (["stages.finetuning.train=[feature_maps]"], "the model has no feature_maps"),
         (["stages.finetuning.tokens=1024"], "max_tokens=5120"),
         (["lora.targets=[gate_proj]"], "lora.targets: gate_proj"),
-        (["+lora.ranks=3"], "lora: "),
+        (["lora.targets=q_proj"], "lora.targets=q_proj is not a list"),
+        (["lora.rank=0"], "lora.rank=0"),
+        (["optimizer.lr=0"], "optimizer.lr=0"),
+        (["tokenizer=bpe"], "tokenizer=bpe"),
+        (["stages=null"], "stages is empty"),
+        (["+lora.ranks=3"], "lora.ranks is not known"),
         (["lora=null"], "the model has no lora"),
         (["linearization.softmax_layers=[3]"], "linearization.softmax_layers"),
+        (["linearization.softmax_layers=[0,1,2]"], "linearization.softmax_layers=[0, 1, 2] are all"),
         (["linearization.gate=lstm"], "linearization.gate=lstm"),
         (["softmax_layers=[1]"], "softmax_layers=[1] is not known"),
         (["softmax_layers={every: 8}"], "softmax_layers.every=8"),
@@ -411,7 +427,27 @@ def test_a_base_model_that_cannot_be_linearized_is_refused_in_one_line(linearize
 )
 def test_a_setting_that_cannot_work_is_refused_in_one_line(linearize, command, overrides, said, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    refused(linearize(*overrides), command, said)
+    finished = linearize(*overrides)
+    refused(finished, command, said)
+    assert finished.out == "", "something was read first"
+
+
+def test_a_run_and_a_list_are_no_base_model(linearize, command, base, tmp_path):
+    shutil.copytree(base, tmp_path / "run" / "export")
+    refused(linearize(f"base={tmp_path}/run"), command, "give its export/")
+    (tmp_path / "run" / "config.json").write_text("[1]")
+    refused(linearize(f"base={tmp_path}/run"), command, "a config.json that is list")
+
+
+def test_a_base_model_whose_weights_are_no_numbers_ends_before_it_is_trained(linearize, base, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "damaged")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    finished = linearize(f"base={folder}")
+    assert finished.status == 1
+    assert "the base model itself has a held-out loss of nan" in finished.err
+    assert finished.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from data_pipeline.files import replaced_whole
+from data_pipeline.hub import use_cache_where_unreachable
 from lit_modules import runs
 from lit_modules.networks.linearized import lora
 from lit_modules.networks.linearized.conversion import load_pretrained
@@ -176,6 +177,8 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def base_config(source: str, folder: Path) -> PreTrainedConfig:
     """The configuration of the base model. Raises ValueError where there is none."""
+    if not Path(source).is_dir():
+        use_cache_where_unreachable()
     try:
         return AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:

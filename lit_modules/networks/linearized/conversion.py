@@ -1,16 +1,19 @@
 """From a pretrained model to the same weights with other attention: in memory, or as they are read."""
 
 import copy
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
+from data_pipeline.hub import use_cache_where_unreachable
 from lit_modules.networks.linearized.families import PREFIX, check_config, check_model_type, family_of
 from lit_modules.networks.linearized.models import MODELS, LinearizedForCausalLM
 from lit_modules.networks.linearized.settings import Linearization
+from lit_modules.networks.loading import load_whole
 
 
 def linearize(model: PreTrainedModel, settings: Linearization) -> LinearizedForCausalLM:
@@ -25,20 +28,45 @@ def linearize(model: PreTrainedModel, settings: Linearization) -> LinearizedForC
     check_model_type(model.config.model_type)
     if not isinstance(model, family_of(model.config).model_class):
         raise ValueError(f"{type(model).__name__} is no causal language model: give one with its head, loaded as such")
-    config = linearized_config(model.config.to_dict(), settings)
-    with torch.device("meta"):
-        linearized = MODELS[config.model_type](config)
+    linearized = _on_the_weights_of(model, linearized_config(model.config.to_dict(), settings))
+    if model.device.type != "meta":
+        _begin_new_parameters(linearized, model.device)
+    return linearized
+
+
+def with_softmax_layers(model: LinearizedForCausalLM, layers: Sequence[int]) -> LinearizedForCausalLM:
+    """A linearized model with these layers, and no others, as the softmax attention that they were; on the very same
+    parameters, for which it must have been made without softmax layers.
+
+    Raises:
+        ValueError: a layer that is not there.
+    """
+    settings = dataclasses.replace(model.linearization, softmax_layers=tuple(layers))
+    values = model.config.to_dict() | {"linearization": settings.to_dict()}
+    return _on_the_weights_of(model, type(model.config).from_dict(values))
+
+
+def _on_the_weights_of(model: PreTrainedModel, config: PreTrainedConfig) -> LinearizedForCausalLM:
+    linearized = without_weights(config)
     weights = model.state_dict(keep_vars=True)
     wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     linearized.load_state_dict(weights, strict=False, assign=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(wanted[name])  # assigning sets it as in the new model
     linearized.model.rotary_emb = model.model.rotary_emb  # its tables are in no state dict
-    if model.device.type != "meta":
-        _begin_new_parameters(linearized, model.device)
     linearized.config.name_or_path = model.config.name_or_path
     linearized.generation_config = copy.deepcopy(model.generation_config)
     return linearized.train(model.training)
+
+
+def without_weights(config: PreTrainedConfig) -> LinearizedForCausalLM:
+    """The model of a linearized configuration, on the meta device. Raises ValueError where it cannot be built."""
+    try:
+        with torch.device("meta"):
+            return MODELS[config.model_type](config)
+    except Exception as error:  # whatever the stock classes make of values that they do not expect
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"no model can be built from its config.json: {reason}") from error
 
 
 @torch.no_grad()
@@ -61,25 +89,10 @@ def load_pretrained(source: str, settings: Linearization, dtype: torch.dtype | s
     Raises:
         ValueError: nothing to read, or not what can be linearized as asked; the line names the key or the file.
     """
-    config = linearized_config(_read_config(source), settings)
-    model_class = MODELS[config.model_type]
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of what does not fit is one line below
-    try:
-        model, found = model_class.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{source} has no weights that can be read: {str(error).splitlines()[0]}") from error
-    finally:
-        logging.set_verbosity(verbosity)
-    if found["mismatched_keys"]:
-        name, stored, wanted = min(found["mismatched_keys"])
-        raise ValueError(f"{source} has {name} of shape {list(stored)}, and its config.json means {list(wanted)}")
-    missing = sorted(set(found["missing_keys"]) - set(model.new_parameters()))
-    if missing:
-        raise ValueError(f"{source} lacks {len(missing)} of the model's weights, the first is {missing[0]}")
-    return model
+    config = linearized_config(read_config(source), settings)
+    return load_whole(
+        MODELS[config.model_type], source, LinearizedForCausalLM.new_parameters, config=config, dtype=dtype
+    )
 
 
 def linearized_config(stock: dict[str, Any], settings: Linearization) -> PreTrainedConfig:
@@ -88,7 +101,7 @@ def linearized_config(stock: dict[str, Any], settings: Linearization) -> PreTrai
     Raises:
         ValueError: values or settings that do not fit.
     """
-    model_type = stock.get("model_type", "")
+    model_type = str(stock.get("model_type", ""))
     check_model_type(model_type)
     values = {key: value for key, value in stock.items() if key not in ("model_type", "architectures", "auto_map")}
     config_class = MODELS[PREFIX + model_type].config_class
@@ -104,11 +117,24 @@ def linearized_config(stock: dict[str, Any], settings: Linearization) -> PreTrai
     return config
 
 
-def _read_config(source: str) -> dict[str, Any]:
+def read_config(source: str) -> dict[str, Any]:
+    """The values in the `config.json` of a folder, or of a name on the Hub.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    if not Path(source).is_dir():
+        if source.startswith((".", "/", "~")) or source.count("/") > 1:
+            raise ValueError(f"{source} is no folder: give a model's, or its name on the Hugging Face Hub")
+        use_cache_where_unreachable()
     try:
         config, _ = PreTrainedConfig.get_config_dict(source)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{source} has no config.json that can be read: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{source} has no config.json that can be read: {reason}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{source} has a config.json that is {type(config).__name__}, not an object with a model_type")
     if not config:
-        raise ValueError(f"{source} has no config.json: give a model's folder, or its name on the Hugging Face Hub")
+        beside = " (it is a run's: give its export/)" if (Path(source) / "export" / "config.json").is_file() else ""
+        raise ValueError(f"{source} has no config.json: give a model's folder, or its name on the Hub{beside}")
     return config

@@ -87,7 +87,7 @@ def head_counts(config: PreTrainedConfig) -> Heads:
         ValueError: heads that do not divide.
     """
     query, key = config.num_attention_heads, config.num_key_value_heads
-    if query % key:
+    if key < 1 or query % key:
         raise ValueError(
             f"num_key_value_heads={key} does not divide num_attention_heads={query}: query heads share key heads evenly"
         )
@@ -106,6 +106,8 @@ def check_config(config: PreTrainedConfig, softmax_layers: tuple[int, ...]) -> N
     """
     head_counts(config)
     count = config.num_hidden_layers
+    if count < 1:
+        raise ValueError(f"num_hidden_layers={count}: there is no layer to linearize")
     beyond = [layer for layer in softmax_layers if not 0 <= layer < count]
     if beyond:
         raise ValueError(

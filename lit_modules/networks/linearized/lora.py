@@ -58,6 +58,8 @@ def add_lora(
         raise ValueError(f"lora.dropout={dropout} is not a probability: give 0 or more, below 1")
     if where not in ("all", "linearized"):
         raise ValueError(f"lora.where={where} is not known: give one of all, linearized")
+    if isinstance(targets, str) or not isinstance(targets, Sequence):
+        raise ValueError(f"lora.targets={targets} is not a list: give projections as [q_proj,k_proj]")
     if has_lora(model):
         raise ValueError("the model has LoRA: merge it before more is added")
     kept = model.linearization.softmax_layers
@@ -120,11 +122,11 @@ def trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:
     names, found = [name for name, _ in model.named_parameters()], {}
     for group in groups:
         if group not in GROUPS:
-            raise ValueError(f"trainable: {group} is not known: give some of {', '.join(GROUPS)}")
+            raise ValueError(f"{group} is not known: give some of {', '.join(GROUPS)}")
         found[group] = [name for name in names if re.search(GROUPS[group], name)]
         if not found[group]:
             have = [g for g, pattern in GROUPS.items() if any(re.search(pattern, name) for name in names)]
-            raise ValueError(f"trainable: the model has no {group}: give some of {', '.join(have)}")
+            raise ValueError(f"the model has no {group}: give some of {', '.join(have)}")
     return found
 
 

@@ -1,6 +1,7 @@
 """What a linearization changes in a pretrained model: one dataclass, kept in the model's `config.json`."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,19 +89,33 @@ class Linearization:
             value, least = getattr(self, name), int(name == "num_slots")
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"linearization.{name}={value} is not a count: give a whole number, {least} or more")
+        for name in ("learned_gate_shift", "delayed", "rotate_state", "output_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"linearization.{name}={getattr(self, name)} is neither true nor false")
         for name in ("state_weight", "window_weight"):
-            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int | float):
+            if not _is_number(getattr(self, name)):
                 raise ValueError(f"linearization.{name}={getattr(self, name)} is not a number")
-        if self.temperature is not None and not self.temperature > 0:
+        if self.temperature is not None and not (_is_number(self.temperature) and self.temperature > 0):
             raise ValueError(f"linearization.temperature={self.temperature}: give a number above 0, or null")
-        object.__setattr__(self, "softmax_layers", tuple(sorted(set(self.softmax_layers))))
+        self._check_softmax_layers()
         self._check_combinations()
+
+    def _check_softmax_layers(self) -> None:
+        layers = self.softmax_layers
+        if not isinstance(layers, list | tuple) or any(isinstance(n, bool) or not isinstance(n, int) for n in layers):
+            raise ValueError(f"linearization.softmax_layers={layers} is no list of layers: give indices, as [7,15]")
+        object.__setattr__(self, "softmax_layers", tuple(sorted(set(layers))))
 
     def _check_combinations(self) -> None:
         if self.sinks and not self.window:
             raise ValueError(f"linearization.sinks={self.sinks} with linearization.window=0: sinks belong to a window")
         if self.delayed and not self.window:
             raise ValueError("linearization.delayed=true with linearization.window=0: there is no window to come after")
+        if not (self.state_weight or (self.window and self.window_weight) or self.learned_weights):
+            raise ValueError(
+                f"linearization.state_weight=0 with linearization.window={self.window} and linearization.window_weight="
+                f"{self.window_weight}: nothing would be attended to, give one of the weights"
+            )
         if self.gate in ("fixed", "none") and (self.gate_source == "random" or self.learned_gate_shift):
             raise ValueError(
                 f"linearization.gate={self.gate} has no logits: leave out linearization.gate_source=random and "
@@ -139,3 +154,7 @@ class Linearization:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `config.json` keeps them."""
         return {**dataclasses.asdict(self), "softmax_layers": list(self.softmax_layers)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

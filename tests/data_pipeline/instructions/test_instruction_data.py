@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -117,7 +118,8 @@ def test_what_is_prepared_is_used_again_and_settings_make_another(make_data, alp
     assert len(found | {data.fingerprint}) == len(others) + 1
 
 
-def test_an_example_longer_than_a_sequence_is_cut_and_counted(make_data, write_records):
+def test_an_example_longer_than_a_sequence_is_cut_and_counted(make_data, write_records, caplog):
+    caplog.set_level("INFO")
     rows = [*alpaca_records(3), {"instruction": "ask", "output": "the key " * 300}]
     rows.append({"instruction": "ask " * 300, "output": "lost"})
     data = make_data(path=write_records(rows), packing="whole", validation_records=1, sequence_length=64)
@@ -130,7 +132,9 @@ def test_an_example_longer_than_a_sequence_is_cut_and_counted(make_data, write_r
     text = learned_text(whole, rows_of(whole, "train"))
     assert text.count("the key ") >= 300
     assert text.endswith("lost<|im_end|>")
-    assert whole.manifest["train"]["left_out"] > 0  # sequences within the long question
+    left_out = whole.manifest["train"]["left_out"]  # sequences within the long question
+    assert left_out > 0
+    assert f"{left_out} sequences left out, without a target" in caplog.text
     assert whole.manifest["train"]["truncated"] == 0
 
 
@@ -188,6 +192,9 @@ def test_what_is_left_out_is_counted(make_data, write_records, tmp_path):
         ({"validation_records": None, "validation_fraction": 1.0}, r"^data\.validation_fraction=1\.0"),
         ({"tokenizer": ByteLevelBPE()}, r"^tokenizer=bpe .*tokenizer\.path"),
         ({"columns": {"question": "x"}}, r"^data\.columns\.question"),
+        ({"columns": 3}, r"^data\.columns=3: give names"),
+        ({"path": None}, r"^data\.path=None: give a file"),
+        ({"validation_records": None, "validation_fraction": "some"}, r"^data\.validation_fraction=some"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_is_read(make_data, tmp_path, settings, words):
@@ -248,3 +255,10 @@ def test_the_configs_make_data_modules(tmp_path, name):
     assert data.template == ("alpaca" if name == "alpaca" else "chat")
     assert (data.sequence_length, data.validation_records, data.loss_on) == (1024, 200, "answers")
     assert data.tokenizer == Pretrained("x")
+    assert data.records.columns == {}
+
+
+def test_a_field_with_another_name_is_an_override_of_its_own():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("data/instructions", ["data.columns.messages=turns"])
+    assert instantiate(config.data.columns) == {"instruction": None, "input": None, "output": None, "messages": "turns"}

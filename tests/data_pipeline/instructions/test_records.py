@@ -79,11 +79,12 @@ def test_columns_may_have_other_names():
         ("a.json", '["text"]', r"record 1 is str, not an object"),
         ("a.parquet", "no parquet", r"data\.path=.*cannot be read as Parquet"),
         ("a.jsonl.gz", "no gzip", r"data\.path=.*cannot be read as JSON"),
+        ("a.json", "[]".encode("utf-16"), r"data\.path=.*it is UTF-16"),
         ("a.csv", "a,b", r"data\.path=.*a\.csv: give a file that ends in \.json"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path, name, content, words):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=words) as error:
         list(Records(str(tmp_path / name)))
     assert "\n" not in str(error.value)

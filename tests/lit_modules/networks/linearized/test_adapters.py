@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -180,9 +181,9 @@ def test_no_parameter_of_lolcats_is_without_a_group(bases):
 
 def test_a_group_that_the_model_lacks_is_named_with_those_it_has(bases):
     model = load_pretrained(str(bases["llama"]), SETTINGS, torch.float32)
-    with pytest.raises(ValueError, match="trainable: the model has no gates: give some of projections, all"):
+    with pytest.raises(ValueError, match="the model has no gates: give some of projections, all"):
         trainable(model, ["gates"])
-    with pytest.raises(ValueError, match="trainable: everything is not known: give some of lora, feature_maps"):
+    with pytest.raises(ValueError, match="everything is not known: give some of lora, feature_maps"):
         trainable(model, ["everything"])
 
 
@@ -406,6 +407,31 @@ def test_an_adapter_whose_base_model_is_gone_cannot_generate_and_says_so_in_one_
     assert found.status == 2
     assert "/nowhere/llama" in found.err.splitlines()[-1]
     assert "Traceback" not in found.err
+
+
+def test_a_model_that_is_not_whole_or_no_numbers_does_not_generate(run, run_of_linearize):
+    path = run_of_linearize / "export" / "model.safetensors"
+    weights = load_file(path)
+    for name, tensor, said in (
+        ("model.norm.weight", None, "lacks 1 of the model's weights, the first is model.norm.weight"),
+        ("model.norm.weight", torch.full((3,), 1.0), "of shape [3], and its config.json means"),
+        ("model.norm.weight", torch.full_like(weights["model.norm.weight"], torch.nan), "are not numbers"),
+    ):
+        changed = {key: value for key, value in weights.items() if key != name} | (
+            {} if tensor is None else {name: tensor}
+        )
+        save_file(changed, path, metadata={"format": "pt"})
+        found = run("job=generate", f"checkpoint={run_of_linearize}", "prompt=w5", "device=cpu", tiny=False)
+        assert found.status == 2
+        assert said in found.err
+        assert found.err.count("\n") == 1
+
+
+def test_no_prompt_at_all_is_written_on_from_the_token_that_begins_a_document(run, run_of_linearize):
+    found = run(
+        "job=generate", f"checkpoint={run_of_linearize}", "prompt=''", "max_new_tokens=3", "device=cpu", tiny=False
+    )
+    assert found.status == 0, found.err
 
 
 def test_an_unfinished_run_says_that_it_has_nothing_to_load_yet(run_of_linearize, monkeypatch):

@@ -1,5 +1,6 @@
 """From a folder, from a model in memory, and back: the same weights, and one line for what cannot be."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel
 
 from lit_modules.networks import Linearization, linearize, load_pretrained
+from lit_modules.networks.linearized.conversion import with_softmax_layers
 from lit_modules.networks.linearized.families import FAMILIES
 
 LEARNED = Linearization(
@@ -66,6 +68,21 @@ def test_what_a_recipe_adds_begins_the_same_from_a_folder_and_in_memory(folders,
             assert_close(parameter, in_memory[name], rtol=0, atol=0)
 
 
+@torch.no_grad()
+def test_layers_go_back_to_softmax_on_the_same_parameters(stock, ids):
+    settings = dataclasses.replace(LEARNED, softmax_layers=())
+    model = linearize(stock("llama"), settings)
+    for parameter in model.new_parameters().values():
+        parameter += 0.3 * torch.randn_like(parameter)
+    hybrid = with_softmax_layers(model, (1,))
+    assert hybrid.linearization == dataclasses.replace(settings, softmax_layers=(1,))
+    own, before = dict(hybrid.named_parameters()), dict(model.named_parameters())
+    assert own.keys() == {name for name in before if name not in model.new_parameters() or ".layers.0." in name}
+    assert all(parameter is before[name] for name, parameter in own.items())
+    model.attentions()[1].mode = "teacher"
+    assert_close(hybrid(ids).logits, model(ids, use_cache=False).logits)
+
+
 def test_a_model_without_weights_keeps_having_none(stock):
     config = stock("llama").config
     with torch.device("meta"):
@@ -117,7 +134,7 @@ def test_what_cannot_be_linearized_is_said_in_one_line(folders, stock, tmp_path)
     assert "layer -1 of a model of 2" in refused(llama, Linearization(softmax_layers=(-1,)))
     (tmp_path / "config.json").unlink()
     assert "has no config.json" in refused(tmp_path)
-    assert "has no config.json" in refused(tmp_path / "nowhere" / "at" / "all")
+    assert "is no folder" in refused(tmp_path / "nowhere" / "at" / "all")
     (tmp_path / "config.json").write_text("{")
     assert "has no config.json that can be read" in refused(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
@@ -151,6 +168,13 @@ def test_settings_that_are_not_known_are_said_in_one_line(folders, tmp_path):
         ({"delayed": True, "window": 0}, "linearization.delayed=true with linearization.window=0"),
         ({"gate": "fixed", "gate_source": "random"}, "linearization.gate=fixed has no logits"),
         ({"gate": "fixed", "learned_gate_shift": True}, "linearization.gate=fixed has no logits"),
+        ({"state_weight": 0, "window_weight": 0}, "nothing would be attended to"),
+        ({"state_weight": 0.0, "window": 0}, "linearization.state_weight=0 with linearization.window=0"),
+        ({"state_weight": float("nan")}, "linearization.state_weight=nan is not a number"),
+        ({"temperature": "warm"}, "linearization.temperature=warm"),
+        ({"delayed": "maybe"}, "linearization.delayed=maybe"),
+        ({"softmax_layers": 1}, "linearization.softmax_layers=1 is no list"),
+        ({"softmax_layers": [1.0]}, "linearization.softmax_layers="),
     ],
 )
 def test_settings_that_contradict_each_other_name_their_keys(settings, line):
