@@ -319,7 +319,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_pictures_but_not_the_run(run
     real = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: full() if "step_00000008" in str(b) else real(a, b))
     monkeypatch.setattr(figures, "write_figure", full)
-    found = run()
+    found = run(*PICTURES)
     assert found.status == 0, found.err
     assert "step_00000008 could not be written (No space left on device)" in found.out
     assert found.out.count("training goes on") >= 2
