@@ -1,4 +1,4 @@
-"""The Hugging Face Hub where it cannot be reached: its clients would try for half a minute, for each file."""
+"""Names on the Hugging Face Hub, and where it cannot be reached: its clients would try half a minute for each file."""
 
 import socket
 import sys
@@ -6,6 +6,11 @@ import urllib.request
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants
+
+
+def is_path(name: str) -> bool:
+    """Whether `name` can only be a path: on the Hub names are `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def use_cache_where_unreachable() -> None:

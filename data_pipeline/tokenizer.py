@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_pipeline import documents
 from data_pipeline.fingerprint import file_identity, read_manifest
-from data_pipeline.hub import use_cache_where_unreachable
+from data_pipeline.hub import is_path, use_cache_where_unreachable
 from data_pipeline.progress import Stage
 
 END_OF_TEXT = "<|endoftext|>"
@@ -119,7 +119,7 @@ class Pretrained:
         folder = Path(self.path).expanduser()
         if folder.is_dir():
             return folder
-        if self.path.startswith((".", "/", "~")) or self.path.count("/") > 1 or folder.exists():
+        if is_path(self.path) or folder.exists():
             raise ValueError(f"tokenizer.path={self.path} is not a folder: give a tokenizer's folder or its Hub name")
         return None
 

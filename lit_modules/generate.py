@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from data_pipeline.files import write_whole
-from data_pipeline.hub import use_cache_where_unreachable
+from data_pipeline.hub import is_path, use_cache_where_unreachable
 from data_pipeline.tokenizer import document_start
 from lit_modules import checkpoints, decoding, runs
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
@@ -176,7 +176,7 @@ def damage_told() -> Iterator[None]:
 
 def check_there(checkpoint: str) -> None:
     """Raise ValueError for what can only be a folder, and is none."""
-    if not Path(checkpoint).is_dir() and (checkpoint.startswith((".", "/", "~")) or checkpoint.count("/") > 1):
+    if not Path(checkpoint).is_dir() and is_path(checkpoint):
         raise ValueError(
             f"checkpoint={checkpoint} is no folder: give a run's, an export's, an adapter's, or a name on the Hub"
         )

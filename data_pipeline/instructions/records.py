@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 
 from data_pipeline.fingerprint import file_identity
-from data_pipeline.hub import use_cache_where_unreachable
+from data_pipeline.hub import is_path, use_cache_where_unreachable
 from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
 
 FIELDS = ("instruction", "input", "output", "messages")
@@ -126,7 +126,7 @@ class Records:
     def _local(self) -> Path | None:
         """Return the file or folder, or None for a name on the Hub."""
         path = Path(self.path).expanduser()
-        named = self.path.startswith((".", "/", "~")) or self.path.count("/") > 1 or path.name.endswith(ENDINGS)
+        named = is_path(self.path) or path.name.endswith(ENDINGS)
         if not path.exists():
             if named:
                 raise ValueError(f"data.path={self.path}: no such file or folder")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from data_pipeline.hub import use_cache_where_unreachable
+from data_pipeline.hub import is_path, use_cache_where_unreachable
 from lit_modules.networks.linearized.families import PREFIX, check_config, check_model_type, family_of
 from lit_modules.networks.linearized.models import MODELS, LinearizedForCausalLM
 from lit_modules.networks.linearized.settings import Linearization
@@ -124,7 +124,7 @@ def read_config(source: str) -> dict[str, Any]:
         ValueError: there is none, or it cannot be read.
     """
     if not Path(source).is_dir():
-        if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        if is_path(source):
             raise ValueError(f"{source} is no folder: give a model's, or its name on the Hugging Face Hub")
         use_cache_where_unreachable()
     try:
