@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.settings import check_whole
+from data_pipeline.settings import check_whole, is_number
 from lit_modules.networks import count_parameters
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from lit_modules.networks.linear_kl_divergence import linear_kl_divergence, linear_top_k_kl
@@ -76,11 +76,6 @@ class Stage:
             )
         if self.lr is not None and not (is_number(self.lr) and self.lr > 0):
             raise ValueError(f"stages.{name}.lr={self.lr}: give a learning rate above 0, or null for optimizer.lr")
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and not true or false."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) -> list[tuple[int, str, Stage]]:

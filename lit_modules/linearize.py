@@ -19,10 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
 from data_pipeline.files import write_whole
-from data_pipeline.settings import check_whole
+from data_pipeline.settings import check_whole, is_number
 from lit_modules.launching.ranks import ranks
 from lit_modules.linearization import Linearization as Training
-from lit_modules.linearization import Stage, check_groups, is_number
+from lit_modules.linearization import Stage, check_groups
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, load_pretrained
 from lit_modules.networks.linearized.adapters import export_merged, save_adapter
 from lit_modules.networks.linearized.calibration import fit_clusters

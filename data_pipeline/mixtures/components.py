@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 
 from data_pipeline.documents import SPLITS, shards
 from data_pipeline.fingerprint import MANIFEST, file_identity, read_manifest
-from data_pipeline.mixtures.plan import is_number
 from data_pipeline.progress import Stage
+from data_pipeline.settings import is_number
 
 COMPONENT_KEYS = ("path", "categories", "upsample", "max_epochs")
 NAME = re.compile(r"\w[\w.-]*")

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from data_pipeline.settings import is_number
+
 PHASE_KEYS = ("name", "tokens", "share", "weights")
 
 
@@ -96,11 +98,6 @@ def _read_phase(index: int, given: Mapping) -> Phase:
         None if share is None else Fraction(share),
         weights,
     )
-
-
-def is_number(value: object) -> bool:
-    """Return whether a setting is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def phase_ends(phases: Sequence[Phase], max_tokens: int, positions: int, sequence_length: int) -> list[int]:

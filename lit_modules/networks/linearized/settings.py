@@ -1,9 +1,10 @@
 """What a linearization changes in a pretrained model: one dataclass, kept in the model's `config.json`."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
+
+from data_pipeline.settings import is_number
 
 TEMPERATURES = {
     "gla": 16.0,
@@ -93,9 +94,9 @@ class Linearization:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"linearization.{name}={getattr(self, name)} is neither true nor false")
         for name in ("state_weight", "window_weight"):
-            if not _is_number(getattr(self, name)):
+            if not is_number(getattr(self, name)):
                 raise ValueError(f"linearization.{name}={getattr(self, name)} is not a number")
-        if self.temperature is not None and not (_is_number(self.temperature) and self.temperature > 0):
+        if self.temperature is not None and not (is_number(self.temperature) and self.temperature > 0):
             raise ValueError(f"linearization.temperature={self.temperature}: give a number above 0, or null")
         self._check_softmax_layers()
         self._check_combinations()
@@ -154,7 +155,3 @@ class Linearization:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `config.json` keeps them."""
         return {**dataclasses.asdict(self), "softmax_layers": list(self.softmax_layers)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
