@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -16,7 +17,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lit_modules.fused_layers import Product, fused_head, fused_layer_step, fused_layers
 from lit_modules.networks.linearized import LinearizedForCausalLM
@@ -169,6 +170,49 @@ class Output:
         return int(is_end.int().argmax(1).max()) + 1
 
 
+class _Counters:
+    """What the caches of all layers count tokens with, in one tensor of each kind: a kernel for each layer takes time.
+
+    Args:
+        cache: that holds the prompts. Its layers' counters become parts of the tensors.
+    """
+
+    def __init__(self, cache: Cache):
+        self._layers = [layer for layer in cache.layers if hasattr(layer, "is_counted_elsewhere")]
+        self._early, self._late = self._together("counters_with_new"), self._together("counters_before_new")
+
+    def _together(self, kind: str) -> list[Tensor]:
+        """Lay together, by their names, all counters that the layers list as being of that kind."""
+        owners: dict[str, list[CacheLayerMixin]] = {}
+        for layer in self._layers:
+            for name in getattr(layer, kind):
+                owners.setdefault(name, []).append(layer)
+        together = []
+        for name, layers in owners.items():
+            counters = torch.stack([getattr(layer, name) for layer in layers])
+            width = counters.shape[1]
+            # All are aligned to 16 bytes: kernels are compiled for how a tensor is.
+            together.append(F.pad(counters, (0, -width % (16 // counters.element_size()))))
+            for layer, mine in zip(layers, together[-1], strict=True):
+                setattr(layer, name, mine[:width])
+        return together
+
+    @contextmanager
+    def moved_together(self) -> Iterator[None]:
+        """For one token of all layers."""
+        for counters in self._early:
+            counters += 1
+        for layer in self._layers:
+            layer.is_counted_elsewhere = True
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.is_counted_elsewhere = False
+        for counters in self._late:
+            counters += 1
+
+
 class DecodingStep:
     """One token of every row, from the last one chosen to the next: a call that a CUDA graph can capture.
 
@@ -197,6 +241,7 @@ class DecodingStep:
         self.token = torch.zeros_like(positions.index[:, -1:])
         self.positions = Positions(positions.index[:, -1:].clone(), kv_start=positions.kv_start)
         self.held = cache.get_seq_length()
+        self._counters = _Counters(cache)
         self._layer, self._fused_layer, self._head = _layer_step, fused_layer_step, _head_step
         self._compile, batch = compile, len(self.token)
         self._fused = fused_layers(model, batch) if fused else [None] * len(cache.layers)
@@ -208,7 +253,16 @@ class DecodingStep:
         stack = self.model.model
         hidden = stack.embed_tokens(self.token)
         tables = stack.rotary_emb(hidden, position_ids=self.positions.index)
-        for number, (layer, fused) in enumerate(zip(stack.layers, self._fused, strict=True)):
+        with self._counters.moved_together():
+            hidden = self._through_layers(hidden, tables)
+        self.take(self.choose(self._head(self.model, self._norm_and_head, hidden)))
+        if self._compile:
+            # From the second call on: what layers make once, in their first, would be a program of its own.
+            self._layer, self._fused_layer, self._head = map(torch.compile, (_layer_step, fused_layer_step, _head_step))
+            self._compile = False
+
+    def _through_layers(self, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        for number, (layer, fused) in enumerate(zip(self.model.model.layers, self._fused, strict=True)):
             # Numbers of the host are compiled into a layer's step: with its index, and the length of its cache, there
             # would be one for each layer and each token. A replay leaves the host's count as it is, too.
             if fused is not None:
@@ -217,11 +271,7 @@ class DecodingStep:
                 with _first_of_its_cache(layer.self_attn):
                     hidden = self._layer(layer, hidden, self.positions, tables, self._alone[number])
             self.cache.layers[number].length = self.held
-        self.take(self.choose(self._head(self.model, self._norm_and_head, hidden)))
-        if self._compile:
-            # From the second call on: what layers make once, in their first, would be a program of its own.
-            self._layer, self._fused_layer, self._head = map(torch.compile, (_layer_step, fused_layer_step, _head_step))
-            self._compile = False
+        return hidden
 
     def take(self, tokens: Tensor) -> None:
         """Let `tokens` `[B]` be the next of each row."""

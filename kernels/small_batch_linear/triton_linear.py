@@ -8,6 +8,8 @@ from the cache, as every program reads them. Their mean squares are the diagonal
 as sums of squares in registers they would take longer than the weights do.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -19,8 +21,7 @@ from kernels.operation import register_operation
 SMALLEST_PRODUCT = 16
 PROCESSORS = 132  # of a Hopper GPU, which all programs should fill, and about as many on each
 SHARED_BYTES = 224 * 1024  # of a processor, less what it keeps for itself
-MAX_STAGES = 6
-NUM_WARPS = 4
+MAX_STAGES = 8
 
 
 def _linear(
@@ -39,7 +40,7 @@ def _linear(
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     block_rows = max(SMALLEST_PRODUCT, triton.next_power_of_2(rows))
-    block_outputs, block_k, stages = _tiles(block_rows, outputs, x.shape[1], gated, x.element_size())
+    block_outputs, block_k, stages, warps = _tiles(block_rows, outputs, x.shape[1], gated, x.element_size())
     with torch.cuda.device_of(x):
         _product[(triton.cdiv(outputs, block_outputs),)](
             x,
@@ -63,7 +64,7 @@ def _linear(
             EVEN_OUTPUTS=outputs % block_outputs == 0,
             # Three products in tf32 for one in float32: tf32 alone has 10 bits.
             PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
-            num_warps=NUM_WARPS,
+            num_warps=warps,
             num_stages=stages,
         )
     return out
@@ -80,21 +81,23 @@ def _empty_out(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
 
 
-def _tiles(block_rows: int, outputs: int, k: int, gated: bool, itemsize: int) -> tuple[int, int, int]:
-    """(outputs, step, stages) of a program; the sizes alone decide.
+def _tiles(block_rows: int, outputs: int, k: int, gated: bool, itemsize: int) -> tuple[int, int, int, int]:
+    """(outputs, step, stages, warps) of a program; the sizes alone decide, as they were fastest for Llama 3 8B.
 
-    As many outputs as leave a program for nearly every processor: the more of them, the less often x is read. Then as
-    many stages as shared memory has room for, with all programs there at once if they are few for each processor.
+    As many outputs as leave more programs than processors, which then share the work more evenly: the more outputs, the
+    less often x is read. Then as many stages as shared memory has room for, with those programs there at once.
     """
-    block_outputs = next((n for n in (64, 32) if triton.cdiv(outputs, n) >= 0.9 * PROCESSORS), 16)
+    programs = {n: triton.cdiv(outputs, n) / PROCESSORS for n in (64, 32, 16)}
+    block_outputs = 32 if gated else next((n for n in (64, 32) if programs[n] >= 1.4), 16)
     block_k = 512 // itemsize // (block_rows // SMALLEST_PRODUCT)
     block_k = max(SMALLEST_PRODUCT, min(block_k, triton.next_power_of_2(k)))
-    if gated or block_outputs == 64:
+    if gated or block_outputs != 32:
         block_k = max(SMALLEST_PRODUCT, block_k // 2)
     stage = (block_outputs * (1 + gated) + block_rows) * block_k * itemsize
-    together = min(2, triton.cdiv(triton.cdiv(outputs, block_outputs), PROCESSORS))
+    together = max(1, min(4 if gated else 2, math.ceil(programs[block_outputs])))
     # Of so many stages one is in registers.
-    return block_outputs, block_k, max(2, min(MAX_STAGES, SHARED_BYTES // together // stage + 1))
+    stages = max(2, min(MAX_STAGES, SHARED_BYTES // together // stage + 1))
+    return block_outputs, block_k, stages, 4 if gated or block_outputs == 64 else 2
 
 
 @triton.jit(do_not_specialize=["rows"])

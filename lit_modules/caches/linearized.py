@@ -18,10 +18,15 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         sinks: first tokens that it keeps as well.
     """
 
+    # Names of what counts tokens on the device, those of a step included or not.
+    counters_with_new: tuple[str, ...] = ()
+    counters_before_new: tuple[str, ...] = ("counter",)
+
     def __init__(self, window: int, sinks: int = 0):
         super().__init__()
         self.window, self.sinks = window, sinks
         self.counter: Tensor | None = None  # int32 [1]: tokens held, padding included
+        self.is_counted_elsewhere = False  # whether someone else moves the counters by new tokens
         self.ring_keys: Tensor | None = None  # [B, sinks + window, Hk, D], rotated
         self.ring_values: Tensor | None = None  # [B, sinks + window, Hk, D]
         self.late: tuple[Tensor, ...] = ()  # [B, window, ...] each: the last inputs of a recurrence that lags behind
@@ -86,7 +91,8 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
     def update(self, states: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
         """Hold `states`, float32 at least, which so many more tokens have led to; the last thing to do with them."""
         self.start(states[0])
-        self.counter += tokens
+        if not self.is_counted_elsewhere:
+            self.counter += tokens
         return super().update(states, tokens)
 
     def reset(self) -> None:

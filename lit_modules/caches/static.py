@@ -18,12 +18,16 @@ class StaticAttentionCacheLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = True
     is_croppable = True
+    # Names of what counts tokens on the device, those of a step included or not.
+    counters_with_new: tuple[str, ...] = ("held",)
+    counters_before_new: tuple[str, ...] = ("place",)
 
     def __init__(self, capacity: int):
         super().__init__()
         self.capacity, self.length = capacity, 0
         self.place: Tensor | None = None  # int64 [1], where the next token goes
         self.held: Tensor | None = None  # int32 [B], the same number for each row, as attention asks for it
+        self.is_counted_elsewhere = False  # whether someone else moves the counters by new tokens
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make storage for the batch size, heads, widths, dtype and device of these `[B, T, heads, width]`."""
@@ -57,8 +61,9 @@ class StaticAttentionCacheLayer(CacheLayerMixin):
         places = self.place if tokens == 1 else self.place + torch.arange(tokens, device=self.place.device)
         self.keys.index_copy_(1, places, key_states.detach())
         self.values.index_copy_(1, places, value_states.detach())
-        self.place += tokens
-        self.held += tokens
+        if not self.is_counted_elsewhere:
+            self.place += tokens
+            self.held += tokens
         self.length += tokens
         return self.keys, self.values, self.held
 

@@ -92,6 +92,28 @@ def test_nothing_of_a_step_moves_and_no_count_of_the_host_decides():
     assert torch.equal(output.tokens, right[:, 9:])
 
 
+@torch.no_grad()
+def test_counters_move_together_and_afterwards_each_with_its_layer():
+    ids, _ = prompts()
+    model = make_model("every other layer softmax")
+    cache = model.new_cache(16)
+    model(ids, past_key_values=cache)
+    positions = locate(3, 9, 0, ids.device)
+    step = DecodingStep(model, cache, positions, lambda logits: logits.argmax(-1), Output(3, 5, (), 0, ids.device))
+
+    def counted() -> set[int]:
+        names = [(layer, (*layer.counters_with_new, *layer.counters_before_new)) for layer in cache.layers]
+        return {int(count) for layer, held in names for name in held for count in getattr(layer, name)}
+
+    for made in range(1, 4):
+        step()
+        assert counted() == {9 + made}
+    for layer in cache.layers:
+        layer.length = 12
+    model(ids[:, :2], past_key_values=cache)
+    assert counted() == {14}
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "as they are"])
 def test_all_layers_of_one_kind_are_compiled_once(monkeypatch, fused):
     from torch._dynamo.testing import CompileCounter

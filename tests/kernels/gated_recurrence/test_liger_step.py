@@ -121,7 +121,7 @@ def test_keys_enter_the_state_rounded_as_a_prefix_leaves_them(gate, assert_close
 
 @pytest.mark.parametrize("gate", ["gla", "hgrn2", "gated_retention", "fixed"])
 def test_without_map_and_rotation_it_is_windowed_step(gate):
-    inputs = make_inputs(gate, "none", rotated=2)
+    inputs = in_float64(make_inputs(gate, "none", rotated=2))
     inputs["cosine"], inputs["sine"] = torch.ones_like(inputs["cosine"]), torch.zeros_like(inputs["sine"])
 
     def of_parts(q, k, v, cosine, sine, state, keys, values, tokens, kv_start, shift, alpha, beta, gate, *rest):
