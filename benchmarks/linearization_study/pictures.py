@@ -20,10 +20,11 @@ STYLES = ("-", "--", ":", "-.")
 LEVELS = {TEACHER: "-", UNTRAINED: "--"}  # drawn across the picture, in black
 
 
-def draw_curves(points: Sequence[Point], levels: Mapping[str, float], path: Path) -> Path:
+def draw_curves(points: Sequence[Point], path: Path) -> Path:
     """Held-out perplexity against tokens of adaptation: a line for each variant, the mean over seeds, and a band from
     the least to the largest. On the left the variants of several seeds, on the right those of one; what lies far above
-    all others is cut off. levels: nats per token of variants that were not trained."""
+    all others is cut off."""
+    levels = {point.variant: point.held_out_nats for point in points if point.variant in LEVELS}
     curves = {variant: _curve(points, variant) for variant in dict.fromkeys(point.variant for point in points)}
     trained = {variant: {count: v for count, v in curve.items() if count > 0} for variant, curve in curves.items()}
     trained = {variant: curve for variant, curve in trained.items() if curve}
@@ -46,7 +47,10 @@ def draw_curves(points: Sequence[Point], levels: Mapping[str, float], path: Path
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set(xlabel="tokens of adaptation", ylabel="held-out perplexity")
+        axes.set(
+            xlabel="tokens of adaptation",
+            ylabel="perplexity of the part of the held-out text that is measured in between",
+        )
         axes.grid(alpha=0.3)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=8)
     return write_figure(path, figure)

@@ -62,7 +62,8 @@ class Result(OfARun):
 
 @dataclass(frozen=True, kw_only=True)
 class Point(OfARun):
-    """Of one run, the held-out loss after `tokens` of adaptation."""
+    """Of one run, after `tokens` of adaptation, the loss of that part of the held-out text (its beginning) that is
+    measured in between: not to be compared with a `Result`, which is of all of it."""
 
     date: str
     teacher_parameters: int

@@ -221,8 +221,9 @@ def page(found: Sequence[Study], drawn: Mapping[Teacher, Mapping[str, str]]) -> 
     head = (
         "# Linearization at small scale\n\nA model that was pretrained here, and what is left of it after its "
         "attention was replaced and adapted, on text that none of them was trained on. The paper's numbers "
-        "(arXiv 2503.01496) are of Llama-3-8B: the orders can be compared, the values cannot. By "
-        f"`python -m benchmarks.linearization_study.report`.\n\n{RULE}"
+        "(arXiv 2503.01496) are of Llama-3-8B: the orders can be compared, the values cannot. What came out, and why: "
+        "[README](../linearization_study/README.md). By `python -m benchmarks.linearization_study.report`.\n\n"
+        f"{RULE}"
     )
     return "\n\n".join([head, *(section(study, drawn.get(study.teacher, {})) for study in found)]) + "\n"
 
@@ -243,9 +244,8 @@ def write(results: Path, output: Path) -> Path:
         mine = [point for point in points if point.teacher == study.teacher and math.isfinite(point.held_out_nats)]
         captions = {}
         if mine:
-            levels = {variant: sample.mean for variant, sample in study.samples.items() if sample.exact}
-            pictures.draw_curves(mine, levels, output / f"{name}_curves.png")
-            captions[f"{name}_curves.png"] = "held-out perplexity against tokens of adaptation"
+            pictures.draw_curves(mine, output / f"{name}_curves.png")
+            captions[f"{name}_curves.png"] = "perplexity of a part of the held-out text against tokens of adaptation"
         recovered = {variant: study.recovery(variant) for variant in study.samples if variant not in (TEACHER, UNIGRAM)}
         if recovered and None not in recovered.values():
             pictures.draw_recovery(recovered, output / f"{name}_recovery.png")

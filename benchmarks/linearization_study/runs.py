@@ -67,15 +67,19 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
         if name == variants.DRAWN:
             for parameter in (p for n, p in module.model.named_parameters() if "feature_map" in n):
                 torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
-        points: dict[int, float] = {}  # the last measurement, of all the held-out text, replaces the one before
+        points: dict[int, float] = {}
 
         def note(trainer: Any, module: Any) -> None:
             points[trainer.global_step * module.batch_tokens] = module.validation.loss
 
-        trainer.callbacks.append(LambdaCallback(on_validation_end=note))
-        if name not in variants.UNTRAINED_VARIANTS:
+        curve = LambdaCallback(on_validation_end=note)
+        trainer.callbacks.append(curve)
+        if name in variants.UNTRAINED_VARIANTS:
+            trainer.validate(module, datamodule=data, verbose=False)
+        else:
             trainer.fit(module, datamodule=data)
             points[0] = module.before["student"]
+        trainer.callbacks.remove(curve)
         trainer.limit_val_batches = 1.0
         trainer.validate(module, datamodule=data, verbose=False)
         found = module.validation

@@ -2,8 +2,11 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import hydra
 import pytest
+from omegaconf import OmegaConf
 
 from benchmarks.linearization_study.noise import Noise, Sample, compare, pooled
 from benchmarks.linearization_study.records import (
@@ -18,6 +21,7 @@ from benchmarks.linearization_study.records import (
     read,
 )
 from benchmarks.linearization_study.report import main, order_table, paper_pairs, studies, write
+from benchmarks.linearization_study.variants import RECIPES
 
 LIGER, HGRN2, GSA = "Liger-GLA", "Liger-HGRN2", "Liger-GSA"
 
@@ -209,3 +213,24 @@ def test_a_folder_without_runs_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["report", "--results", str(tmp_path)])
     assert main() == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_best_experiment_is_the_variant_that_was_measured():
+    def composed(*overrides: str) -> dict:
+        cfg = hydra.compose("config", [*overrides, "base=base"])
+        tokens, stages = cfg.max_tokens, OmegaConf.to_container(cfg.stages, resolve=True)
+        stages["alignment"]["tokens"] /= tokens
+        return {
+            "linearization": cfg.linearization,
+            "layers": list(cfg.softmax_layers),  # how they are chosen: a model of more layers keeps more
+            "lora": cfg.lora,
+            "optimizer": cfg.optimizer,
+            "stages": stages,
+            "schedule": cfg.schedule._target_,
+            "warm-up": pytest.approx(cfg.schedule.warmup_tokens / tokens),
+        }
+
+    conf = Path(__file__).resolve().parents[2] / "conf"
+    with hydra.initialize_config_dir(str(conf), version_base="1.3"):
+        variant = RECIPES["recipe, window of 124, most sensitive layer kept"]
+        assert composed("experiment=liger/best") == composed("experiment=liger/study", *variant)
