@@ -13,6 +13,7 @@ from typing import Any
 
 import hydra
 import torch
+from filelock import FileLock
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
@@ -227,17 +228,24 @@ def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
 def load_base(cfg: DictConfig, settings: Linearization, layers: int, data: Any, folder: Path) -> LinearizedForCausalLM:
     """The base model, linearized but for the layers that stay; a run that goes on keeps those that it chose."""
     asked, chosen = cfg.softmax_layers or {}, folder / KEPT
-    goes_on = chosen.is_file()  # looked for once: rank 0 may write it before the others are as far
-    if goes_on:
+    with FileLock(folder / f".{KEPT}.lock") if "most_sensitive" in asked else contextlib.nullcontext():
+        # Of several ranks the first one here measures: each by itself might choose another layer in the last digit.
+        if "most_sensitive" in asked and not chosen.is_file():
+            return keep_most_sensitive(cfg, load_linearized(cfg, settings, data), data, chosen)
+    if chosen.is_file():
         settings = dataclasses.replace(settings, softmax_layers=json.loads(chosen.read_text())["kept"])
     elif "every" in asked:
         settings = dataclasses.replace(settings, softmax_layers=every(layers, asked.every))
-        keep_choice(chosen, settings.softmax_layers)
+        if ranks().rank == 0:
+            keep_choice(chosen, settings.softmax_layers)
+    return load_linearized(cfg, settings, data)
+
+
+def load_linearized(cfg: DictConfig, settings: Linearization, data: Any) -> LinearizedForCausalLM:
+    """The base model, linearized as the settings say, its maps begun."""
     with naming_base(cfg):
         model = load_pretrained(str(cfg.base), settings, DTYPES[cfg.base_dtype])
     begin_maps(cfg, model, data)
-    if "most_sensitive" in asked and not goes_on:
-        return keep_most_sensitive(cfg, model, data, chosen)
     return model
 
 
@@ -254,9 +262,8 @@ def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any
 
 
 def keep_choice(path: Path, kept: tuple[int, ...], found: list[float] | None = None) -> None:
-    """Write down which layers stay, for when the run goes on."""
-    if ranks().rank == 0:
-        write_whole(path, json.dumps({"kept": list(kept), "sensitivity": found}) + "\n")
+    """Write down which layers stay, for when the run goes on, and for other ranks."""
+    write_whole(path, json.dumps({"kept": list(kept), "sensitivity": found}) + "\n")
 
 
 def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> None:
