@@ -47,10 +47,7 @@ def draw_curves(points: Sequence[Point], path: Path) -> Path:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set(
-            xlabel="tokens of adaptation",
-            ylabel="perplexity of the part of the held-out text that is measured in between",
-        )
+        axes.set(xlabel="tokens of adaptation", ylabel="perplexity of a part of the held-out text")
         axes.grid(alpha=0.3)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=8)
     return write_figure(path, figure)
