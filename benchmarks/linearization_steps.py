@@ -1,9 +1,10 @@
 """What `benchmarks/linearization_training.py` times: shapes of models, and a step of ours and of the peer's."""
 
+import dataclasses
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.linearization_peers import WINDOW, Attention, peer, peer_loss, published_loss
 from benchmarks.measuring import relative_error
+from benchmarks.random_llama import random_llama
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX
 from lit_modules.networks.linearized import linearize
 from lit_modules.networks.linearized.lora import add_lora
@@ -60,7 +62,9 @@ SHAPES = {
     "1b": Shape("Llama-3.2-1B", 2048, 16, 32, 8, 8192, 128256, True),
     "8b": Shape("Llama-3-8B", 4096, 32, 32, 8, 14336, 128256, False, micro_batches=(1, 4)),
     "tiny": Shape("tiny", 64, 2, 4, 2, 128, 512, True, batch=4, length=128, micro_batches=(1, 4)),
+    # Heads as wide as Llama-3.2-1B's; then as wide as Llama-3-8B's, and as many to a key head as there.
     "check": Shape("check", 256, 3, 4, 2, 512, 1024, True, batch=2, length=256),
+    "check of 8b": Shape("check of 8b", 512, 2, 4, 1, 1024, 1024, True, batch=2, length=256),
 }
 
 
@@ -108,11 +112,18 @@ class Trained:
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def loss_and_gradients(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens [B, T]: the loss, and the gradients of all of LoRA's weights in one vector, float64."""
+    def loss_and_gradients(
+        self, tokens: Tensor, passed: Callable[[str], None] = lambda passed: None
+    ) -> tuple[Tensor, Tensor]:
+        """Of tokens [B, T]: the loss, and the gradients of all of LoRA's weights in one vector, float64 on the CPU.
+        passed: is told of each pass once it is through."""
         loss = self.loss(self.model, tokens)
+        synchronize(tokens.device)
+        passed("forward")
         gradients = torch.autograd.grad(loss, list(self.weights.values()))
-        return loss.detach().double(), torch.cat([gradient.flatten().double() for gradient in gradients])
+        found = torch.cat([gradient.flatten() for gradient in gradients]).cpu().double()
+        passed("backward")
+        return loss.detach().cpu().double(), found
 
 
 def lora_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -129,8 +140,7 @@ def lora_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def stock_model(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
     """Hugging Face's Llama; the weights are the same each time, bfloat16 numbers in any dtype."""
     torch.manual_seed(0)
-    with device:
-        return LlamaForCausalLM._from_config(shape.config(), dtype=torch.bfloat16).to(dtype)
+    return random_llama(shape.config(), device, torch.bfloat16).to(dtype)
 
 
 @torch.no_grad()
@@ -183,9 +193,24 @@ def our_builders() -> dict[str, Callable[[Shape, torch.device], Trained]]:
     return {name: partial(build, name=name, compiled=name != "ours") for name in ("ours", "ours, compiled")}
 
 
+def first_passes(shape: Shape, sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+    """Ours, forward and backward, with one layer of a shape and batches of these sizes: for the kernels that it
+    calls."""
+    stock = stock_model(dataclasses.replace(shape, layers=1), device, dtype)
+    trained = Trained("one layer", draw_lora(ours(stock)), our_loss)
+    for size in sizes:
+        trained.loss_and_gradients(torch.zeros(size, shape.length, dtype=torch.int64, device=device))
+
+
 def allocated(device: torch.device) -> int:
     """Bytes on the device; 0 without a GPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU has been given to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def timed_step(trained: Trained, tokens: Tensor, micro_batch: int) -> tuple[float, int]:
@@ -194,11 +219,10 @@ def timed_step(trained: Trained, tokens: Tensor, micro_batch: int) -> tuple[floa
     before = allocated(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.synchronize(device)
+    synchronize(device)
     began = time.perf_counter()
     loss = trained.step(tokens, micro_batch)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     seconds = time.perf_counter() - began
     if not math.isfinite(loss.item()):
         raise RuntimeError(f"the loss is {loss.item()}")
