@@ -1,6 +1,7 @@
 """Errors of decoding linearized models, before anything is timed, and the models that its benchmark is about."""
 
 import copy
+import itertools
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measuring import relative_error
+from benchmarks.random_llama import random_llama
 from kernels.gated_recurrence import liger_step, windowed_step
 from kernels.gated_recurrence.forms import CONSTANT, PER_CHANNEL, PER_HEAD
 from kernels.gated_recurrence.windowed_step import plain_windowed_step
@@ -31,25 +33,21 @@ SHAPES = {
     },
 }  # fmt: skip
 LIGER, HYBRID, SOFTMAX = "Liger-GLA", "Liger-GLA, every 8th softmax", "own attention"
+BEST = "liger/best"  # with as many layers kept
 KERNEL_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def new_model(shape: str, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
     """A Llama with random weights, made on the device in that dtype."""
     config = LlamaConfig(max_position_embeddings=2**17, attn_implementation="sdpa", **SHAPES[shape])
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    return random_llama(config, device, dtype).eval()
 
 
 def settings_of(implementation: str, layers: int) -> Linearization:
-    """Which layers are linearized."""
-    kept = {LIGER: range(0), HYBRID: range(7, layers, 8), SOFTMAX: range(layers)}
-    return Linearization(softmax_layers=tuple(kept[implementation]))
+    """Which layers are linearized, and how."""
+    kept = {LIGER: range(0), HYBRID: range(7, layers, 8), BEST: range(7, layers, 8), SOFTMAX: range(layers)}
+    best = {"window": 124, "sinks": 4, "delayed": True, "learned_weights": "head"}
+    return Linearization(softmax_layers=tuple(kept[implementation]), **best if implementation == BEST else {})
 
 
 def step_arguments(
@@ -109,14 +107,19 @@ def liger_arguments(
 
 def liger_error(device: torch.device, dtype: torch.dtype) -> float:
     """The largest relative error of `liger_step` against float64, of outputs and states: over 90 tokens, and in
-    bfloat16 over a few with every gate, each of which is compiled."""
+    bfloat16 over a few with every gate, each of which is compiled; the state taking in tokens at once, and late."""
     worst, kv_start = 0.0, torch.tensor([0, 3, 70], dtype=torch.int32, device=device)
-    others = (*PER_CHANNEL, *PER_HEAD, *CONSTANT) if dtype == torch.bfloat16 else ()
-    for gate in ("gla", *others):
+    gates = (*PER_CHANNEL, *PER_HEAD, *CONSTANT) if dtype == torch.bfloat16 else ("gla",)
+    for gate, late in itertools.product(gates, (False, True)):
         held = liger_arguments(3, 2, 4, 128, 64, 4, dtype, device)
+        if late:
+            # Full rings, of which the first tokens enter the states now.
+            held["late_keys"] = torch.randn(3, 65, 2, 128, device=device).to(dtype)
+            held["ring_values"].normal_()
+            held["tokens"] += 64
         exact = {name: x.double() if isinstance(x, Tensor) and name != "tokens" else x for name, x in held.items()}
         options = {"gate": gate, "temperature": 16.0 if gate == "gla" else 1.0, "kv_start": kv_start}
-        for _ in range(90 if worst == 0 else 6):
+        for _ in range(90 if gate == "gla" else 10):
             new = liger_arguments(3, 2, 4, 128, 64, 4, dtype, device)
             for name in ("q", "k", "v", "cosine", "sine"):
                 held[name], exact[name] = new[name], new[name].double()
@@ -159,7 +162,7 @@ def decoding_errors(
     """Relative errors of logits in bfloat16 against the parallel pass in float32: of decoding by replays, and of the
     parallel pass in bfloat16. Rows are padded on the left; the tokens are given."""
     model = linearize(new_model(shape, device, torch.bfloat16), settings_of(implementation, 8))
-    batch, length = 3, 100
+    batch, length = 3, 200  # the longest window and more
     tokens = torch.randint(SHAPES[shape]["vocab_size"], (batch, length), device=device)
     mask = (torch.arange(length, device=device) >= torch.tensor([0, 2, 5], device=device)[:, None]).long()
     prompt = 10

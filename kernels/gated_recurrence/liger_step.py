@@ -2,8 +2,9 @@
 
     S_t = G_t (.) S_{t-1} + f(k_t)^T v_t        out_t = a f(q_t) S_t + b softmax(scale r(q_t) r(K)^T) V
 
-f is a map of each head's channels, r the rotation by position, and G_t comes of k_t. Here the definition, in plain
-PyTorch, which is also the form for machines without CUDA; `windowed_step` has what follows f, r and G.
+f is a map of each head's channels, r the rotation by position, and G_t comes of k_t. A late state takes in not token t
+but the one that the window loses, and so holds nothing that the window sees. Here the definition, in plain PyTorch,
+which is also the form for machines without CUDA; `windowed_step` has what follows f, r and G.
 """
 
 import torch
@@ -11,8 +12,13 @@ from torch import Tensor
 
 from kernels.gated_recurrence import forms
 from kernels.gated_recurrence.triton_liger_step import triton_liger_step
-from kernels.gated_recurrence.validation import check_liger_arguments, check_ring, check_step_vectors
-from kernels.gated_recurrence.windowed_step import plain_windowed_step
+from kernels.gated_recurrence.validation import (
+    check_late_keys,
+    check_liger_arguments,
+    check_ring,
+    check_step_vectors,
+)
+from kernels.gated_recurrence.windowed_step import plain_windowed_step, take_in
 
 
 @torch.no_grad()
@@ -27,6 +33,7 @@ def liger_step(
     ring_values: Tensor,
     tokens: Tensor,
     *,
+    late_keys: Tensor | None = None,
     gate: str,
     temperature: float = 1.0,
     feature_map: str = "softmax",
@@ -44,6 +51,10 @@ def liger_step(
     and k_t rotated: channel c of the first R is paired with channel c +- R / 2, as Llama's are. On CUDA gates, maps and
     rotations are computed in float32 and rounded once.
 
+    With `late_keys` the state takes in token `t - window` in the place of token t: its value is what `ring_values` has
+    of it, its key and gate come of `late_keys`, where token t is written to slot `t % (window + 1)`. Padding never
+    enters the state, nor do the first `sinks` tokens of each row, which are never lost. Until others do it is empty.
+
     Args:
         q: [B, 1, Hq, D], float16, bfloat16, float32 or float64, any strides. k and v have its dtype and device.
         k: [B, 1, Hk, D]; Hk divides Hq: head h of q reads the state h // (Hq / Hk).
@@ -52,6 +63,8 @@ def liger_step(
         sine: as cosine.
         state: [B, Hk, D, D] float32 (float64 for float64 inputs), contiguous, updated in place.
         ring_keys, ring_values, tokens, kv_start, state_weight, window_weight, sinks: as in `windowed_step`.
+        late_keys: [B, window + 1, Hk, D] in q's dtype, contiguous, updated in place: the last tokens' k. Slots that no
+            token has been written to may hold anything. None: the state takes in each token as it comes.
         gate: "gla", "hgrn2" or "rwkv6", of each channel; "mamba2", "mlstm" or "gated_retention", of each head;
             "fixed" or "none": `kernels.gated_recurrence.forms.liger`.
         temperature: what log gates are divided by.
@@ -69,6 +82,7 @@ def liger_step(
         q, k, v, cosine, sine, state, gate_shift, gate=gate, temperature=temperature, feature_map=feature_map
     )
     check_ring(q, v, ring_keys, ring_values, sinks)
+    check_late_keys(late_keys, k, ring_keys.shape[1] - sinks)
     check_step_vectors(q, tokens, kv_start, state_weight, window_weight)
     window_scale = float(q.shape[-1] ** -0.5 if window_scale is None else window_scale)
     implementation = triton_liger_step if q.is_cuda and q.dtype != torch.float64 else plain_liger_step
@@ -81,6 +95,7 @@ def liger_step(
         state,
         ring_keys,
         ring_values,
+        late_keys,
         tokens,
         kv_start,
         gate_shift,
@@ -103,6 +118,7 @@ def plain_liger_step(
     state: Tensor,
     ring_keys: Tensor,
     ring_values: Tensor,
+    late_keys: Tensor | None,
     tokens: Tensor,
     kv_start: Tensor | None,
     gate_shift: Tensor | None,
@@ -115,14 +131,20 @@ def plain_liger_step(
     window_scale: float,
 ) -> Tensor:
     """The arguments and the result of `liger_step`."""
+    entering_k, entering_v, enters = k, v, None
+    if late_keys is not None:
+        entering_k, entering_v, enters = _leaving(k, late_keys, ring_values, tokens, kv_start, sinks)
     inputs = forms.liger(
         gate,
         _mapped(q, feature_map),
-        _mapped(k, feature_map),
-        v,
-        _logits(k, gate, gate_shift),
+        _mapped(entering_k, feature_map),
+        entering_v,
+        _logits(entering_k, gate, gate_shift),
         temperature=temperature,
     )
+    if enters is not None:
+        take_in(state, *inputs[1:], enters)
+        inputs = inputs._replace(k=None, v=v, log_decay=None)
     return plain_windowed_step(
         *inputs,
         state,
@@ -138,6 +160,18 @@ def plain_liger_step(
         1.0,
         window_scale,
     )
+
+
+def _leaving(
+    k: Tensor, late_keys: Tensor, ring_values: Tensor, tokens: Tensor, kv_start: Tensor | None, sinks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The token that the window loses: key and value [B, 1, Hk, D], and which rows' [B] enter the state; k is kept."""
+    window, now = late_keys.shape[1] - 1, tokens.long()
+    start = now.new_zeros(len(k)) if kv_start is None else kv_start.long()
+    enters = now - window >= start + sinks
+    oldest = late_keys.index_select(1, (now + 1) % (window + 1)).masked_fill(~enters[:, None, None, None], 0)
+    late_keys.index_copy_(1, now % (window + 1), k)
+    return oldest, ring_values.index_select(1, sinks + now % window), enters
 
 
 def _mapped(x: Tensor, feature_map: str) -> Tensor:

@@ -19,6 +19,7 @@ def _liger_step(
     state: Tensor,
     ring_keys: Tensor,
     ring_values: Tensor,
+    late_keys: Tensor | None,
     tokens: Tensor,
     kv_start: Tensor | None,
     gate_shift: Tensor | None,
@@ -47,6 +48,7 @@ def _liger_step(
         cosine=cosine,
         sine=sine,
         gate_shift=gate_shift,
+        late_keys=late_keys,
         per_head=gate not in PER_CHANNEL,
         gate=gate,
         temperature=temperature,
@@ -63,6 +65,7 @@ def _fake(
     state,
     ring_keys,
     ring_values,
+    late_keys,
     tokens,
     kv_start,
     gate_shift,
@@ -78,5 +81,5 @@ def _fake(
 
 
 triton_liger_step = register_operation(
-    "triton_liger_step", _liger_step, _fake, mutates=("state", "ring_keys", "ring_values")
+    "triton_liger_step", _liger_step, _fake, mutates=("state", "ring_keys", "ring_values", "late_keys")
 )

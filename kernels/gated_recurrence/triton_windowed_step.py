@@ -13,6 +13,10 @@ The new token's key and value come from the arguments, never from the ring, and 
 slot that is written no program uses what it has read, and the order of the programs does not matter: the program of the
 first columns writes the key, each its own columns of the value. A sink is written while its token is in the window,
 where it is seen as such.
+
+With late keys the state takes in the token that the window loses. Its value is still in the slot that the new one is
+written to, where each program reads its own columns before it writes them. Its key all programs read: it is in a ring
+of one slot more than the window is long, so that the slot that the first of them writes is one that no other reads.
 """
 
 import math
@@ -125,6 +129,7 @@ def launch(
     cosine: Tensor | None = None,
     sine: Tensor | None = None,
     gate_shift: Tensor | None = None,
+    late_keys: Tensor | None = None,
     state_scale: float = 1.0,
     per_head: bool,
     gate: str | None = None,
@@ -159,6 +164,7 @@ def launch(
             k_window,
             ring_keys,
             ring_values,
+            late_keys,
             tokens,
             kv_start,
             state_weight.contiguous(),
@@ -191,8 +197,8 @@ def launch(
             MAP=feature_map,
             num_warps=NUM_WARPS,
         )
-    for x in (state, ring_keys, ring_values):
-        if not x.is_inference():
+    for x in (state, ring_keys, ring_values, late_keys):
+        if x is not None and not x.is_inference():
             # Torch cannot see that the kernel writes, and a graph that has saved x must refuse to use it.
             torch.autograd.graph.increment_version(x)
     return out
@@ -213,7 +219,7 @@ _STRIDES.append("table_stride")
 
 @triton.jit(do_not_specialize=_STRIDES)
 def _take_step(
-    q, k, v, log_decay, state, q_window, k_window, ring_keys, ring_values, tokens, kv_start,
+    q, k, v, log_decay, state, q_window, k_window, ring_keys, ring_values, late_keys, tokens, kv_start,
     state_weight, window_weight, cosine, sine, gate_shift, out,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, decay_stride_b, decay_stride_h,
     q_window_stride_b, q_window_stride_h, k_window_stride_b, k_window_stride_h, table_stride,
@@ -225,7 +231,7 @@ def _take_step(
 ):  # fmt: skip
     """Some value columns of one key head in one row of the batch; kv_start may be None.
 
-    With a GATE q and k are what a layer projects; then log_decay, q_window and k_window are None.
+    With a GATE q and k are what a layer projects, and log_decay, q_window and k_window None; without it late_keys is.
     """
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = row.to(tl.int64)
@@ -236,6 +242,8 @@ def _take_step(
     # All programs run at once, and together they read, calculate and write. So what is large is loaded first, the ring
     # too, of which what is not visible is left out afterwards; and the state is written before the ring is attended to.
     # Small vectors change their layout as they come, for which a program waits.
+    if late_keys is not None:
+        token, start = _place_in_row(tokens, kv_start, row)  # which say where the late token is
     state += (batch * HEADS + head) * (KEY_DIM * VALUE_DIM)
     tile_offset, tile_used = key[:, None] * VALUE_DIM + value, key_used[:, None] & value_used
     tile = tl.load(state + tile_offset, mask=tile_used, other=0.0)
@@ -246,12 +254,19 @@ def _take_step(
     values = tl.load(ring_values + place[:, None] + value, mask=held[:, None] & value_used, other=0.0)
     tl.debug_barrier()  # over which the assembler moves no load to where its result is wanted
     keys = tl.load(ring_keys + place[None, :] + dim[:, None], mask=held[None, :] & dim_used[:, None], other=0.0)
-    token = tl.load(tokens)
-    start = 0
-    if kv_start is not None:
-        start = tl.load(kv_start + row)
+    if late_keys is None:
+        token, start = _place_in_row(tokens, kv_start, row)
     k += batch * k_stride_b + head * k_stride_h
-    k_t = tl.load(k + key, mask=key_used, other=0.0)
+    if late_keys is None:
+        k_t = tl.load(k + key, mask=key_used, other=0.0)
+    else:
+        # Padding, and sinks, which are never lost, do not enter the state; nor does what a ring holds before any token.
+        enters = token - WINDOW >= start + SINKS
+        late_keys += batch * ((WINDOW + 1) * HEADS * KEY_DIM) + head * KEY_DIM
+        oldest = (token + 1) % (WINDOW + 1) * (HEADS * KEY_DIM)
+        k_t = tl.load(late_keys + oldest + key, mask=key_used & enters, other=0.0)
+        lost = (SINKS + token % WINDOW) * (HEADS * VALUE_DIM)  # where the new token will be
+        late_v = tl.load(ring_values + lost + value, mask=value_used & enters, other=0.0)
     v_t = tl.load(v + batch * v_stride_b + head * v_stride_h + value, mask=value_used, other=0.0)
     first = head * GROUPS
     q += batch * q_stride_b + first * q_stride_h
@@ -294,7 +309,9 @@ def _take_step(
 
     # Padding adds no value, and sees none.
     v_real = tl.where(token >= start, v_t.to(tl.float32), 0.0)
-    tile = decay * tile + k_t.to(tl.float32)[:, None] * v_real
+    if late_keys is None:
+        late_v = v_real
+    tile = decay * tile + k_t.to(tl.float32)[:, None] * late_v.to(tl.float32)
     tl.store(state + tile_offset, tile, mask=tile_used)
     read = tl.zeros((BLOCK_QUERIES, BLOCK_VALUES), tl.float32)
     for query in tl.static_range(GROUPS):
@@ -331,6 +348,10 @@ def _take_step(
     out += (batch * (HEADS * GROUPS) + first + group[:, None]) * VALUE_DIM + value
     tl.store(out, result.to(out.dtype.element_ty), mask=group_used[:, None] & value_used)
 
+    if late_keys is not None:
+        tl.debug_barrier()  # all threads have read the value that is written over
+        now = token % (WINDOW + 1) * (HEADS * KEY_DIM)
+        tl.store(late_keys + now + dim, k_pairs[0], mask=dim_used & (block == 0))
     newest = (SINKS + token % WINDOW) * (HEADS * VALUE_DIM)
     tl.store(ring_values + newest + value, v_t, mask=value_used)
     tl.store(ring_keys + newest + dim, k_here, mask=dim_used & (block == 0))
@@ -339,3 +360,12 @@ def _take_step(
         is_sink = (own >= 0) & (own < SINKS)
         tl.store(ring_values + own * (HEADS * VALUE_DIM) + value, v_t, mask=value_used & is_sink)
         tl.store(ring_keys + own * (HEADS * VALUE_DIM) + dim, k_here, mask=dim_used & is_sink & (block == 0))
+
+
+@triton.jit
+def _place_in_row(tokens, kv_start, row):
+    """How many tokens came before this one, and the first of them in this row that is not padding."""
+    token, start = tl.load(tokens), 0
+    if kv_start is not None:
+        start = tl.load(kv_start + row)
+    return token, start

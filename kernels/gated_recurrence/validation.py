@@ -83,7 +83,7 @@ def check_liger_arguments(
     temperature: float,
     feature_map: str,
 ) -> None:
-    """What `liger_step` has beside the ring and the vectors. Raises ValueError."""
+    """What `liger_step` has beside the rings and the vectors. Raises ValueError."""
     for name, given, known in (("gate", gate, GATES), ("feature_map", feature_map, FEATURE_MAPS)):
         if given not in known:
             raise ValueError(f"{name}={given!r} is not known: give one of {', '.join(known)}")
@@ -125,9 +125,22 @@ def check_ring(q: Tensor, v: Tensor, ring_keys: Tensor, ring_values: Tensor, sin
                 f"{name} has shape {list(x.shape)}; it must be [batch, sinks + window, heads, head_dim] = "
                 f"[{q.shape[0]}, {sinks} + window, {v.shape[2]}, {v.shape[3]}], with a window of 1 or more"
             )
-        if not x.is_contiguous():
-            raise ValueError(f"{name} has strides {list(x.stride())}; it is written in place and must be contiguous")
+        _check_is_in_place(name, x)
         _check_is_like(name, x, q)
+
+
+def check_late_keys(late_keys: Tensor | None, k: Tensor, window: int) -> None:
+    """What waits for a late state. Raises ValueError."""
+    if late_keys is None:
+        return
+    shape = (k.shape[0], window + 1, *k.shape[2:])
+    if tuple(late_keys.shape) != shape:
+        raise ValueError(
+            f"late_keys has shape {list(late_keys.shape)}; it must be [batch, window + 1, heads of k, head_dim], "
+            f"{list(shape)}"
+        )
+    _check_is_in_place("late_keys", late_keys)
+    _check_is_like("late_keys", late_keys, k)
 
 
 def check_step_vectors(
@@ -151,6 +164,11 @@ def check_step_vectors(
 def _check_one_token(q: Tensor) -> None:
     if q.shape[1] != 1:
         raise ValueError(f"q has {q.shape[1]} tokens; a step with a window takes one for each row")
+
+
+def _check_is_in_place(name: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(f"{name} has strides {list(x.stride())}; it is written in place and must be contiguous")
 
 
 def _check_is_like(name: str, x: Tensor, q: Tensor) -> None:
@@ -262,8 +280,7 @@ def _check_state(state: Tensor, name: str, rows: int, k: Tensor, v: Tensor) -> N
 
 def _check_state_in_place(state: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_state(state, "state", q.shape[0], k, v)
-    if not state.is_contiguous():
-        raise ValueError(f"state has strides {list(state.stride())}; it is written in place and must be contiguous")
+    _check_is_in_place("state", state)
 
 
 def _check_memory_budget(memory_budget: int | None) -> None:

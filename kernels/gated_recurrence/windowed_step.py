@@ -103,12 +103,20 @@ def windowed_step(
     )
 
 
+def take_in(state: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, written: Tensor) -> None:
+    """`state` after one token of each row, in place; of rows that are not `written` [B] no value is added."""
+    dtype = state.dtype
+    decays = decay_of_states(log_decay.to(dtype), log_decay.ndim == 3, "key")[:, 0]
+    values = v[:, 0].to(dtype).masked_fill(~written[:, None, None], 0)
+    state.mul_(decays).addcmul_(k[:, 0].to(dtype)[..., None], values[..., None, :])
+
+
 @torch.autocast("cpu", enabled=False)
 def _plain(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     v: Tensor,
-    log_decay: Tensor,
+    log_decay: Tensor | None,
     state: Tensor,
     q_window: Tensor,
     k_window: Tensor,
@@ -122,15 +130,14 @@ def _plain(
     state_scale: float,
     window_scale: float,
 ) -> Tensor:
-    """The arguments and the result of `windowed_step`."""
-    check_values(log_decay, None)
+    """The arguments and the result of `windowed_step`; without k and log_decay the state is read as it is."""
     batch, slots, heads, _ = ring_keys.shape
     window, dtype = slots - sinks, state.dtype
     now = tokens.long()
     start = now.new_zeros(batch) if kv_start is None else kv_start.long()
-    decays = decay_of_states(log_decay.to(dtype), log_decay.ndim == 3, "key")[:, 0]
-    values = v[:, 0].to(dtype).masked_fill((now < start)[:, None, None], 0)
-    state.mul_(decays).addcmul_(k[:, 0].to(dtype)[..., None], values[..., None, :])
+    if k is not None:
+        check_values(log_decay, None)
+        take_in(state, k, v, log_decay, now >= start)
     from_state = (q[:, 0].to(dtype) * state_scale).unflatten(1, (heads, -1)) @ state
 
     ring_keys.index_copy_(1, sinks + now % window, k_window)

@@ -1,6 +1,7 @@
 """The cache of a linearized attention layer: its states, and rings of what its window still sees; constant in size."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lit_modules.caches.recurrent import RecurrentCacheLayer
@@ -29,7 +30,9 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         self.is_counted_elsewhere = False  # whether someone else moves the counters by new tokens
         self.ring_keys: Tensor | None = None  # [B, sinks + window, Hk, D], rotated
         self.ring_values: Tensor | None = None  # [B, sinks + window, Hk, D]
-        self.late: tuple[Tensor, ...] = ()  # [B, window, ...] each: the last inputs of a recurrence that lags behind
+        # What waits for a recurrence that lags behind, [B, window + 1, ...] each, token t in slot t % (window + 1): a
+        # kernel writes the new token where no program of it reads the one that leaves.
+        self.late: tuple[Tensor, ...] = ()
 
     def start(self, example: Tensor) -> None:
         """Note dtype and device of a tensor like those to come, unless it is done."""
@@ -75,18 +78,32 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         No gradient flows through what is kept.
         """
         self.start(inputs[0])
+        slots = self.window + 1
         if not self.late:
-            self.late = tuple(x.new_zeros(len(x), self.window, *x.shape[2:]) for x in inputs)
-        tokens = inputs[0].shape[1]
-        slots = self.time(tokens) % self.window
-        leaving = tuple(held.index_select(1, slots[: self.window]) for held in self.late)
-        newest = slots[-self.window :]
+            self.late = tuple(x.new_zeros(len(x), slots, *x.shape[2:]) for x in inputs)
+        time = self.time(inputs[0].shape[1])
+        leaving = tuple(self._earlier(held, (time + 1) % slots, x) for held, x in zip(self.late, inputs, strict=True))
+        newest = time[-self.window :] % slots
         with torch.no_grad():
             for held, x in zip(self.late, inputs, strict=True):
                 held.index_copy_(1, newest, x[:, -self.window :])
-        if tokens <= self.window:
-            return leaving
-        return tuple(torch.cat((old, x[:, : -self.window]), dim=1) for old, x in zip(leaving, inputs, strict=True))
+        return leaving
+
+    def leaving(self, name: str, new: Tensor) -> Tensor:
+        """What is in the place of `new` `[B, T, Hk, D]` as many tokens earlier as the window is long, zeros at first.
+
+        Args:
+            name: of the ring that `append` will write it to.
+        """
+        ring = getattr(self, name)
+        if ring is None:
+            return F.pad(new, (0, 0, 0, 0, self.window, 0))[:, : new.shape[1]]
+        return self._earlier(ring, self.sinks + self.time(new.shape[1]) % self.window, new)
+
+    def _earlier(self, ring: Tensor, slots: Tensor, new: Tensor) -> Tensor:
+        """`new` `[B, T, ...]` a window later, after what is held: `slots` `[T]` is where, for its first tokens."""
+        held = ring.index_select(1, slots[: self.window])
+        return held if new.shape[1] <= self.window else torch.cat((held, new[:, : -self.window]), dim=1)
 
     def update(self, states: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
         """Hold `states`, float32 at least, which so many more tokens have led to; the last thing to do with them."""

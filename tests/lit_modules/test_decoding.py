@@ -17,6 +17,7 @@ SETTINGS = {
     "every other layer softmax": Linearization(window=5, softmax_layers=(1,)),
     "all softmax": Linearization(softmax_layers=(0, 1, 2)),
     "slots": Linearization(gate="slots", num_slots=8, window=4),
+    "late states": Linearization(window=4, sinks=2, delayed=True, learned_weights="head", softmax_layers=(1,)),
 }
 
 
@@ -66,9 +67,10 @@ def test_rows_end_where_generate_ends_them():
     assert right.shape[1] < 49
 
 
-def test_nothing_of_a_step_moves_and_no_count_of_the_host_decides():
+@pytest.mark.parametrize("name", ["every other layer softmax", "late states"])
+def test_nothing_of_a_step_moves_and_no_count_of_the_host_decides(name):
     ids, mask = prompts()
-    model = make_model("every other layer softmax")
+    model = make_model(name)
     cache = model.new_cache(9 + 12)
     logits = model(ids, attention_mask=mask, past_key_values=cache).logits
     output = Output(3, 12, (), 0, ids.device)
@@ -114,17 +116,21 @@ def test_counters_move_together_and_afterwards_each_with_its_layer():
     assert counted() == {14}
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "as they are"])
-def test_all_layers_of_one_kind_are_compiled_once(monkeypatch, fused):
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("every other layer softmax", True), ("every other layer softmax", False), ("late states", True)],
+    ids=["fused", "as they are", "late states"],
+)
+def test_all_layers_of_one_kind_are_compiled_once(monkeypatch, name, fused):
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter, fullgraph=True))
     torch.compiler.reset()
     ids, mask = prompts()
-    model = make_model("every other layer softmax")
+    model = make_model(name)
     out = generate_captured(model, ids, mask, max_new_tokens=8, fused=fused, compile=True)
-    right = by_generate(make_model("every other layer softmax"), ids, mask, max_new_tokens=8)
+    right = by_generate(make_model(name), ids, mask, max_new_tokens=8)
     assert torch.equal(out, right)
     assert counter.frame_count == 3  # linearized layers, softmax layers, the head
 

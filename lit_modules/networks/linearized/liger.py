@@ -80,13 +80,14 @@ class LigerAttention(SubstitutedAttention):
             cache.start(k)
             if self._is_whole_step(q, k, v, positions, cache):
                 return self._whole_step(q, k, v, positions, position_embeddings, cache)
-        inputs = self._inputs(hidden, q, k, v, position_embeddings)
-        if cache is not None and self._is_one_step(inputs, positions, cache):
-            rotated = self.rotate(q, k, position_embeddings)
-            return self._step(inputs, *rotated, positions, cache)
-        inputs = _written(inputs, self._is_written(positions, cache, v.shape[1]))
         if self.settings.delayed:
-            inputs = self._delayed(inputs, positions, cache)
+            inputs = self._delayed_inputs(hidden, q, k, v, positions, position_embeddings, cache)
+        else:
+            inputs = self._inputs(hidden, q, k, v, position_embeddings)
+            if cache is not None and self._is_one_step(inputs, positions, cache):
+                rotated = self.rotate(q, k, position_embeddings)
+                return self._step(inputs, *rotated, positions, cache)
+            inputs = _written(inputs, self._is_written(positions, cache, v.shape[1]))
         window = self._window(q, k, v, positions, position_embeddings, cache) if self.settings.window else None
         state = self._recur(inputs, positions, cache)
         if self.output_norm is not None:
@@ -128,11 +129,32 @@ class LigerAttention(SubstitutedAttention):
             real = no_sink if real is None else real & no_sink
         return real
 
-    def _delayed(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer | None) -> Inputs:
-        """Keys, values and gates as many tokens later as the window is long; queries as they are."""
+    def _delayed_inputs(
+        self,
+        hidden: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        position_embeddings: Rotary,
+        cache: LinearizedCacheLayer | None,
+    ) -> Inputs:
+        """Keys, values and gates as many tokens later as the window is long, queries as they are.
+
+        As in `liger_step`, keys wait in the cache as they are projected, and are mapped and gate when they leave; their
+        values are the window's. With rotations, or gates of the hidden states, finished inputs wait.
+        """
+        window, sinks = self.settings.window, self.settings.sinks
+        of_keys_alone = self.settings.gate_source == "keys" and not self.settings.rotate_state
+        if cache is not None and of_keys_alone:
+            # Read before the window writes there.
+            late_k, late_v = *cache.delay((k,)), cache.leaving("ring_values", v)
+            inputs = self._inputs(hidden, q, late_k, late_v, position_embeddings)
+            return _written(inputs, positions.index >= window + sinks)
+        inputs = self._inputs(hidden, q, k, v, position_embeddings)
+        inputs = _written(inputs, self._is_written(positions, cache, v.shape[1]))
         if cache is not None:
             return type(inputs)(inputs.q, *cache.delay(inputs[1:]))
-        window = self.settings.window
         early = positions.index < window
         return type(inputs)(inputs.q, *(_later(x, window, early) for x in inputs[1:]))
 
@@ -159,7 +181,7 @@ class LigerAttention(SubstitutedAttention):
     ) -> bool:
         """Whether one operation does all from the projections on: a token, of what Liger has without new parameters."""
         settings, shift = self.settings, self.gate_shift
-        more = settings.delayed or settings.rotate_state or settings.output_norm or settings.gate_source == "random"
+        more = settings.rotate_state or settings.output_norm or settings.gate_source == "random"
         others = settings.gate == "slots" or settings.feature_map not in ("softmax", "none")
         if more or others or not settings.window or q.shape[1] != 1:
             return False
@@ -168,7 +190,7 @@ class LigerAttention(SubstitutedAttention):
 
     def _is_one_step(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer) -> bool:
         """Whether one operation does both branches: a token, of a recurrence as `windowed_step` has it."""
-        separate = self.settings.delayed or self.settings.output_norm or isinstance(inputs, SlotRecurrence)
+        separate = self.settings.output_norm or isinstance(inputs, SlotRecurrence)
         if separate or not self.settings.window or inputs.q.shape[1] != 1:
             return False
         return takes_steps(inputs, cache, positions)
@@ -193,6 +215,7 @@ class LigerAttention(SubstitutedAttention):
             temperature=settings.gate_temperature,
             feature_map=settings.feature_map,
             gate_shift=None if self.gate_shift is None else self.gate_shift.shift,
+            late_keys=cache.late[0] if settings.delayed else None,
             **self._held(positions, cache),
         )
         cache.update(cache.states, 1)

@@ -342,9 +342,6 @@ def _places(positions: Positions, ring: LinearizedCacheLayer | None, tokens: int
 
 def _late(x: Tensor, name: str, window: int, ring: LinearizedCacheLayer | None) -> Tensor:
     """`x` `[B, T, ...]` so many tokens late, beginning with what the ring of this name holds, or else with zeros."""
-    tokens = x.shape[1]
     if ring is None:
-        return F.pad(x, (0, 0, 0, 0, window, 0))[:, :tokens]
-    slots = ring.sinks + ring.time(min(tokens, window)) % window
-    leaving = getattr(ring, name).index_select(1, slots)
-    return leaving if tokens <= window else torch.cat((leaving, x[:, :-window]), dim=1)
+        return F.pad(x, (0, 0, 0, 0, window, 0))[:, : x.shape[1]]
+    return ring.leaving(name, x)

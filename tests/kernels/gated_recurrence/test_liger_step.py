@@ -19,6 +19,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
 GATES = (*forms.PER_CHANNEL, *forms.PER_HEAD, *forms.CONSTANT)
 WINDOW = 3
+RINGS = ("ring_keys", "ring_values", "late_keys")
+LATE = {"delayed": True, "length": 2 * WINDOW + 1}
 CASES = {
     **{gate: {"gate": gate, "shift": gate not in forms.CONSTANT} for gate in GATES},
     **{f"{gate}, no map": {"gate": gate, "feature_map": "none"} for gate in ("gla", "hgrn2", "mamba2")},
@@ -34,12 +36,21 @@ CASES = {
     "gates near 1": {"gate": "hgrn2", "temperature": 16.0, "shift": 9.0},
     "gates near 0": {"gate": "rwkv6", "shift": 90.0},
     "large queries and keys": {"size": 60.0},
+    **{f"late {gate}": {"gate": gate, "shift": gate not in forms.CONSTANT, "heads": (2, 1), **LATE} for gate in GATES},
+    **{f"late {gate}, no map": {"gate": gate, "feature_map": "none", **LATE} for gate in ("gla", "hgrn2")},
+    "late hgrn2 with a temperature": {"gate": "hgrn2", "temperature": 3.0, **LATE},
+    "late, left padding": {"gate": "hgrn2", "kv_start": [3, 0], "rows_of_tables": 2, **LATE},
+    "late, sinks": {"sinks": 2, **LATE},
+    "late, sinks behind left padding, grouped heads": {"sinks": 1, "kv_start": [2, 0], "heads": (4, 2), **LATE},
+    "late, two programs for a head": {"dim": 64, "rotated": 64, "heads": (2, 1), **LATE},
+    "late, odd heads, half of them rotated": {"dim": 80, "rotated": 40, "heads": (2, 1), **LATE},
+    "late, gates near 0": {"gate": "rwkv6", "shift": 90.0, **LATE},
 }
 
 
 def make_inputs(
     gate="gla", feature_map="softmax", temperature=1.0, shift=False, length=5, heads=(2, 2), dim=16, rotated=12,
-    sinks=0, kv_start=None, rows_of_tables=1, size=2.0, dtype=torch.float32,
+    sinks=0, kv_start=None, rows_of_tables=1, size=2.0, delayed=False, dtype=torch.float32,
 ):  # fmt: skip
     """Projections of all steps, side by side as one product leaves them, and the other arguments."""
     generator = torch.Generator().manual_seed(0)
@@ -56,11 +67,12 @@ def make_inputs(
         "window_weight": torch.linspace(1.0, 0.5, query_heads),
         "sizes": (query_heads, heads, dim),
         "names": (gate, temperature, feature_map, sinks, 0.4),
+        "delayed": delayed,
     }
 
 
 def by_steps(inputs, step, change=lambda x: x):
-    """Out, the state and the ring after stepping through all tokens, from a ring that holds NaN.
+    """Out, the state and the rings after stepping through all tokens, from rings that hold NaN.
 
     change: what the projections go through before a step sees them.
     """
@@ -70,19 +82,23 @@ def by_steps(inputs, step, change=lambda x: x):
     length, batch, _ = projected.shape
     wide = torch.promote_types(projected.dtype, torch.float32)
     state = torch.zeros(batch, heads, dim, dim, dtype=wide, device=DEVICE)
-    ring = [projected.new_full((batch, sinks + WINDOW, heads, dim), torch.nan) for _ in range(2)]
+    rings = [
+        projected.new_full((batch, slots, heads, dim), torch.nan) for slots in (sinks + WINDOW,) * 2 + (WINDOW + 1,)
+    ]
+    rings = rings if x["delayed"] else [*rings[:2], None]
     tokens, outs = torch.zeros(1, dtype=torch.int32, device=DEVICE), []
     for t in range(length):
         parts = projected[t].split([query_heads * dim, heads * dim, heads * dim], dim=-1)
         q, k, v = (change(part.unflatten(-1, (-1, dim))[:, None]) for part in parts)
         tables = (x[name][:, t : t + 1] for name in ("cosine", "sine"))
         small = (x[name] for name in ("kv_start", "gate_shift", "state_weight", "window_weight"))
-        outs.append(step(q, k, v, *tables, state, *ring, tokens, *small, *names, sinks, scale))
+        outs.append(step(q, k, v, *tables, state, *rings, tokens, *small, *names, sinks, scale))
         tokens += 1
     real = torch.ones(batch, length).bool()
     if inputs["kv_start"] is not None:
         real = torch.arange(length) >= inputs["kv_start"][:, None]
-    return {"out": torch.cat(outs, 1).cpu()[real], "state": state.cpu()}, [held.cpu() for held in ring]
+    rings = {name: held.cpu() for name, held in zip(RINGS, rings, strict=True) if held is not None}
+    return {"out": torch.cat(outs, 1).cpu()[real], "state": state.cpu()}, rings
 
 
 def in_float64(inputs):
@@ -93,8 +109,8 @@ def in_float64(inputs):
     ("case", "dtype"),
     [
         *((case, torch.float32) for case in CASES),
-        *((case, torch.float16) for case in ("gla", "hgrn2", "mamba2", "sinks", "four queries for a key")),
-        *((case, torch.bfloat16) for case in ("gla", "hgrn2", "mamba2", "four queries for a key")),
+        *((case, torch.float16) for case in ("gla", "hgrn2", "mamba2", "sinks", "four queries for a key", "late gla")),
+        *((case, torch.bfloat16) for case in ("gla", "hgrn2", "mamba2", "four queries for a key", "late gla")),
     ],
     ids=str,
 )
@@ -103,18 +119,38 @@ def test_the_kernel_equals_the_plain_form_in_float64(case, dtype, assert_close):
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("the interpreter's bfloat16 products are wrong")
     inputs = make_inputs(**CASES[case], dtype=dtype)
-    found, ring = by_steps(inputs, triton_liger_step)
-    right, right_ring = by_steps(in_float64(inputs), plain_liger_step)
+    found, rings = by_steps(inputs, triton_liger_step)
+    right, right_rings = by_steps(in_float64(inputs), plain_liger_step)
     assert_close(found, right, TOLERANCE[dtype])
-    names = ("keys", "values")
-    for (name, held), expected in zip(zip(names, ring, strict=True), right_ring, strict=True):
+    for name, expected in right_rings.items():
+        held = rings[name]
         assert torch.equal(held.isnan(), expected.isnan())
         assert_close({name: held.nan_to_num()}, {name: expected.nan_to_num()}, TOLERANCE[dtype] / 2)
 
 
+@pytest.mark.parametrize("step", [plain_liger_step, triton_liger_step], ids=["plain", "kernel"])
 @pytest.mark.parametrize("gate", ["gla", "hgrn2"])
-def test_keys_enter_the_state_rounded_as_a_prefix_leaves_them(gate, assert_close):
-    inputs = make_inputs(gate, dtype=torch.float16)
+def test_a_late_state_is_that_of_a_window_ago(step, gate, assert_close):
+    late = make_inputs(gate, shift=True, **LATE)
+    ago = {**late, "delayed": False, "projected": late["projected"][:-WINDOW]}
+    state, right = (by_steps(x, step)[0]["state"] for x in (late, ago))
+    assert right.abs().amax() > 0.1
+    assert_close({"state": state}, {"state": right}, 1e-6)
+
+
+@pytest.mark.parametrize("step", [plain_liger_step, triton_liger_step], ids=["plain", "kernel"])
+def test_a_late_state_takes_in_no_padding_and_no_sink(step):
+    """Of a row of 3 + WINDOW tokens: all that the window has lost are padding and two sinks; of the other, one more."""
+    inputs = make_inputs("hgrn2", sinks=2, kv_start=[1, 0], delayed=True, length=3 + WINDOW)
+    state = by_steps(inputs, step)[0]["state"]
+    assert (state[0] == 0).all()
+    assert (state[1] != 0).all()
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("gate", ["gla", "hgrn2"])
+def test_keys_enter_the_state_rounded_as_a_prefix_leaves_them(gate, delayed, assert_close):
+    inputs = make_inputs(gate, delayed=delayed, dtype=torch.float16)
     found, right = (by_steps(inputs, step)[0]["state"] for step in (triton_liger_step, plain_liger_step))
     assert_close({"state": found}, {"state": right}, 1e-5)
 
@@ -124,7 +160,7 @@ def test_without_map_and_rotation_it_is_windowed_step(gate):
     inputs = in_float64(make_inputs(gate, "none", rotated=2))
     inputs["cosine"], inputs["sine"] = torch.ones_like(inputs["cosine"]), torch.zeros_like(inputs["sine"])
 
-    def of_parts(q, k, v, cosine, sine, state, keys, values, tokens, kv_start, shift, alpha, beta, gate, *rest):
+    def of_parts(q, k, v, cosine, sine, state, keys, values, late, tokens, kv_start, shift, alpha, beta, gate, *rest):
         logits = {"hgrn2": k, "gla": k, "gated_retention": k.mean(-1), "fixed": None}[gate]
         recurrence = forms.liger(gate, q, k, v, logits)
         weights = {"state_weight": alpha, "window_weight": beta}
@@ -198,6 +234,12 @@ def test_what_may_be_left_out_has_its_usual_value():
         ({"gate": "fixed", "gate_shift": torch.zeros(2)}, "gate='fixed' has no logits"),
         ({"ring_values": torch.zeros(2, 6, 2, 16)}, r"ring_values has shape \[2, 6, 2, 16\]; it must be"),
         ({"sinks": 5}, "with a window of 1 or more"),
+        (
+            {"late_keys": torch.zeros(2, 4, 2, 16)},
+            r"late_keys has shape \[2, 4, 2, 16\]; .* \[batch, window \+ 1, heads of k, head_dim\], \[2, 5, 2, 16\]",
+        ),
+        ({"late_keys": torch.zeros(2, 5, 16, 2).mT}, "late_keys has strides .* must be contiguous"),
+        ({"late_keys": torch.zeros(2, 5, 2, 16).half()}, "late_keys is torch.float16 on cpu but q is torch.float32"),
         ({"tokens": torch.zeros(1)}, "tokens is torch.float32"),
         ({"window_weight": torch.ones(2)}, r"window_weight .* must be torch.float32 \[4\]"),
     ],
@@ -213,21 +255,32 @@ def test_several_tokens_are_refused():
         liger_step(**arguments(**tokens))
 
 
-def test_a_compiled_step_has_no_graph_break():
+def full(late):
+    """What turns `arguments` into those of a state that lags behind, at a token at which another enters it."""
+    if not late:
+        return {"late_keys": None}
+    late_keys, ring_values = torch.ones(2, 5, 2, 16), torch.ones(2, 5, 2, 16)
+    return {"late_keys": late_keys, "ring_values": ring_values, "tokens": torch.full((1,), 6, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+def test_a_compiled_step_has_no_graph_break(late):
     compiled = torch.compile(liger_step, backend="aot_eager", fullgraph=True)
-    eager, traced = arguments(), arguments()
+    eager, traced = arguments(**full(late)), arguments(**full(late))
     assert torch.equal(compiled(**traced), liger_step(**eager))
-    for name in ("state", "ring_keys", "ring_values"):
+    for name in ("state", *RINGS[: 2 + late]):
         assert torch.equal(traced[name], eager[name])
-        assert traced[name].abs().sum() > 0
+        assert not torch.equal(traced[name], arguments(**full(late))[name])
 
 
-def test_the_operation_says_what_it_writes():
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+def test_the_operation_says_what_it_writes(late):
     given = arguments(gate_shift=torch.zeros(2), kv_start=None, temperature=2.0, feature_map="none", window_scale=0.3)
+    given.update(full(late))
     given = {name: x.to(DEVICE) if torch.is_tensor(x) else x for name, x in given.items()}
     order = (
-        "q", "k", "v", "cosine", "sine", "state", "ring_keys", "ring_values", "tokens", "kv_start", "gate_shift",
-        "state_weight", "window_weight", "gate", "temperature", "feature_map", "sinks", "window_scale",
+        "q", "k", "v", "cosine", "sine", "state", *RINGS, "tokens", "kv_start", "gate_shift", "state_weight",
+        "window_weight", "gate", "temperature", "feature_map", "sinks", "window_scale",
     )  # fmt: skip
     torch.library.opcheck(
         triton_liger_step, tuple(given[name] for name in order), test_utils=("test_schema", "test_faketensor")

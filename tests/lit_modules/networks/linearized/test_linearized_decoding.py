@@ -18,6 +18,10 @@ OPTIONS = {
     "sinks": {"sinks": 2},
     "delayed": {"delayed": True},
     "delayed_with_sinks": {"delayed": True, "sinks": 3, "window": 2},
+    "delayed_with_scalars": {"delayed": True, "sinks": 1, "learned_gate_shift": True, "learned_weights": "head"},
+    "delayed_in_parts": {"delayed": True, "feature_map": "learned", "output_norm": True, "sinks": 1},
+    "delayed_random_gates": {"delayed": True, "gate_source": "random", "sinks": 1},
+    "delayed_rotated": {"delayed": True, "rotate_state": True, "sinks": 1},
     "hybrid": {"softmax_layers": (0,), "sinks": 1},
     "temperature": {"temperature": 3.0},
     "shifted": {"learned_gate_shift": True, "temperature": 2.0},
@@ -28,7 +32,10 @@ OPTIONS = {
     "learned": {"feature_map": "learned", "learned_weights": "head", "state_weight": 0.2},
 }
 OF_ALL_GATES = ("window", "no_window", "sinks", "delayed", "hybrid")
-OF_SOME_GATES = {"hgrn2": ("temperature", "shifted", "no_map"), "mamba2": ("temperature", "shifted")}
+OF_SOME_GATES = {
+    "hgrn2": ("temperature", "shifted", "no_map", "delayed_with_scalars"),
+    "mamba2": ("temperature", "shifted"),
+}
 LENGTH = 13
 PADDING = torch.ones(2, LENGTH, dtype=torch.long)
 PADDING[0, :6] = 0
@@ -68,8 +75,16 @@ def test_decoding_equals_the_parallel_pass(gate, option, linearized, ids):
         assert_close(decoded(model, ids, mask, bounds)[real], expected, **CLOSE)
 
 
+PROMPTED = {
+    "window": {},
+    "sinks": {"sinks": 2},
+    "delayed": {"delayed": True},
+    "delayed with sinks": {"delayed": True, "sinks": 2, "gate": "hgrn2"},
+}
+
+
 @pytest.mark.parametrize("first", [1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 1])
-@pytest.mark.parametrize("options", [{}, {"sinks": 2}, {"delayed": True}], ids=["window", "sinks", "delayed"])
+@pytest.mark.parametrize("options", PROMPTED.values(), ids=PROMPTED)
 @torch.no_grad()
 def test_a_prompt_of_any_length_is_gone_on_from(first, options, linearized, ids):
     model = build(linearized, **options)
@@ -88,8 +103,23 @@ def test_a_long_piece_after_a_cache_sees_its_window_block_by_block(linearized, i
     assert_close(decoded(model, long, None, [2, 39]), expected, **CLOSE)
 
 
-def test_pieces_with_gradients_equal_those_without(linearized, ids):
-    model = build(linearized)
+@pytest.mark.parametrize("window", [2, 5, 16], ids=lambda window: f"window_of_{window}")
+@torch.no_grad()
+def test_a_late_state_goes_on_through_pieces_and_single_tokens(window, linearized, ids):
+    """Pieces shorter, as long and longer than the window, single tokens before, between and after them."""
+    long = ids.repeat(1, 3)
+    model = build(linearized, window=window, sinks=1, delayed=True, learned_weights="head")
+    mask = torch.ones_like(long)
+    mask[0, :4] = 0
+    bounds = [1, 2, 3, 2 + window, 3 + window, 4 + 2 * window, *range(5 + 2 * window, 40)]
+    bounds = [bound for bound in bounds if bound <= 39]
+    expected = model(long, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    assert_close(decoded(model, long, mask, bounds)[mask.bool()], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("options", [{}, {"delayed": True, "window": 2}], ids=["window", "delayed"])
+def test_pieces_with_gradients_equal_those_without(options, linearized, ids):
+    model = build(linearized, **options)
     logits = decoded(model, ids, None, [3, 4, 5, 8])
     with torch.no_grad():
         expected = decoded(model, ids, None, [3, 4, 5, 8])
@@ -98,7 +128,11 @@ def test_pieces_with_gradients_equal_those_without(linearized, ids):
     assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
 
 
-@pytest.mark.parametrize("options", [{"sinks": 2}, {"gate": "slots", "delayed": True}], ids=["sinks", "slots"])
+@pytest.mark.parametrize(
+    "options",
+    [{"sinks": 2}, {"delayed": True}, {"gate": "slots", "delayed": True}],
+    ids=["sinks", "delayed", "slots"],
+)
 @torch.no_grad()
 def test_the_cache_does_not_grow(options, linearized, ids):
     model, sizes = build(linearized, **options), []
@@ -122,7 +156,11 @@ def test_the_state_is_float32_in_a_bfloat16_model(linearized, ids):
     assert_close(out, expected, rtol=0.05, atol=0.5)
 
 
-@pytest.mark.parametrize("options", [{"sinks": 1}, {"delayed": True, "gate": "slots"}], ids=["fused", "in_parts"])
+@pytest.mark.parametrize(
+    "options",
+    [{"sinks": 1}, {"delayed": True, "sinks": 1}, {"delayed": True, "gate": "slots"}],
+    ids=["fused", "delayed", "in_parts"],
+)
 @torch.no_grad()
 def test_a_step_reads_its_place_from_the_device_alone(options, linearized, ids):
     """As a recorded step does: every number on the host is that of one moment."""
@@ -146,7 +184,8 @@ WHOLE = {
     "rotation in the state": ({"rotate_state": True}, "windowed_step"),
     "slots": ({"gate": "slots"}, None),
     "an output norm": ({"output_norm": True}, None),
-    "a state that lags": ({"delayed": True}, None),
+    "a late state": ({"delayed": True, "sinks": 1, "learned_weights": "head"}, "liger_step"),
+    "a late state of a learned map": ({"delayed": True, "feature_map": "learned"}, None),
     "no window": ({"window": 0}, None),
 }
 
@@ -208,18 +247,20 @@ def test_rows_of_unequal_length_are_written_as_each_alone(linearized, ids):
     assert both[1:].equal(generate(model, ids[1:])[:, LENGTH:])
 
 
+@pytest.mark.parametrize("gate", ["gla", "slots"])
 @torch.no_grad()
-def test_a_cache_is_reset_repeated_selected_and_offloaded(linearized, ids):
-    model = build(linearized, gate="slots", delayed=True, sinks=1)
+def test_a_cache_is_reset_repeated_selected_and_offloaded(gate, linearized, ids):
+    model = build(linearized, gate=gate, delayed=True, sinks=1)
     cache = model(ids).past_key_values
     expected = model(ids[:, :1], past_key_values=model(ids).past_key_values).logits
     for layer in cache.layers:
         layer.batch_repeat_interleave(2)
-        layer.batch_select_indices(torch.tensor([2, 0]))
-        layer.reorder_cache(torch.tensor([1, 0]))
+        layer.batch_select_indices(torch.tensor([2, 0, 1]))
+        layer.reorder_cache(torch.tensor([1, 0, 0]))
         layer.offload()
         layer.prefetch()
-    assert_close(model(ids[:, :1], past_key_values=cache).logits, expected, **CLOSE)
+    rows = torch.tensor([0, 1, 1])
+    assert_close(model(ids[rows, :1], past_key_values=cache).logits, expected[rows], **CLOSE)
     cache.reset()
     assert_close(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits, **CLOSE)
 
