@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cross_entropy.reference import IGNORE_INDEX
+from kernels.rounding import next_power_of_2
 
 BLOCK = 4096
 NUM_WARPS = 8
@@ -56,7 +57,7 @@ def fused_token_losses(
             1 / float(temperature),
             GRADIENT=gradient,
             IGNORE=IGNORE_INDEX,
-            BLOCK=min(BLOCK, triton.next_power_of_2(width)),
+            BLOCK=min(BLOCK, next_power_of_2(width)),
             num_warps=NUM_WARPS,
         )
     return losses

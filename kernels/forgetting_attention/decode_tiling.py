@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
+
+from kernels.rounding import next_power_of_2
 
 NUM_WARPS = 4
 # Depth of the pipeline that loads K, V and c: one tile in use, the others on their way.
@@ -53,8 +54,8 @@ class Tiling:
                 continue
             heads = num_heads // groups
             key_heads, value_heads = max(1, num_key_heads // groups), max(1, num_value_heads // groups)
-            padded_heads = triton.next_power_of_2(heads)
-            queries = max(triton.next_power_of_2(q.shape[1]), SMALLEST_PRODUCT // padded_heads)
+            padded_heads = next_power_of_2(heads)
+            queries = max(next_power_of_2(q.shape[1]), SMALLEST_PRODUCT // padded_heads)
             rows = queries * padded_heads
             channels = key_heads * block_dim(k.shape[3]) + value_heads * block_dim(v.shape[3])
             key_bytes = channels * k.element_size() + (0 if decay is None else padded_heads * decay.element_size())
@@ -67,7 +68,7 @@ class Tiling:
 
 def block_dim(head_dim: int) -> int:
     """Channels of a tile: a power of 2 that tensor cores take."""
-    return max(SMALLEST_PRODUCT, triton.next_power_of_2(head_dim))
+    return max(SMALLEST_PRODUCT, next_power_of_2(head_dim))
 
 
 def _shared_memory(device: torch.device) -> int:

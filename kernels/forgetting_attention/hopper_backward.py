@@ -29,6 +29,7 @@ from kernels.forgetting_attention.triton_configs import Config
 from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay, give_rows_their_own
 from kernels.forgetting_attention.triton_forward import descriptor, tile_width
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
+from kernels.rounding import cdiv
 
 PARTS = gl.constexpr(16)
 
@@ -379,7 +380,7 @@ def backward(
         BLOCK=CHUNK, VALUE_DIM=tile_width(v), BLOCK_M=config.block_m,
     )  # fmt: skip
     # What is added to begins at 0. So does what nobody may write: gradients of keys that no query sees.
-    groups = triton.cdiv(num_queries, config.block_m)
+    groups = cdiv(num_queries, config.block_m)
     sizes = [batch * heads * rows * key_dim, 0 if decay is None else batch * heads * groups * PARTS.value]
     sums, grad_queries = lse.new_zeros(sum(sizes)).split(sizes)
     new = torch.empty if num_queries == num_keys else torch.zeros
@@ -388,7 +389,7 @@ def backward(
     if decay is not None:
         grad_keys = new(decay.local.shape, dtype=torch.float32, device=q.device)
         grad_queries = grad_queries.view(batch, heads, groups, PARTS.value)
-    _backward[(triton.cdiv(num_keys, config.block_n), heads, batch)](
+    _backward[(cdiv(num_keys, config.block_n), heads, batch)](
         tiles(q, config.block_m),
         tiles(k, config.block_n),
         tiles(v, config.block_n),

@@ -11,7 +11,6 @@ queries' own chunk and in units of the scale, is where the accumulator of S begi
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,6 +24,7 @@ from kernels.forgetting_attention.hopper_tiles import load_tile, rows_alike, thr
 from kernels.forgetting_attention.triton_configs import Config
 from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
+from kernels.rounding import cdiv
 
 
 @gluon.jit
@@ -257,9 +257,9 @@ def forward(
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
     out = q.new_empty(batch, num_queries, heads, v.shape[3])
-    lse = q.new_empty(batch, heads, triton.cdiv(num_queries, CHUNK) * CHUNK, dtype=torch.float32)
+    lse = q.new_empty(batch, heads, cdiv(num_queries, CHUNK) * CHUNK, dtype=torch.float32)
     half = config.block_m // 2
-    _forward[(triton.cdiv(num_queries, config.block_m), heads, batch)](
+    _forward[(cdiv(num_queries, config.block_m), heads, batch)](
         tiles(q, half),
         tiles(k, config.block_n),
         tiles(v, config.block_n),

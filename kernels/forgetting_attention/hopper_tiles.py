@@ -1,6 +1,5 @@
 """What the two Hopper kernels share: which problems they take, tiles in memory, tiles in accumulators."""
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.forgetting_attention.triton_configs import capability
+from kernels.rounding import next_power_of_2
 
 SWIZZLED_TILE = gl.NVMMASharedLayout(128, 16, 4)
 # Triton 3.7 renamed the one, 3.9 the other.
@@ -29,7 +29,7 @@ def supports(q: Tensor, v: Tensor, kv_start: Tensor | None, kv_end: Tensor | Non
 
 def width(x: Tensor) -> int:
     """The channels of a tile, whose rows are whole swizzles of 128 bytes."""
-    return max(64, triton.next_power_of_2(x.shape[3]))
+    return max(64, next_power_of_2(x.shape[3]))
 
 
 def tiles(x: Tensor, block: int) -> TensorDescriptor:

@@ -24,6 +24,7 @@ from kernels.forgetting_attention.triton_configs import Config
 from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
 from kernels.forgetting_attention.triton_forward import LN_2, descriptor, tile_width
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
+from kernels.rounding import cdiv
 
 
 @triton.jit
@@ -304,7 +305,7 @@ def backward(
         descriptor(v, config.block_n),
         descriptor(grad_out, config.block_m),
     )
-    _backward_keys[(triton.cdiv(num_keys, config.block_n), heads, batch)](
+    _backward_keys[(cdiv(num_keys, config.block_n), heads, batch)](
         *tiles,
         descriptor(grad_k, config.block_n),
         descriptor(grad_v, config.block_n),
@@ -318,7 +319,7 @@ def backward(
         *shared,
         **options,
     )
-    _backward_queries[(triton.cdiv(num_queries, config.block_m), heads, batch)](
+    _backward_queries[(cdiv(num_queries, config.block_m), heads, batch)](
         *tiles,
         descriptor(grad_q, config.block_m),
         lse,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forgetting_attention.reference import CLOSED_GATE
+from kernels.rounding import cdiv
 
 CHUNK = 128
 LOG2_E = math.log2(math.e)
@@ -44,7 +45,7 @@ def sum_gates(
     if log_forget is None and kv_start is None and cu_seqlens is None and window is None:
         return None, None
     heads = 1 if log_forget is None else log_forget.shape[2]
-    chunks = triton.cdiv(num_keys, CHUNK)
+    chunks = cdiv(num_keys, CHUNK)
     first = torch.empty(batch, heads, chunks * CHUNK, dtype=torch.int32, device=device)
     decay = None
     if log_forget is not None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from kernels.forgetting_attention.decode_tiling import NUM_STAGES, NUM_WARPS, Tiling, block_dim, choose_splits
 from kernels.forgetting_attention.reference import CLOSED_GATE
 from kernels.operation import register_operation
+from kernels.rounding import next_power_of_2
 
 MAX_QUERIES = 16
 """Queries up to which `decode` is meant."""
@@ -101,7 +102,7 @@ def _decode(
             lses = q.new_empty(num_splits, *out.shape[:3], dtype=torch.float32)
             _launch_splits(tiling, q, k, v, decay, kv_start, kv_end, scale, window, num_splits, partial, lses)
             _join_splits[(lses[0].numel(),)](
-                partial, lses, out, asked, num_splits, v.shape[3], triton.next_power_of_2(v.shape[3]), BLOCK_SPLITS=32
+                partial, lses, out, asked, num_splits, v.shape[3], next_power_of_2(v.shape[3]), BLOCK_SPLITS=32
             )
     return out, lse.mul_(LN_2) if return_lse else lse
 

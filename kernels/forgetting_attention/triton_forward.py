@@ -21,13 +21,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.forgetting_attention.triton_configs import Config
 from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
+from kernels.rounding import cdiv, next_power_of_2
 
 LN_2 = math.log(2.0)
 
 
 def tile_width(x: Tensor) -> int:
     """Channels of a tile of x [..., D]: a power of two, and enough for the matrix units."""
-    return max(16, triton.next_power_of_2(x.shape[-1]))
+    return max(16, next_power_of_2(x.shape[-1]))
 
 
 def descriptor(x: Tensor, block: int) -> TensorDescriptor:
@@ -52,8 +53,8 @@ def forward(
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
     out = q.new_empty(batch, num_queries, heads, v.shape[3])
-    lse = q.new_empty(batch, heads, triton.cdiv(num_queries, CHUNK) * CHUNK, dtype=torch.float32)
-    _forward[(triton.cdiv(num_queries, config.block_m), heads, batch)](
+    lse = q.new_empty(batch, heads, cdiv(num_queries, CHUNK) * CHUNK, dtype=torch.float32)
+    _forward[(cdiv(num_queries, config.block_m), heads, batch)](
         descriptor(q, config.block_m),
         descriptor(k, config.block_n),
         descriptor(v, config.block_n),

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from kernels.forgetting_attention import hopper_backward, hopper_forward, triton_backward, triton_forward
@@ -13,6 +12,7 @@ from kernels.forgetting_attention.triton_configs import select
 from kernels.forgetting_attention.triton_decay import CHUNK, Decay, gradient_of_gates, sum_gates
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges, find_ranges, largest_norms
 from kernels.operation import empty_gradients, register_operation
+from kernels.rounding import cdiv
 
 PLAN_DTYPES = (torch.float32, torch.float64, *(torch.int32,) * 4)
 
@@ -106,14 +106,14 @@ def _empty_results(
     ranged = gated or cu_seqlens is not None or kv_start is not None or window is not None
     planes = (batch, heads if gated else 1)
     chunks, key_grains, query_grains = (
-        triton.cdiv(num_keys, CHUNK),
-        triton.cdiv(num_keys, GRAIN),
-        triton.cdiv(num_queries, GRAIN),
+        cdiv(num_keys, CHUNK),
+        cdiv(num_keys, GRAIN),
+        cdiv(num_queries, GRAIN),
     )
     int32 = partial(q.new_empty, dtype=torch.int32)
     return (
         q.new_empty(batch, num_queries, heads, v.shape[3]),
-        q.new_empty(batch, heads, triton.cdiv(num_queries, CHUNK) * CHUNK, dtype=torch.float32),
+        q.new_empty(batch, heads, cdiv(num_queries, CHUNK) * CHUNK, dtype=torch.float32),
         q.new_empty((*planes, chunks * CHUNK) if gated else 0, dtype=torch.float32),
         q.new_empty((*planes, chunks) if gated else 0, dtype=torch.float64),
         int32((*planes, chunks * CHUNK) if ranged else 0),

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay, halve
+from kernels.rounding import cdiv, next_power_of_2
 
 # Ranges are kept for blocks of this many queries or keys; a smaller block of the attention kernels takes its grain's.
 GRAIN = 64
@@ -43,7 +44,7 @@ def largest_norms(q: Tensor, k: Tensor) -> Tensor:
     unit = 16 // q.element_size()
     norms = torch.zeros(q.shape[2] + k.shape[2], dtype=torch.float32, device=q.device)
     rows = 128
-    blocks = triton.cdiv(k.shape[1], rows)
+    blocks = cdiv(k.shape[1], rows)
     _largest_norms[(blocks, norms.shape[0], q.shape[0])](
         q,
         k,
@@ -52,7 +53,7 @@ def largest_norms(q: Tensor, k: Tensor) -> Tensor:
         k.shape[1],
         *(stride // unit for x in (q, k) for stride in x.stride()[:3]),
         ROWS=rows,
-        WIDTH=triton.next_power_of_2(q.shape[3]),
+        WIDTH=next_power_of_2(q.shape[3]),
         UNIT=unit,
         num_warps=8,
     )
@@ -101,11 +102,11 @@ def find_ranges(
     The bound on the logits is logit_bound, a number or [Hq], or else it is what `largest_norms` and the scale allow.
     """
     batch, heads = first.shape[:2]
-    key_blocks, query_blocks = triton.cdiv(num_keys, GRAIN), triton.cdiv(num_queries, GRAIN)
+    key_blocks, query_blocks = cdiv(num_keys, GRAIN), cdiv(num_queries, GRAIN)
     seen_until, whole_until = (first.new_empty(batch, heads, key_blocks) for _ in range(2))
     kept_from = None if prune is None else first.new_empty(batch, heads, query_blocks)
     lanes = 128
-    _find_ranges[(triton.cdiv(max(key_blocks, query_blocks), lanes), heads, batch)](
+    _find_ranges[(cdiv(max(key_blocks, query_blocks), lanes), heads, batch)](
         first,
         *((None, None) if decay is None else (decay.local, decay.base)),
         kv_end,

@@ -41,6 +41,7 @@ from kernels.gated_recurrence.triton_gradients_strong import (
 )
 from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
 from kernels.gated_recurrence.triton_scores import Chunks, padded, precision, stored_dtype, strides_in_units
+from kernels.rounding import cdiv, next_power_of_2
 
 
 def gradients(
@@ -64,8 +65,8 @@ def gradients(
     heads_x, width_e = w.shape[2:]
     in_bfloat16 = stored_dtype(y.dtype) == torch.bfloat16  # float32 is there for tests: tiles that fit
     block = 64 if in_bfloat16 else min(padded(width), 32)
-    slices = triton.cdiv(width, block)
-    parts = triton.cdiv(width_e, 128 if in_bfloat16 else 32)
+    slices = cdiv(width, block)
+    parts = cdiv(width_e, 128 if in_bfloat16 else 32)
     dx = y.new_empty(batch, length, heads_x, width)
     dy = grad_gates = None
     if x is not None:
@@ -79,7 +80,7 @@ def gradients(
         "STORED": padded(width),
         "BLOCK": block,
         "WIDTH_E": width_e,
-        "BLOCK_E": max(16, triton.next_power_of_2(triton.cdiv(width_e, parts))),
+        "BLOCK_E": max(16, next_power_of_2(cdiv(width_e, parts))),
         "PARTS": parts,
         "IN_HALVES": in_bfloat16,
         "PRECISION": precision(y.dtype),
@@ -102,7 +103,7 @@ def gradients(
     # With narrow heads, to launch programs that find nothing costs more than that those which find something wait.
     run = RUN if width <= 64 else 1
     for of_x, of_y in [(True, False)] if x is None else [(True, False), (False, True)]:
-        gradients_of_strong[(slices, heads_y, triton.cdiv(plan.chunks.shape[0], run))](
+        gradients_of_strong[(slices, heads_y, cdiv(plan.chunks.shape[0], run))](
             x, y, z, w, log_decay, chunks.levels, states, grad_states, *results, sum_matrices(y.device), plan.chunks,
             plan.chunks.shape[0], scale, *outer, OF_X=of_x, OF_Y=of_y, RUN=run, **units, **sizes,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from kernels.gated_recurrence.triton_decays import CHUNK, CLOSED, in_log2
 from kernels.gated_recurrence.triton_gradients_strong import tile_of_state, tokens_of
 from kernels.gated_recurrence.triton_plan import FIELDS, Plan
 from kernels.gated_recurrence.triton_scores import padded, precision, stored_dtype, strides_in_units
+from kernels.rounding import cdiv
 
 
 def gradients_per_head(
@@ -47,7 +48,7 @@ def gradients_per_head(
     in_bfloat16 = stored_dtype(y.dtype) == torch.bfloat16  # float32 is there for tests: tiles that fit
     block = 64 if in_bfloat16 else min(padded(width), 32)
     block_e = 64 if in_bfloat16 else min(padded(width_e), 32)
-    slices = triton.cdiv(width, block)
+    slices = cdiv(width, block)
     dx, dy = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y))
     # For every token and head, from each of the slices: of dx, less that of dy's pairs; of dy's state; of every chunk.
     of_later = torch.empty(batch, length, heads, (group + 1) * slices, dtype=torch.float32, device=x.device)
@@ -82,7 +83,7 @@ def gradients_per_head(
         SLICES=slices,
         WIDTH_E=width_e,
         BLOCK_E=block_e,
-        PARTS=triton.cdiv(width_e, block_e),
+        PARTS=cdiv(width_e, block_e),
         PRECISION=precision(y.dtype),
         CHUNK=CHUNK,
         FIELDS=FIELDS,
@@ -103,7 +104,7 @@ def gate_gradients(of_later: Tensor, of_earlier: Tensor, of_states: Tensor, log_
     _, length, heads, _ = of_later.shape
     grad_gates = torch.empty(of_later.shape[:3], dtype=torch.float32, device=of_later.device)
     block = 8
-    _gate_gradients[(of_states.shape[0], triton.cdiv(heads, block))](
+    _gate_gradients[(of_states.shape[0], cdiv(heads, block))](
         of_later,
         of_earlier,
         of_states,

@@ -12,7 +12,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from kernels.gated_recurrence.hopper_backward_per_head import backward_in_one_scan
@@ -32,6 +31,7 @@ from kernels.gated_recurrence.triton_plan import LEAST_SEGMENT, Plan, make_plan
 from kernels.gated_recurrence.triton_scan import scan
 from kernels.gated_recurrence.triton_scores import Chunks, decay_chunks, padded, stored_dtype
 from kernels.operation import empty_gradients, register_operation
+from kernels.rounding import cdiv
 
 # Programs that a scan should have: a sequence is cut into segments to get them.
 SCAN_PROGRAMS = 96
@@ -41,11 +41,11 @@ MOST_CHANNELS = 256
 
 def _segment(batch: int, length: int, heads: int, width_e: int, packed: bool) -> int:
     """Tokens of a segment: all, where the scan has programs enough without cutting."""
-    programs = batch * heads * triton.cdiv(width_e, 64)
-    whole = triton.cdiv(length, CHUNK) * CHUNK
+    programs = batch * heads * cdiv(width_e, 64)
+    whole = cdiv(length, CHUNK) * CHUNK
     if programs >= SCAN_PROGRAMS and not packed:
         return whole
-    wanted = triton.cdiv(length * programs, 2 * SCAN_PROGRAMS * CHUNK) * CHUNK
+    wanted = cdiv(length * programs, 2 * SCAN_PROGRAMS * CHUNK) * CHUNK
     return min(max(wanted, LEAST_SEGMENT), whole)
 
 
@@ -80,7 +80,7 @@ def _kept_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens:
     """(shape, dtype) of decayed q, k, scores, totals, middles, levels and states, as `_recurrence` keeps them."""
     batch, length, heads, _ = k.shape
     y, z = (v, k) if by_value else (k, v)
-    chunks = batch * triton.cdiv(length, CHUNK) if cu_seqlens is None else _packed_chunks(length, cu_seqlens)
+    chunks = batch * cdiv(length, CHUNK) if cu_seqlens is None else _packed_chunks(length, cu_seqlens)
     width, dtype = padded(y.shape[3]), stored_dtype(q.dtype)
     if log_decay.ndim == 3:
         none = (0, 0), dtype
@@ -99,7 +99,7 @@ def _kept_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens:
 
 
 def _packed_chunks(length: int, cu_seqlens: Tensor) -> int:
-    return triton.cdiv(length, CHUNK) + cu_seqlens.shape[0] - 1
+    return cdiv(length, CHUNK) + cu_seqlens.shape[0] - 1
 
 
 def _keeps(q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget: int | None) -> bool:

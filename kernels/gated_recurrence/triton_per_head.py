@@ -23,6 +23,7 @@ from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, LEAST_SEGM
 from kernels.gated_recurrence.triton_scan import join, strides_of_state
 from kernels.gated_recurrence.triton_scan_per_head import scan_backward_per_head, scan_forward_per_head
 from kernels.gated_recurrence.triton_scores import padded, precision, shared_memory, stored_dtype, strides_in_units
+from kernels.rounding import cdiv, next_power_of_2
 
 
 def segment_per_head(k: Tensor, v: Tensor) -> int:
@@ -31,11 +32,11 @@ def segment_per_head(k: Tensor, v: Tensor) -> int:
     processors = 132  # of an H200, where there is no GPU to ask
     if k.is_cuda:
         processors = torch.cuda.get_device_properties(k.device).multi_processor_count
-    slices = 1 if supports(k, k, v) else triton.cdiv(v.shape[3], 64)
+    slices = 1 if supports(k, k, v) else cdiv(v.shape[3], 64)
     programs = batch * heads * slices
     segments = max(processors * (2 if width <= 64 else 1) // max(programs, 1), 1)
-    whole = triton.cdiv(length, CHUNK) * CHUNK
-    return min(max(triton.cdiv(length, segments * CHUNK) * CHUNK, LEAST_SEGMENT), whole)
+    whole = cdiv(length, CHUNK) * CHUNK
+    return min(max(cdiv(length, segments * CHUNK) * CHUNK, LEAST_SEGMENT), whole)
 
 
 def sum_gates(log_decay: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
@@ -53,7 +54,7 @@ def sum_gates(log_decay: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
         device=log_decay.device,
     )
     block = 8
-    _sum_gates[(plan.chunks.shape[0], triton.cdiv(heads, block))](
+    _sum_gates[(plan.chunks.shape[0], cdiv(heads, block))](
         log_decay,
         before,
         plan.chunks,
@@ -96,7 +97,7 @@ def forward_scan(
     sizes = _sizes(k, v, q.shape[2] // heads)
     start = joined_states(k, v, before, plan, start, 1.0, backward=False)
     x_strides, y_strides, z_strides = (strides_in_units(t) for t in (q, k, v))
-    scan_forward_per_head[(triton.cdiv(width_e, sizes["BLOCK_E"]), heads, plan.segments.shape[0])](
+    scan_forward_per_head[(cdiv(width_e, sizes["BLOCK_E"]), heads, plan.segments.shape[0])](
         q,
         k,
         v,
@@ -145,7 +146,7 @@ def backward_scan(
     sizes = _sizes(k, grad_out, q.shape[2] // heads)
     start = joined_states(q, grad_out, before, plan, start, scale, backward=True)
     x_strides, y_strides, w_strides = (strides_in_units(t) for t in (q, k, grad_out))
-    scan_backward_per_head[(triton.cdiv(width_e, sizes["BLOCK_E"]), heads, plan.segments.shape[0])](
+    scan_backward_per_head[(cdiv(width_e, sizes["BLOCK_E"]), heads, plan.segments.shape[0])](
         q,
         k,
         grad_out,
@@ -174,9 +175,9 @@ def _sizes(k: Tensor, z: Tensor, group: int) -> dict:
     in_bfloat16 = stored_dtype(k.dtype) == torch.bfloat16
     width, width_e = k.shape[3], z.shape[3]
     # Matrix instructions have 64 rows; with fewer, Triton 3.6 makes kernels that read out of bounds.
-    block_d = max(64 if in_bfloat16 else 16, triton.next_power_of_2(width))
+    block_d = max(64 if in_bfloat16 else 16, next_power_of_2(width))
     block_e = (64 if in_bfloat16 else 32) // (1 if block_d <= 128 else 2)
-    block_e = min(block_e, max(16, triton.next_power_of_2(width_e)))
+    block_e = min(block_e, max(16, next_power_of_2(width_e)))
     # As many stages, up to 3, as fit into shared memory beside the state and what leaves.
     stage = 2 * CHUNK * ((1 + group) * block_d + group * block_e)
     own = 4 * (block_d + CHUNK) * block_e + 2 * CHUNK * CHUNK
@@ -217,7 +218,7 @@ def joined_states(
     joined = a.new_empty(segments, heads, sizes["STORED"], sizes["WIDTH_E"], dtype=torch.float32)
     totals = torch.empty(segments, heads, 1, dtype=torch.float32, device=a.device)
     a_strides, b_strides = strides_in_units(a), strides_in_units(b)
-    _segment_sums[(triton.cdiv(sizes["WIDTH_E"], sizes["BLOCK_E"]), heads, segments)](
+    _segment_sums[(cdiv(sizes["WIDTH_E"], sizes["BLOCK_E"]), heads, segments)](
         a,
         b,
         before,

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gated_recurrence.triton_decays import CHUNK
+from kernels.rounding import cdiv
 
 FIRST, LAST = 1, 2  # flags of a segment: of its sequence's segments
 FIELDS = 6
@@ -46,18 +47,18 @@ def make_plan(batch: int, length: int, cu_seqlens: Tensor | None, segment: int, 
     sizes = segment, CHUNK
     if cu_seqlens is None:
         sequences = batch
-        counts = [batch * max(triton.cdiv(length, size), 1) for size in sizes]
+        counts = [batch * max(cdiv(length, size), 1) for size in sizes]
         offsets = torch.empty(0, dtype=torch.int32, device=device)
     else:
         sequences = cu_seqlens.shape[0] - 1
-        counts = [triton.cdiv(length, size) + sequences for size in sizes]
+        counts = [cdiv(length, size) + sequences for size in sizes]
         lengths = cu_seqlens.diff()
         pieces = torch.stack([(lengths + (size - 1)) // size for size in sizes])
         pieces[0].clamp_(min=1)
         offsets = F.pad(pieces.cumsum(1, dtype=torch.int32), (1, 0))
     tables = [torch.empty(count, FIELDS, dtype=torch.int32, device=device) for count in counts]
     block = 256
-    _fill_tables[(triton.cdiv(max(counts), block),)](
+    _fill_tables[(cdiv(max(counts), block),)](
         *tables,
         cu_seqlens,
         offsets,

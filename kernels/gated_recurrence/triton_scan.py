@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, Plan
 from kernels.gated_recurrence.triton_scores import Chunks, precision, shared_memory, strides_in_units
+from kernels.rounding import cdiv, next_power_of_2
 
 STRIDES = ["z_stride_b", "z_stride_t", "z_stride_h"]
 OUT_STRIDES = ["out_stride_b", "out_stride_t", "out_stride_h"]
@@ -55,11 +56,11 @@ def scan(
         z.new_empty(plan.num_sequences, heads, width, width_e, dtype=torch.float32) if end else None,
     )
     # Matrix instructions have 64 rows; with fewer, Triton 3.6 makes kernels that read out of bounds.
-    block_d = max(64 if z.dtype == torch.bfloat16 else 16, triton.next_power_of_2(width))
+    block_d = max(64 if z.dtype == torch.bfloat16 else 16, next_power_of_2(width))
     block_e, num_warps, num_stages = _tile(block_d, width_e, heads_x // heads, z)
     z_strides = strides_in_units(z)
     kernel = _scan_backward if backward else _scan_forward
-    slices = triton.cdiv(width_e, block_e)
+    slices = cdiv(width_e, block_e)
 
     def launch(out, states, start, end, start_strides, end_strides, totals, LOCAL):
         kernel[(slices, heads, plan.segments.shape[0])](
@@ -119,7 +120,7 @@ def join(joined: Tensor, totals: Tensor, start: Tensor | None, plan: Plan, *, ba
     """
     _, heads, width, width_e = joined.shape
     block = 1024
-    _join[(triton.cdiv(width * width_e, block), heads, plan.num_sequences)](
+    _join[(cdiv(width * width_e, block), heads, plan.num_sequences)](
         joined,
         totals,
         start,
@@ -136,7 +137,7 @@ def join(joined: Tensor, totals: Tensor, start: Tensor | None, plan: Plan, *, ba
 
 def _tile(block_d: int, width_e: int, group: int, x: Tensor) -> tuple[int, int, int]:
     """BLOCK_E, warps, and as many stages, up to 3, as fit into shared memory. float32 is there for tests."""
-    largest_e = max(16, triton.next_power_of_2(width_e))
+    largest_e = max(16, next_power_of_2(width_e))
     if x.dtype != torch.bfloat16:
         return min(32 if block_d <= 128 else 16, largest_e), 4, 1
     block_e = min(64 if block_d <= 128 else 32, largest_e)

@@ -38,6 +38,7 @@ from kernels.gated_recurrence.triton_decays import (
     weighted_sums,
 )
 from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
+from kernels.rounding import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def shared_memory(device: torch.device) -> int:
 
 def padded(size: int) -> int:
     """Width of an axis as it is stored: in whole 16s, which matrix instructions need."""
-    return triton.cdiv(size, 16) * 16
+    return cdiv(size, 16) * 16
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -116,11 +117,11 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
     y_strides, gate_strides = strides_in_units(y), strides_in_units(log_decay)
     in_bfloat16 = dtype == torch.bfloat16
     # Slices of 64 channels, for which the registers of four warps suffice: as many as 64 rows of a product occupy.
-    block = 64 if in_bfloat16 else min(triton.next_power_of_2(width), 64)
-    slices = triton.cdiv(width, block)
+    block = 64 if in_bfloat16 else min(next_power_of_2(width), 64)
+    slices = cdiv(width, block)
     # Two kernels, each for its own chunks: one for all would take the registers of both.
     for strong in (False, True):
-        _decay_chunks[(heads_x, triton.cdiv(plan.chunks.shape[0], RUN if strong else 1))](
+        _decay_chunks[(heads_x, cdiv(plan.chunks.shape[0], RUN if strong else 1))](
             x,
             y,
             log_decay,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.operation import register_operation
+from kernels.rounding import cdiv, next_power_of_2
 
 MAX_STEPS = 16
 """Tokens up to which these are meant."""
@@ -152,7 +153,7 @@ def _launch(
     if batch == 0:
         return
     block_keys, block_values, num_warps = _tile(key_dim, value_dim)
-    slices = triton.cdiv(value_dim, block_values)
+    slices = cdiv(value_dim, block_values)
     decay_strides = log_decay.stride() if log_decay.ndim == 4 else (*log_decay.stride(), 0)
     # The stride of an axis of one is arbitrary. What divides the others is a constant of the kernel, and tells it how
     # wide it may load; the strides themselves are not.
@@ -196,8 +197,8 @@ def _tile(key_dim: int, value_dim: int) -> tuple[int, int, int]:
     Rows of 128 bytes or more, and up to 128 numbers a thread. More warps would wait for one another in every sum over
     the rows: on an H200, four in place of one took a third longer for 16 tokens, and twice as long with grouped heads.
     """
-    rows = triton.next_power_of_2(key_dim)
-    return rows, min(triton.next_power_of_2(value_dim), 64 if rows <= 64 else 32), max(1, rows // 128)
+    rows = next_power_of_2(key_dim)
+    return rows, min(next_power_of_2(value_dim), 64 if rows <= 64 else 32), max(1, rows // 128)
 
 
 _STRIDES = [f"{x}_stride_{axis}" for x in ("q", "k", "v", "decay") for axis in "bthd"]

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kernels.gated_recurrence.triton_liger_inputs import load_pairs, once, rotated, state_inputs
 from kernels.operation import register_operation
+from kernels.rounding import cdiv, next_power_of_2
 
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
@@ -154,7 +155,7 @@ def launch(
     ring_tile = max(SMALLEST_PRODUCT, RING_BYTES // (_block(value_dim) * k.element_size()))
     strides = [_strides(x) for x in (q, k, v, log_decay, q_window, k_window)]
     with torch.cuda.device_of(q):
-        _take_step[(triton.cdiv(value_dim, block_values), heads, batch)](
+        _take_step[(cdiv(value_dim, block_values), heads, batch)](
             q,
             k,
             v,
@@ -210,7 +211,7 @@ def _strides(x: Tensor | None) -> tuple[int, int]:
 
 
 def _block(size: int) -> int:
-    return max(SMALLEST_PRODUCT, triton.next_power_of_2(size))
+    return max(SMALLEST_PRODUCT, next_power_of_2(size))
 
 
 _STRIDES = [f"{x}_stride_{axis}" for x in ("q", "k", "v", "decay", "q_window", "k_window") for axis in "bh"]

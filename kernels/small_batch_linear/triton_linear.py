@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.operation import register_operation
+from kernels.rounding import cdiv, next_power_of_2
 
 # The smallest matrix product that tensor cores take.
 SMALLEST_PRODUCT = 16
@@ -39,10 +40,10 @@ def _linear(
     x, bias, norm_weight = (None if t is None else t.contiguous() for t in (x, bias, norm_weight))
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
-    block_rows = max(SMALLEST_PRODUCT, triton.next_power_of_2(rows))
+    block_rows = max(SMALLEST_PRODUCT, next_power_of_2(rows))
     block_outputs, block_k, stages, warps = _tiles(block_rows, outputs, x.shape[1], gated, x.element_size())
     with torch.cuda.device_of(x):
-        _product[(triton.cdiv(outputs, block_outputs),)](
+        _product[(cdiv(outputs, block_outputs),)](
             x,
             weight,
             bias,
@@ -87,10 +88,10 @@ def _tiles(block_rows: int, outputs: int, k: int, gated: bool, itemsize: int) ->
     As many outputs as leave more programs than processors, which then share the work more evenly: the more outputs, the
     less often x is read. Then as many stages as shared memory has room for, with those programs there at once.
     """
-    programs = {n: triton.cdiv(outputs, n) / PROCESSORS for n in (64, 32, 16)}
+    programs = {n: cdiv(outputs, n) / PROCESSORS for n in (64, 32, 16)}
     block_outputs = 32 if gated else next((n for n in (64, 32) if programs[n] >= 1.4), 16)
     block_k = 512 // itemsize // (block_rows // SMALLEST_PRODUCT)
-    block_k = max(SMALLEST_PRODUCT, min(block_k, triton.next_power_of_2(k)))
+    block_k = max(SMALLEST_PRODUCT, min(block_k, next_power_of_2(k)))
     if gated or block_outputs != 32:
         block_k = max(SMALLEST_PRODUCT, block_k // 2)
     stage = (block_outputs * (1 + gated) + block_rows) * block_k * itemsize
