@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kernels import forgetting_attention
+from lit_modules.networks.linearized import lora_projections
 from lit_modules.networks.linearized.families import family_of, head_counts
 from lit_modules.networks.positions import Positions
 
@@ -98,7 +99,7 @@ class SubstitutedAttention(nn.Module):
             cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
             q, k, v = self.project(hidden_states)
             out = self.student(hidden_states, q, k, v, positions, position_embeddings, cache)
-            return self.o_proj(out.flatten(2)), None
+            return lora_projections.project([self.o_proj], out.flatten(2))[0], None
         with torch.no_grad():
             taught = self.teacher(hidden_states, positions, position_embeddings)
             out = _without_adapter(self.o_proj)(taught.flatten(2))
@@ -131,12 +132,15 @@ class SubstitutedAttention(nn.Module):
             hidden: `[B, T, hidden_size]`.
             adapted: with what peft has added to the projections, if it has.
         """
-        chosen = (lambda module: module) if adapted else _without_adapter
-        if hasattr(self, "qkv_proj"):
-            widths = [heads * self.heads.dim for heads in (self.heads.query, self.heads.key, self.heads.key)]
-            projected = chosen(self.qkv_proj)(hidden).split(widths, dim=-1)
+        fused = hasattr(self, "qkv_proj")
+        modules = [self.qkv_proj] if fused else [self.q_proj, self.k_proj, self.v_proj]
+        if adapted:
+            projected = lora_projections.project(modules, hidden)
         else:
-            projected = [chosen(module)(hidden) for module in (self.q_proj, self.k_proj, self.v_proj)]
+            projected = [_without_adapter(module)(hidden) for module in modules]
+        if fused:
+            widths = [heads * self.heads.dim for heads in (self.heads.query, self.heads.key, self.heads.key)]
+            projected = projected[0].split(widths, dim=-1)
         q, k, v = (x.unflatten(-1, (-1, self.heads.dim)) for x in projected)
         if hasattr(self, "q_norm"):
             # Under autocast norms with float32 weights return float32.

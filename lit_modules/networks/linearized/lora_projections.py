@@ -1,0 +1,125 @@
+"""Projections with LoRA in training: those of one input in few products, in the dtype of the model.
+
+peft computes LoRA in float32, that is, on float32 copies of the input, of the output and of their gradients. Here the
+products have operands of the model's dtype and accumulate in float32, as under autocast; weights stay float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.lora import Linear
+from torch import Tensor, nn
+
+
+def project(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """What each of `modules` makes of `x` `[..., in]`.
+
+    Those that are frozen under one plain LoRA, which is trained, are computed together; the others compute themselves.
+    """
+    dtype = _dtype(x)
+    together = [module for module in modules if torch.is_grad_enabled() and _is_plain(module, x.dtype, dtype)]
+    if not together:
+        return [module(x) for module in modules]
+    adapters = [module.active_adapters[0] for module in together]
+    products = _Projections.apply(
+        x.to(dtype),
+        tuple(float(module.scaling[adapter]) for module, adapter in zip(together, adapters, strict=True)),
+        *(module.base_layer.weight for module in together),
+        *(module.lora_A[adapter].weight for module, adapter in zip(together, adapters, strict=True)),
+        *(module.lora_B[adapter].weight for module, adapter in zip(together, adapters, strict=True)),
+    )
+    biased = (_biased(product, module.base_layer) for product, module in zip(products, together, strict=True))
+    return [next(biased) if module in together else module(x) for module in modules]
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """That of the products."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def _is_plain(module: nn.Module, given: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether a projection is frozen under one LoRA that has nothing but two factors, both trained."""
+    if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
+        return False
+    base, active = module.base_layer, module.active_adapters
+    if module.disable_adapters or module.merged or module.fan_in_fan_out or len(active) != 1:
+        return False
+    (adapter,) = active
+    if adapter not in module.lora_A or adapter in module.lora_variant or module.lora_bias[adapter]:
+        return False
+    if not isinstance(module.lora_dropout[adapter], nn.Identity) or base.weight.requires_grad:
+        return False
+    factors = (module.lora_A[adapter].weight, module.lora_B[adapter].weight)
+    return base.weight.dtype in (given, dtype) and all(factor.requires_grad for factor in factors)
+
+
+def _biased(product: Tensor, base: nn.Linear) -> Tensor:
+    return product if base.bias is None else product + base.bias.to(product.dtype)
+
+
+class _Projections(torch.autograd.Function):
+    """`x W_i^T + s_i (x A_i^T) B_i^T` for every i, of x `[..., in]`. W has no gradient; A's and B's are in their dtype.
+
+    With A the factors A_i one below the other, and B the factors s_i B_i as the blocks of a diagonal, LoRA's part of
+    all outputs side by side is `(x A^T) B^T`, and that of their gradients is as few products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scalings: tuple[float, ...], *factors: Tensor) -> tuple[Tensor, ...]:
+        weights, down, up = _matrices(factors, scalings, x.dtype)
+        low = F.linear(x, down)
+        added = F.linear(low, up).split([weight.shape[0] for weight in weights], dim=-1)
+        ctx.save_for_backward(x, low, *factors)
+        ctx.scalings = scalings
+        return tuple(F.linear(x, weight) + part for weight, part in zip(weights, added, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, low, *factors = ctx.saved_tensors
+        count, scalings = len(grads), ctx.scalings
+        weights, down, up = _matrices(factors, scalings, x.dtype)
+        grad = grads[0] if count == 1 else torch.cat(grads, dim=-1)
+        grad_low = grad @ up
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ (weights[0] if count == 1 else torch.cat(weights)) + grad_low @ down
+        grads_down = _over_tokens(grad_low, x).split([factor.shape[0] for factor in factors[count : 2 * count]])
+        grads_up, row, column = [], 0, 0
+        grad_up = _over_tokens(grad, low)
+        for factor, scaling in zip(factors[2 * count :], scalings, strict=True):
+            rows, columns = factor.shape
+            grads_up.append(grad_up[row : row + rows, column : column + columns] * scaling)
+            row, column = row + rows, column + columns
+        of_factors = (g.to(f.dtype) for g, f in zip((*grads_down, *grads_up), factors[count:], strict=True))
+        return grad_x, None, *(None,) * count, *of_factors
+
+
+def _matrices(
+    factors: Sequence[Tensor], scalings: tuple[float, ...], dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The weights W_i, A and B, in `dtype`."""
+    count = len(scalings)
+    weights, downs, ups = factors[:count], factors[count : 2 * count], factors[2 * count :]
+    down = torch.cat(downs) if count > 1 else downs[0]
+    rank, before, blocks = down.shape[0], 0, []
+    for up, scaling in zip(ups, scalings, strict=True):
+        after = rank - before - up.shape[1]
+        blocks.append(F.pad(up * scaling, (before, after)))
+        before += up.shape[1]
+    return [weight.to(dtype) for weight in weights], down.to(dtype), torch.cat(blocks).to(dtype)
+
+
+def _over_tokens(x: Tensor, y: Tensor) -> Tensor:
+    """`sum_n x_n^T y_n` of x `[..., rows]` and y `[..., columns]`, float32 at least."""
+    # Rows of the batch are summed apart: the result is small, and one product over all tokens would keep few
+    # processors of a GPU busy.
+    x, y = (z.unsqueeze(0) if z.ndim == 2 else z.flatten(0, -3) for z in (x, y))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.is_cuda and x.dtype != wide:
+        return torch.bmm(x.mT, y, out_dtype=wide).sum(0)
+    return torch.bmm(x.mT.to(wide), y.to(wide)).sum(0)
