@@ -44,26 +44,32 @@ class AbsentDriver:
         return GPUTarget("cuda", self.architecture, 32)
 
 
-def without_machine_code(backend=None, stages=None, options=None, language=None, capability=None):
-    """Triton's hook before it compiles: but for Hopper nothing is assembled, since what is asked, shared memory, is
-    known before, and the assembler takes most of the time."""
-    if stages is None:
-        return "without machine code", "without machine code"
-    if capability != 90:
-        stages["ptx"] = lambda module, metadata: metadata.setdefault("name", "unnamed")
-        stages["cubin"] = lambda module, metadata: b""
-    return None
-
-
 class Compiler:
-    """Stands in for launching kernels; `records` has one entry for each that was compiled."""
+    """Stands in for launching kernels; `records` has one entry for each that was compiled.
 
-    def __init__(self):
+    for_hopper_alone: for other architectures nothing is assembled, which takes most of the time. Shared memory, all
+    that is then told of them, is known before.
+    """
+
+    def __init__(self, *, for_hopper_alone: bool = False):
+        self.for_hopper_alone = for_hopper_alone
         self.driver, self.records, self.seen = AbsentDriver(), [], set()
         triton.runtime.driver.set_active(self.driver)
         triton.knobs.nvidia.dump_ptxas_log = True
-        triton.knobs.runtime.add_stages_inspection_hook = without_machine_code
+        triton.knobs.runtime.add_stages_inspection_hook = self.choose_stages
         KernelInterface.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: self.compile(kernel, args, kwargs)
+
+    def is_assembled(self) -> bool:
+        return self.driver.architecture == 90 or not self.for_hopper_alone
+
+    def choose_stages(self, backend=None, stages=None, options=None, language=None, capability=None):
+        """Triton's hook: first what names it in the cache, then what it makes of the stages."""
+        if stages is None:
+            return (f"assembled: {self.is_assembled()}",) * 2
+        if not self.is_assembled():
+            stages["ptx"] = lambda module, metadata: metadata.setdefault("name", "unnamed")
+            stages["cubin"] = lambda module, metadata: b""
+        return None
 
     def compile(self, kernel, args: tuple, kwargs: dict) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as log:
@@ -76,7 +82,7 @@ class Compiler:
             "architecture": self.driver.architecture,
             "shared": compiled.metadata.shared,
         }
-        if self.driver.architecture == 90:
+        if self.is_assembled():
             assert "bytes spill stores" in log.getvalue(), "the assembler's log is missing"
             record["spilled"] = sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue())))
             record["serialized"] = "wgmma.mma_async instructions are serialized" in log.getvalue()
@@ -112,7 +118,7 @@ def compile_row(name: str, head_dim: int, config, gated: bool) -> None:
 
 
 def main(rows: list[str]) -> None:
-    compiler = Compiler()
+    compiler = Compiler(for_hopper_alone=True)
     for row in rows:
         architecture, name, head_dim = row.split(":")
         compiler.driver.architecture = int(architecture)

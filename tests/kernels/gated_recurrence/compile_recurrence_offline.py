@@ -37,7 +37,7 @@ def compile_case(gate: str, head_dim: int, dtype: torch.dtype) -> None:
 
 
 def main(cases: list[str]) -> None:
-    compiler = Compiler()
+    compiler = Compiler(for_hopper_alone=True)
     for module in (triton_scores, triton_scan, triton_per_head):
         module.shared_memory = lambda device: SHARED[compiler.driver.architecture]
     hopper_per_head._is_hopper = lambda device: compiler.driver.architecture == 90
