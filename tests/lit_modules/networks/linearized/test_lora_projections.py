@@ -113,6 +113,12 @@ MORE = {
     "DoRA": ({"use_dora": True}, None),
     "LoRA's bias": ({"lora_bias": True, "bias": True}, None),
     "disabled": ({}, each(lambda layer: layer.enable_adapters(False))),
+    "disabled, then told to be trained": (
+        {},
+        each(
+            lambda layer: (layer.enable_adapters(False), layer.lora_A.requires_grad_(), layer.lora_B.requires_grad_())
+        ),
+    ),
     "merged": ({}, each(lambda layer: layer.merge())),
     "two adapters": ({}, two_adapters),
     "a trained base": ({}, each(lambda layer: layer.base_layer.weight.requires_grad_(True))),
