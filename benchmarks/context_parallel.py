@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.measuring import one_line, relative_error
 from benchmarks.modules import pretraining
-from benchmarks.tables import table
+from benchmarks.tables import parsed, table
 from benchmarks.training_speed import set_gates
 from data_pipeline.files import write_whole
 from lit_modules.callbacks.progress import peak_flops
@@ -238,14 +238,8 @@ def read_csv(file: Path) -> list[Measured]:
     kinds = {field.name: field.type for field in fields(Measured)}
     with open(file, encoding="utf-8", newline="") as handle:
         return [
-            Measured(**{key: _value(kinds[key], text) for key, text in row.items()}) for row in csv.DictReader(handle)
+            Measured(**{key: parsed(kinds[key], text) for key, text in row.items()}) for row in csv.DictReader(handle)
         ]
-
-
-def _value(kind: object, text: str) -> object:
-    if kind in (int, str):
-        return kind(text)
-    return float(text) if text else None
 
 
 def write_csv(file: Path, rows: list[Measured]) -> None:

@@ -92,9 +92,21 @@ def kernel_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def liger_arguments(
-    batch: int, heads: int, groups: int, dim: int, window: int, sinks: int, dtype: torch.dtype, device: torch.device
+    batch: int,
+    heads: int,
+    groups: int,
+    dim: int,
+    window: int,
+    sinks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    late: bool = False,
 ) -> dict[str, Tensor | int]:
-    """Random arguments of `liger_step`, as those of `windowed_step`; q, k and v are parts of one product."""
+    """Random arguments of `liger_step`, as those of `windowed_step`; q, k and v are parts of one product.
+
+    late: of a state that lags behind; rings are full, and the first tokens enter it next.
+    """
     taken = ("state", "ring_keys", "ring_values", "tokens", "state_weight", "window_weight", "sinks")
     given = step_arguments(batch, heads, groups, dim, window, sinks, dtype, device)
     widths = [heads * groups * dim, heads * dim, heads * dim]
@@ -102,6 +114,10 @@ def liger_arguments(
     q, k, v = (part.unflatten(-1, (-1, dim)) for part in projected.to(dtype).split(widths, dim=-1))
     angles = 6 * torch.randn(batch, 1, dim // 2, device=device).repeat(1, 1, 2)
     tables = {"cosine": angles.cos().to(dtype), "sine": angles.sin().to(dtype)}
+    if late:
+        tables["late_keys"] = torch.randn(batch, window + 1, heads, dim, device=device).to(dtype)
+        given["ring_values"].normal_()
+        given["tokens"] += window
     return {"q": q, "k": k, "v": v, **tables, **{name: given[name] for name in taken}}
 
 
@@ -111,12 +127,7 @@ def liger_error(device: torch.device, dtype: torch.dtype) -> float:
     worst, kv_start = 0.0, torch.tensor([0, 3, 70], dtype=torch.int32, device=device)
     gates = (*PER_CHANNEL, *PER_HEAD, *CONSTANT) if dtype == torch.bfloat16 else ("gla",)
     for gate, late in itertools.product(gates, (False, True)):
-        held = liger_arguments(3, 2, 4, 128, 64, 4, dtype, device)
-        if late:
-            # Full rings, of which the first tokens enter the states now.
-            held["late_keys"] = torch.randn(3, 65, 2, 128, device=device).to(dtype)
-            held["ring_values"].normal_()
-            held["tokens"] += 64
+        held = liger_arguments(3, 2, 4, 128, 64, 4, dtype, device, late=late)
         exact = {name: x.double() if isinstance(x, Tensor) and name != "tokens" else x for name, x in held.items()}
         options = {"gate": gate, "temperature": 16.0 if gate == "gla" else 1.0, "kv_start": kv_start}
         for _ in range(90 if gate == "gla" else 10):

@@ -55,7 +55,6 @@ def operations(run: Run, batch: int) -> None:
         alone, fused, nbytes = _products(batch, matrix, device)
         add(f"small_batch_linear: {name}", fused, nbytes)
         add("torch: that product alone", alone, nbytes)
-    normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
     layers = 16 if device.type == "cuda" else 2
     sizes = (batch, HEADS, 4, HEAD_DIM, WINDOW, 0, torch.bfloat16, device)
     given = [step_arguments(*sizes) for _ in range(layers)]
@@ -63,13 +62,14 @@ def operations(run: Run, batch: int) -> None:
     add(f"windowed_step, window {WINDOW}", [partial(windowed_step, **arguments) for arguments in given], moved)
     for window, sinks, is_late in ((WINDOW, 0, False), (124, 4, True)):
         sizes = (batch, HEADS, 4, HEAD_DIM, window, sinks, torch.bfloat16, device)
-        given = [{**liger_arguments(*sizes), "gate": "gla", "temperature": 16.0} for _ in range(layers)]
+        options = {"gate": "gla", "temperature": 16.0}
+        given = [{**liger_arguments(*sizes, late=is_late), **options} for _ in range(layers)]
         for arguments in given if is_late else ():
-            arguments["late_keys"] = normal(batch, window + 1, HEADS, HEAD_DIM)
-            arguments["tokens"] += 2 * window
+            arguments["tokens"] += window  # until every token enters
         moved = 2 * given[0]["state"].nbytes + 2 * given[0]["ring_keys"].nbytes
         name = f"liger_step, window {window}" + f", {sinks} sinks, late state" * is_late
         add(name, [partial(liger_step, **arguments) for arguments in given], moved)
+    normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
     for held in (512, 8192) if device.type == "cuda" else (16,):
         pairs = [[normal(batch, held, HEADS, HEAD_DIM) for _ in range(2)] for _ in range(layers)]
         q = normal(batch, 1, 4 * HEADS, HEAD_DIM)

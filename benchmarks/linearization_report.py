@@ -12,14 +12,13 @@ import torch
 from benchmarks import side_by_side, tables
 from benchmarks.linearization_peers import WINDOW
 from benchmarks.linearization_steps import SHAPES
-from benchmarks.tables import table
+from benchmarks.tables import parsed, table
 
 TRAINING, LARGE = "training", "large"
 OFFICIAL = "fla, float32 q, k, v"
 COMPILED = f"{OFFICIAL}, compiled"
 OURS = ("ours", "ours, compiled")
 TARGET = 1.5
-TEXTS = ("section", "implementation", "shape", "parameter", "passes", "note", "date", "machine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +92,10 @@ def read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     with path.open(newline="") as file:
-        lines = csv.DictReader(file)
-        if lines.fieldnames != [known.name for known in fields(Row)]:
+        lines, kinds = csv.DictReader(file), {known.name: known.type for known in fields(Row)}
+        if lines.fieldnames != list(kinds):
             raise ValueError(f"{path} has other columns than this benchmark writes: move it, or give another --output")
-        return [Row(**{name: _value(name, text) for name, text in line.items()}) for line in lines]
-
-
-def _value(name: str, text: str) -> str | float | None:
-    if name in TEXTS:
-        return text
-    return float(text) if text else None
+        return [Row(**{name: parsed(kinds[name], text) for name, text in line.items()}) for line in lines]
 
 
 def micro_batch(row: Row) -> int:

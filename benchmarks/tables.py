@@ -70,3 +70,12 @@ def csv_text(kind: type[Row], rows: Iterable[Row]) -> str:
     writer.writerow(names)
     writer.writerows([getattr(row, name) for name in names] for row in rows)
     return out.getvalue()
+
+
+def parsed(kind: object, text: str) -> object:
+    """What `csv_text` wrote of a field of that type: text, a whole number, or a number that may be missing."""
+    if kind in (str, object):
+        return text
+    if kind is int:
+        return int(text)
+    return float(text) if text else None

@@ -228,10 +228,11 @@ def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
 def load_base(cfg: DictConfig, settings: Linearization, layers: int, data: Any, folder: Path) -> LinearizedForCausalLM:
     """The base model, linearized but for the layers that stay; a run that goes on keeps those that it chose."""
     asked, chosen = cfg.softmax_layers or {}, folder / KEPT
-    with FileLock(folder / f".{KEPT}.lock") if "most_sensitive" in asked else contextlib.nullcontext():
+    if "most_sensitive" in asked:
         # Of several ranks the first one here measures: each by itself might choose another layer in the last digit.
-        if "most_sensitive" in asked and not chosen.is_file():
-            return keep_most_sensitive(cfg, load_linearized(cfg, settings, data), data, chosen)
+        with FileLock(folder / f".{KEPT}.lock"):
+            if not chosen.is_file():
+                return keep_most_sensitive(cfg, load_linearized(cfg, settings, data), data, chosen)
     if chosen.is_file():
         settings = dataclasses.replace(settings, softmax_layers=json.loads(chosen.read_text())["kept"])
     elif "every" in asked:

@@ -7,6 +7,11 @@ from torch import Tensor
 from lit_modules.caches.recurrent import RecurrentCacheLayer
 
 
+def later(x: Tensor, tokens: int) -> Tensor:
+    """`x` `[B, T, ...]` so many tokens later, zeros at first."""
+    return F.pad(x, (*(0, 0) * (x.ndim - 2), tokens, 0))[:, : x.shape[1]]
+
+
 class LinearizedCacheLayer(RecurrentCacheLayer):
     """What the tokens so far have left in one linearized layer, however many they were.
 
@@ -97,7 +102,7 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         """
         ring = getattr(self, name)
         if ring is None:
-            return F.pad(new, (0, 0, 0, 0, self.window, 0))[:, : new.shape[1]]
+            return later(new, self.window)
         return self._earlier(ring, self.sinks + self.time(new.shape[1]) % self.window, new)
 
     def _earlier(self, ring: Tensor, slots: Tensor, new: Tensor) -> Tensor:

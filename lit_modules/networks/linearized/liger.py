@@ -14,7 +14,7 @@ from kernels.gated_recurrence import (
     windowed_step,
 )
 from kernels.gated_recurrence.forms import Recurrence, SlotRecurrence
-from lit_modules.caches.linearized import LinearizedCacheLayer
+from lit_modules.caches.linearized import LinearizedCacheLayer, later
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
 from lit_modules.networks.linearized.feature_maps import make_feature_map
 from lit_modules.networks.linearized.gates import (
@@ -155,8 +155,9 @@ class LigerAttention(SubstitutedAttention):
         inputs = _written(inputs, self._is_written(positions, cache, v.shape[1]))
         if cache is not None:
             return type(inputs)(inputs.q, *cache.delay(inputs[1:]))
-        early = positions.index < window
-        return type(inputs)(inputs.q, *(_later(x, window, early) for x in inputs[1:]))
+        early = positions.index < window  # its document had not begun so many tokens before
+        late = (later(x, window).masked_fill(early.view(*early.shape, *(1,) * (x.ndim - 2)), 0) for x in inputs[1:])
+        return type(inputs)(inputs.q, *late)
 
     def _window(
         self,
@@ -285,12 +286,6 @@ def _written(inputs: Inputs, real: Tensor | None) -> Inputs:
     # A state that is empty may decay as it will.
     name = "slots" if isinstance(inputs, SlotRecurrence) else "v"
     return inputs._replace(**{name: getattr(inputs, name).masked_fill(~real[..., None, None], 0)})
-
-
-def _later(x: Tensor, tokens: int, early: Tensor) -> Tensor:
-    """`x` `[B, T, ...]` so many tokens later, zeros where its document had not begun: `early` `[B, T]`."""
-    late = torch.cat((torch.zeros_like(x[:, :tokens]), x[:, :-tokens]), dim=1)
-    return late.masked_fill(early.view(*early.shape, *(1,) * (x.ndim - 2)), 0)
 
 
 States = tuple[Tensor, ...]

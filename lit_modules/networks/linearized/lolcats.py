@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step
 from kernels.gated_recurrence.forms import Recurrence
-from lit_modules.caches.linearized import LinearizedCacheLayer
+from lit_modules.caches.linearized import LinearizedCacheLayer, later
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
 from lit_modules.networks.linearized.clusters import ClusterKeys, ClusterQueries
 from lit_modules.networks.linearized.feature_maps import make_feature_map
@@ -207,10 +207,8 @@ class LolcatsAttention(SubstitutedAttention):
         waiting = (k,) if pooled or not turned else ()
         if self.gate_proj is not None:
             waiting = (*waiting, self.gate_proj(hidden))
-        if cache is None:
-            late = tuple(_late(x, "", window, None) for x in waiting)
-        else:
-            late = cache.delay(waiting) if waiting else ()
+        delayed_by_cache = cache is not None and waiting
+        late = cache.delay(waiting) if delayed_by_cache else tuple(later(x, window) for x in waiting)
         late_v = _late(v, "ring_values", window, ring)
         late_k = _late(turned_k, "ring_keys", window, ring) if turned else late[0]
         logits = None
@@ -342,6 +340,4 @@ def _places(positions: Positions, ring: LinearizedCacheLayer | None, tokens: int
 
 def _late(x: Tensor, name: str, window: int, ring: LinearizedCacheLayer | None) -> Tensor:
     """`x` `[B, T, ...]` so many tokens late, beginning with what the ring of this name holds, or else with zeros."""
-    if ring is None:
-        return F.pad(x, (0, 0, 0, 0, window, 0))[:, : x.shape[1]]
-    return ring.leaving(name, x)
+    return later(x, window) if ring is None else ring.leaving(name, x)
