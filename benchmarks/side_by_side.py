@@ -36,6 +36,13 @@ def parse(parser: argparse.ArgumentParser, sections: Sequence[str], lengths: Seq
     return arguments
 
 
+def without_output(arguments: Sequence[str]) -> list[str]:
+    """A command line's arguments but for the folder of the results, which changes nothing of what is measured."""
+    ignoring = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ignoring.add_argument("--output")
+    return ignoring.parse_known_args(arguments)[1]
+
+
 def spread_documents(length: int) -> list[int]:
     """Bounds of documents of 128 to 8192 tokens, evenly spread in log, always the same, that fill a row."""
     generator = np.random.default_rng(0)
@@ -152,7 +159,7 @@ class Run:
         """The report."""
         on_gpu = self.device.type == "cuda"
         device = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, no GPU"
-        command = shlex.join(["python", "-m", f"benchmarks.{self.name}", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", f"benchmarks.{self.name}", *without_output(sys.argv[1:])])
         head = (
             f"# {self.title}\n\n{datetime.date.today()}; {device}; torch {torch.__version__}, {self.versions()}. By "
             f"`{command}`.\n\n{self.preamble}"

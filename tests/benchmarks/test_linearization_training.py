@@ -22,6 +22,7 @@ from benchmarks.linearization_report import (
 )
 from benchmarks.linearization_steps import SHAPES, first_passes, our_builders
 from benchmarks.linearization_training import compare, compile_kernels, main
+from benchmarks.side_by_side import without_output
 
 CPU = torch.device("cpu")
 SHORT = dataclasses.replace(SHAPES["tiny"], length=16, micro_batches=(1, 2), batch=2)
@@ -52,6 +53,12 @@ def row(implementation: str, micro_batch: int, rate: float | None, section: str 
 
 def new_run(folder: Path, date: str = "2026-05-06 07:08:09") -> Run:
     return Run(device=CPU, longest=1024, folder=folder, date=date)
+
+
+def test_a_report_does_not_name_the_folder_that_it_lies_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--sections", "training", "--output", str(tmp_path)])
+    assert "--sections training`" in new_run(tmp_path).text()
+    assert without_output(["--output=there", "--quick"]) == ["--quick"]
 
 
 def test_ours_is_held_to_the_official_configuration_and_to_the_best_of_the_official_layers():
