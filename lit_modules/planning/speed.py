@@ -14,7 +14,7 @@ from lit_modules.planning.work import Mixing, Pass, Product
 
 # Matrix products: shares of the peak and of the memory's bandwidth (caches make it more than all), one after the other;
 # of the peak where rows are not whole 16 bytes apart, and in float32; of the bandwidth where they are narrow as a tile.
-PRODUCT, PRODUCT_TRAFFIC = 0.82, 1.6
+PRODUCT, PRODUCT_TRAFFIC = 0.79, 1.6
 UNALIGNED, FLOAT32, NARROW, TILE = 0.123, 0.05, 0.55, 64
 # Attention: (forward, backward) shares of the peak in long sequences, by the head's width and whether there are gates,
 # and the tokens of a sequence at which half of that is reached.

@@ -47,31 +47,18 @@ def planned(index: int) -> Estimate:
         return estimate(hydra.utils.instantiate(cfg.model, _convert_="all"), setup)
 
 
-def each_row(*marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
-    """A test for each row that was measured; where the head's share of the time is large, with `marks`."""
-    cases = [
-        pytest.param(index, id=name_of(row), marks=marks if row["recomputation"] != "full" else ())
-        for index, row in enumerate(rows())
-    ]
-    return pytest.mark.parametrize("index", cases)
-
-
 NOT_MEASURED = pytest.mark.skipif(not rows(), reason="nothing was measured: benchmarks/plan_against_measured.py")
-BEFORE_PADDING = pytest.mark.xfail(
-    strict=True,
-    reason="measured before the head's products were padded; "
-    "to be measured again with python -m benchmarks.plan_against_measured",
-)
+EACH_ROW = pytest.mark.parametrize("index", [pytest.param(i, id=name_of(row)) for i, row in enumerate(rows())])
 
 
 @NOT_MEASURED
-@each_row()
+@EACH_ROW
 def test_what_was_measured_is_what_is_planned(index):
     assert planned(index).memory.peak == pytest.approx(int(rows()[index]["peak"]), rel=0.1)
 
 
 @NOT_MEASURED
-@each_row(BEFORE_PADDING)
+@EACH_ROW
 def test_the_speed_that_was_measured_is_what_is_planned(index):
     measured = float(rows()[index]["tokens_per_second"])
     assert planned(index).speed.tokens_per_second == pytest.approx(measured, rel=0.15)
