@@ -10,6 +10,7 @@ What was measured before is kept in a file of lines beside the page; the newest 
 
 import argparse
 import datetime
+import gc
 import itertools
 import json
 import os
@@ -268,8 +269,9 @@ def shared_folder() -> str:
 
 
 def clear() -> None:
-    """Forget what was compiled and allocated."""
+    """Forget what was compiled and allocated, by a trainer too, which holds itself in a cycle."""
     torch.compiler.reset()
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
