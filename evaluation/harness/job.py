@@ -1,5 +1,6 @@
 """The job: settings in, tasks and model, results out."""
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -160,6 +161,7 @@ def write(report: dict[str, Any], place: places.Place) -> None:
     from evaluation.run_log import log_to_run
 
     text = as_markdown(report)
+    keep_earlier(report, place.folder)
     write_whole(place.folder / "harness.json", json.dumps(report, indent=2) + "\n")
     write_whole(place.folder / "harness.md", text)
     picture = draw(report, place.folder / "harness.png")
@@ -169,3 +171,17 @@ def write(report: dict[str, Any], place: places.Place) -> None:
         log_to_run(place.run, values, {} if picture is None else {"harness/picture": picture})
     print(text)
     log.info(f"written: {place.folder}/harness.json, .md" + ("" if picture is None else " and .png"))
+
+
+def keep_earlier(report: dict[str, Any], folder: Path) -> None:
+    """Rename what an evaluation with another outcome left there, to `harness_TIME.*`: when it was written."""
+    earlier = folder / "harness.json"
+    if not earlier.is_file():
+        return
+    text, written = earlier.read_text(encoding="utf-8"), datetime.fromtimestamp(earlier.stat().st_mtime)
+    with contextlib.suppress(json.JSONDecodeError):
+        if json.loads(text) | {"date": ""} == json.loads(json.dumps(report)) | {"date": ""}:
+            return
+    for path in (earlier.with_suffix(kind) for kind in (".json", ".md", ".png")):
+        if path.is_file():
+            path.rename(path.with_stem(f"harness_{written:%Y-%m-%d_%H-%M-%S}"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -148,6 +149,23 @@ def test_perplexities_alone_have_a_table_and_no_picture(evaluate, ours, tmp_path
     report = evaluate(ours, "tiny_texts", benchmark__limit=2)
     assert f"| tiny_texts | word_perplexity | {report['tasks']['tiny_texts']['value']:.4g} |" in capfd.readouterr().out
     assert not (tmp_path / "out" / "evaluation" / "harness.png").exists()
+
+
+def test_an_earlier_evaluation_keeps_its_report_table_and_picture(evaluate, ours, tmp_path):
+    folder = tmp_path / "out" / "evaluation"
+
+    def kept():
+        return sorted(
+            re.sub(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", "_TIME", path.name) for path in folder.glob("harness_*")
+        )
+
+    first = evaluate(ours, "tiny_choices", benchmark__limit=2)
+    evaluate(ours, "tiny_choices", benchmark__limit=2)
+    assert kept() == []  # the same again
+    evaluate(ours, "tiny_texts", benchmark__limit=2)
+    assert kept() == ["harness_TIME.json", "harness_TIME.md", "harness_TIME.png"]
+    assert json.loads(next(folder.glob("harness_*.json")).read_text())["tasks"] == first["tasks"]
+    assert not (folder / "harness.png").exists()  # which would be of the first
 
 
 def test_requests_that_are_cut_are_counted(evaluate, ours, capfd):
