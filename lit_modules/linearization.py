@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from data_pipeline.settings import check_whole, is_number
 from lit_modules.networks import count_parameters
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
-from lit_modules.networks.linear_kl_divergence import linear_kl_divergence, linear_top_k_kl
+from lit_modules.networks.linear_kl_divergence import (
+    linear_cross_entropy_and_kl,
+    linear_kl_divergence,
+    linear_top_k_kl,
+)
 from lit_modules.networks.linearized.adapters import fingerprint
 from lit_modules.networks.linearized.lora import set_trainable, trainable
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
@@ -28,13 +32,15 @@ log = logging.getLogger(__name__)
 
 CHANGES_BASE = {"projections", "all"}  # groups of weights that the teacher is made of, too
 OBJECTIVES = ("cross_entropy", "kl", "attention_transfer")
+COMPILATIONS = 64  # of one layer's code at most: kinds of layer, modes, with gradients and without
 
 
 @dataclass(frozen=True)
 class Stage:
     """A part of a linearization's training: what is trained, for how long, towards what.
 
-    The loss is the sum of the objectives, each times its weight; one of weight 0 costs nothing.
+    The loss is the sum of the objectives, each times its weight; one of weight 0 costs nothing. Those of next tokens
+    are means over all targets of an optimizer step, however it is cut into micro-batches and ranks.
 
     Args:
         tokens: that it reads; None: the rest of max_tokens.
@@ -205,6 +211,7 @@ class Linearization(Training):
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.kept = self.trained | set(model.new_parameters())
         if self.compile_blocks:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
             for layer in model.model.layers:
                 layer.forward = torch.compile(layer.forward)
 
@@ -270,11 +277,11 @@ class Linearization(Training):
         for mode in ("teacher", "student"):
             last_chance = mode == "teacher" and not self.has_teacher  # so on all the text, as the student at the end
             self.before[mode] = self.measure(mode, None if last_chance or isinstance(limit, float) else limit)
-        if not math.isfinite(self.before["teacher"]):
-            raise RunStopped(
-                f"the base model itself has a held-out loss of {self.before['teacher']}: its weights are damaged, or "
-                "base_dtype and trainer.precision are too coarse for it"
-            )
+            if not math.isfinite(self.before["teacher"]):
+                raise RunStopped(
+                    f"the base model itself has a held-out loss of {self.before['teacher']}: its weights are damaged, "
+                    "or base_dtype and trainer.precision are too coarse for it"
+                )
         if self.trainer.is_global_zero:
             log.info(
                 f"held-out loss: teacher {self.before['teacher']:.4f}, before training {self.before['student']:.4f}"
@@ -308,6 +315,14 @@ class Linearization(Training):
         self.micro_batch = batch_idx
         self.enter(self.stage_at(self.trainer.global_step))
 
+    def share(self, batch: dict[str, Any]) -> Tensor | None:
+        """The part of the tokens that have a target, where the stage's objectives are of next tokens: those of a long
+        answer count as much as those of a short one, whichever micro-batches and ranks they come to."""
+        stage = self.stages[self.stage][2]
+        if not stage.cross_entropy and not stage.kl:
+            return None
+        return (batch["targets"] != IGNORE_INDEX).float().mean()
+
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
         """The weighted sum of the stage's objectives."""
         stage, head, targets = self.stages[self.stage][2], self.model.lm_head.weight, batch["targets"]
@@ -320,20 +335,35 @@ class Linearization(Training):
             parts["attention_transfer"] = self.model.transfer_losses().mean()
         if stage.cross_entropy or stage.kl:
             student = self.model.features(ids, positions=positions)
-        if stage.cross_entropy:
-            parts["cross_entropy"] = linear_cross_entropy(student, head, targets)
-        if stage.kl and self.teacher_store is not None:
-            sequences = self.trainer.train_dataloader.batch_sampler.micro_batch(self.micro_batch)
-            likeliest, tokens = self.teacher_store.of(sequences, ids.device)
-            parts["kl"] = linear_top_k_kl(student, head, tokens, likeliest, targets != IGNORE_INDEX)
-        elif stage.kl:
+        counted = targets != IGNORE_INDEX
+        if stage.kl and self.teacher_store is None:
             if teacher is None:
                 teacher = self.teacher_features(ids, positions)
             teacher_head = self._teacher[0].lm_head.weight if self._teacher else head
-            parts["kl"] = linear_kl_divergence(student, head, teacher, teacher_head, targets != IGNORE_INDEX)
-        for name, part in parts.items():
-            self._parts.setdefault(name, []).append(part.detach())
+            if stage.cross_entropy:  # both from one product with the head
+                of_tokens, parts["cross_entropy"], parts["kl"] = linear_cross_entropy_and_kl(
+                    *(student, head, targets, teacher, teacher_head, counted),
+                    cross_entropy_weight=stage.cross_entropy,
+                    kl_weight=stage.kl,
+                )
+                self._note(batch, parts)
+                return of_tokens + stage.attention_transfer * parts.get("attention_transfer", 0.0)
+            parts["kl"] = linear_kl_divergence(student, head, teacher, teacher_head, counted)
+        elif stage.kl:
+            sequences = self.trainer.train_dataloader.batch_sampler.micro_batch(self.micro_batch)
+            likeliest, tokens = self.teacher_store.of(sequences, ids.device)
+            parts["kl"] = linear_top_k_kl(student, head, tokens, likeliest, counted)
+        if stage.cross_entropy:
+            parts["cross_entropy"] = linear_cross_entropy(student, head, targets)
+        self._note(batch, parts)
         return sum(getattr(stage, name) * part for name, part in parts.items())
+
+    def _note(self, batch: dict[str, Any], parts: dict[str, Tensor]) -> None:
+        """Keep each objective's value for `take_metrics`, with its micro-batch's share."""
+        share = self.share(batch)
+        share = torch.ones((), device=batch["targets"].device) if share is None else share
+        for name, part in parts.items():
+            self._parts.setdefault(name, []).append(torch.stack((part.detach().float() * share, share)))
 
     @torch.no_grad()
     def teacher_features(self, ids: Tensor, positions: Any) -> Tensor:
@@ -351,13 +381,13 @@ class Linearization(Training):
         return linear_cross_entropy(hidden, model.lm_head.weight, batch["targets"], reduction="none")[0]
 
     def take_metrics(self) -> dict[str, float]:
-        """The mean of each objective since the last call, over all ranks, and the stage."""
+        """The mean of each objective since the last call, over all ranks."""
         names = sorted({name for *_, stage in self.stages for name in OBJECTIVES if getattr(stage, name)})
         sums = torch.zeros(2, len(names), device=self.device)
         for column, name in enumerate(names):
             values = self._parts.get(name, [])
             if values:
-                sums[0, column], sums[1, column] = torch.stack(values).float().sum(), len(values)
+                sums[:, column] = torch.stack(values).sum(0)
         self._parts.clear()
         total, counts = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
         found = zip(names, total, counts, strict=True)

@@ -33,7 +33,7 @@ from lit_modules.networks.linearized.conversion import (
     with_softmax_layers,
     without_weights,
 )
-from lit_modules.networks.linearized.lora import add_lora, has_lora
+from lit_modules.networks.linearized.lora import add_lora, groups_of, has_lora
 from lit_modules.networks.linearized.sensitivity import choose_layers, every, sensitivity
 from lit_modules.parallel.choosing import count_devices, device_of
 from lit_modules.parallel.strategies import DataParallel, OneDevice
@@ -59,6 +59,7 @@ def build(cfg: DictConfig, folder: Path) -> Parts:
     Raises:
         ValueError: a setting cannot work; the line names its key.
     """
+    check_keys(cfg)
     settings = hydra.utils.instantiate(cfg.linearization, _convert_="all")
     stages = {name: build_stage(name, stage) for name, stage in (cfg.stages or {}).items() if stage is not None}
     check(cfg, settings, stages)
@@ -75,6 +76,14 @@ def build(cfg: DictConfig, folder: Path) -> Parts:
     trainer = build_trainer(cfg, module, build_strategy(cfg, module), folder)
     set_lengths(cfg, trainer, module, data)
     return trainer, module, data
+
+
+def check_keys(cfg: DictConfig) -> None:
+    """Raise ValueError for a key of `linearization` that there is not."""
+    known = [field.name for field in dataclasses.fields(Linearization)]
+    unknown = [key for key in cfg.linearization if key not in (*known, "_target_")]
+    if unknown:
+        raise ValueError(f"linearization.{unknown[0]} is not known: give some of {', '.join(known)}")
 
 
 def build_stage(name: str, stage: DictConfig) -> Stage:
@@ -126,20 +135,31 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
 
 def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> None:
     """Raise ValueError unless `softmax_layers` is one of its two forms, and keeps some of so many layers, not all."""
-    ways = OmegaConf.to_container(kept) if OmegaConf.is_dict(kept) else {}
-    if list(ways) not in (["every"], ["most_sensitive"]):
+    ways = chosen_ways(kept)
+    if len(ways) != 1 or not ways.keys() <= {"every", "most_sensitive"}:
+        one = "; of several keys set all but one to null, as softmax_layers.every=null" if len(ways) > 1 else ""
         raise ValueError(
             f"softmax_layers={kept} is not known: give {{every: 8}}, {{most_sensitive: 2}}, or null and a list as "
-            "linearization.softmax_layers=[7,15]"
+            f"linearization.softmax_layers=[7,15]{one}"
         )
     if settings.softmax_layers:
         raise ValueError("softmax_layers and linearization.softmax_layers are both given: give one of them")
     ((way, number),) = ways.items()
+    if layers == 1:
+        raise ValueError(
+            f"softmax_layers.{way}={number}: the base has one layer, and one is to be linearized: give null"
+        )
     least, most = (2, layers) if way == "every" else (1, layers - 1)
     if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
         raise ValueError(
             f"softmax_layers.{way}={number} of {layers} layers: give a whole number from {least} to {most}"
         )
+
+
+def chosen_ways(kept: Any) -> dict[str, Any]:
+    """The keys of `softmax_layers` that are not null."""
+    given = OmegaConf.to_container(kept) if OmegaConf.is_dict(kept) else {}
+    return {way: number for way, number in given.items() if number is not None}
 
 
 def base_config(cfg: DictConfig, settings: Linearization) -> PreTrainedConfig:
@@ -171,8 +191,14 @@ def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
         not stage.cross_entropy and not stage.kl for *_, stage in module.stages
     )  # of attention_transfer alone layers that stay, and output projections, have no gradient
     if cfg.strategy._target_:
-        strategy = hydra.utils.instantiate(cfg.strategy)
-        if not isinstance(strategy, OneDevice | DataParallel) or strategy.layout.context > 1:
+        if cfg.strategy.get("context_parallel_size", 1) != 1:
+            raise ValueError(
+                f"strategy.context_parallel_size={cfg.strategy.context_parallel_size} is not for job=linearize: give 1"
+            )
+        of_ddp = cfg.strategy._target_ == f"{DataParallel.__module__}.{DataParallel.__qualname__}"
+        unused = {"find_unused_parameters": cfg.strategy.get("find_unused_parameters", several)} if of_ddp else {}
+        strategy = hydra.utils.instantiate(cfg.strategy, **unused)
+        if not isinstance(strategy, OneDevice | DataParallel):
             raise ValueError("strategy: job=linearize runs on one device or with strategy=ddp")
         return strategy
     try:
@@ -214,6 +240,12 @@ def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
         f"{settings.mixer}{gate} over {cfg.base}: {new} new parameters, {trained} trained"
         + (f", softmax layers {list(settings.softmax_layers)}" if settings.softmax_layers else "")
     )
+    left = groups_of(name for name in model.new_parameters() if name not in module.trained)
+    if left:
+        log.warning(
+            f"new parameters stay as they begin, since no stage trains them: add {', '.join(left)} to "
+            f"stages.{module.stages[-1][1]}.train, or mean it"
+        )
 
 
 def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
@@ -227,16 +259,16 @@ def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
 
 def load_base(cfg: DictConfig, settings: Linearization, layers: int, data: Any, folder: Path) -> LinearizedForCausalLM:
     """The base model, linearized but for the layers that stay; a run that goes on keeps those that it chose."""
-    asked, chosen = cfg.softmax_layers or {}, folder / KEPT
+    asked, chosen = chosen_ways(cfg.softmax_layers), folder / KEPT
     if "most_sensitive" in asked:
         # Of several ranks the first one here measures: each by itself might choose another layer in the last digit.
         with FileLock(folder / f".{KEPT}.lock"):
             if not chosen.is_file():
                 return keep_most_sensitive(cfg, load_linearized(cfg, settings, data), data, chosen)
     if chosen.is_file():
-        settings = dataclasses.replace(settings, softmax_layers=json.loads(chosen.read_text())["kept"])
+        settings = dataclasses.replace(settings, softmax_layers=read_choice(chosen))
     elif "every" in asked:
-        settings = dataclasses.replace(settings, softmax_layers=every(layers, asked.every))
+        settings = dataclasses.replace(settings, softmax_layers=every(layers, asked["every"]))
         if ranks().rank == 0:
             keep_choice(chosen, settings.softmax_layers)
     return load_linearized(cfg, settings, data)
@@ -246,8 +278,18 @@ def load_linearized(cfg: DictConfig, settings: Linearization, data: Any) -> Line
     """The base model, linearized as the settings say, its maps begun."""
     with naming_base(cfg):
         model = load_pretrained(str(cfg.base), settings, DTYPES[cfg.base_dtype])
+        check_finite(model)
     begin_maps(cfg, model, data)
     return model
+
+
+def check_finite(model: LinearizedForCausalLM) -> None:
+    """Raise ValueError, naming the first, for weights that are not finite."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight.detach().sum(dtype=torch.float32)):
+            raise ValueError(
+                f"{name} holds values that are not finite: the model is damaged, or base_dtype too narrow for it"
+            )
 
 
 def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, path: Path) -> LinearizedForCausalLM:
@@ -257,7 +299,7 @@ def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any
         "nats per token that each layer loses when it alone is linearized: "
         + ", ".join(f"{layer}: {loss:.4f}" for layer, loss in enumerate(found.tolist()))
     )
-    kept = choose_layers(found, cfg.softmax_layers.most_sensitive)
+    kept = choose_layers(found, chosen_ways(cfg.softmax_layers)["most_sensitive"])
     keep_choice(path, kept, found.tolist())
     return with_softmax_layers(model, kept)
 
@@ -265,6 +307,16 @@ def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any
 def keep_choice(path: Path, kept: tuple[int, ...], found: list[float] | None = None) -> None:
     """Write down which layers stay, for when the run goes on, and for other ranks."""
     write_whole(path, json.dumps({"kept": list(kept), "sensitivity": found}) + "\n")
+
+
+def read_choice(path: Path) -> list[int]:
+    """Which layers `keep_choice` wrote down. Raises ValueError for another file."""
+    try:
+        return json.loads(path.read_text())["kept"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: it does not say which layers stay ({error}): start a new run without resume"
+        ) from error
 
 
 def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> None:
@@ -300,8 +352,11 @@ def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
     closing = [f"teacher:  loss {summary['teacher_loss']:.4f} nats per token on the same text"]
     if summary.get("unigram_bits_per_byte"):
         unigram = summary["unigram_bits_per_byte"] * math.log(2) * data.validation_bytes / summary["validation_tokens"]
-        summary["recovery"] = (unigram - summary["validation_loss"]) / (unigram - summary["teacher_loss"])
-        closing.append(f"recovery: {summary['recovery']:.1%} of the teacher's advantage over the unigram model")
+        if summary["teacher_loss"] < unigram:
+            summary["recovery"] = (unigram - summary["validation_loss"]) / (unigram - summary["teacher_loss"])
+            closing.append(f"recovery: {summary['recovery']:.1%} of the teacher's advantage over the unigram model")
+        else:
+            closing.append(f"recovery: none to tell, token frequencies alone have {unigram:.4f}, less than the teacher")
     if (has_lora(model) or model.new_parameters()) and not module.changes_base:
         save_adapter(model, folder / "adapter", base=str(cfg.base))
         closing.append(f"adapter:  {folder}/adapter/")

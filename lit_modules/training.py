@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lit_modules.networks import ParameterCount
 from lit_modules.networks.positions import locate
 from lit_modules.parallel.context import ContextParallel
-from lit_modules.parallel.gradients import clip_gradients
+from lit_modules.parallel.gradients import clip_gradients, local
 from lit_modules.runs import RunStopped
 from lit_modules.schedules import Plateau
 
@@ -92,7 +92,8 @@ class Training(lightning.LightningModule):
         self.phase_starts: dict[int, str] = {}
         self.compile_blocks, self.activation_checkpointing = compile, activation_checkpointing
         self.context: ContextParallel | None = None
-        self.micro_losses: list[torch.Tensor] = []  # of the step under way
+        self.micro_losses: list[torch.Tensor] = []  # of the step under way, each times its share
+        self.micro_shares: list[torch.Tensor] = []  # of those micro-batches; empty where all count alike
         self.window_loss, self.window_steps = 0.0, 0  # since the last report
         self.gradient_norm, self.learning_rate = 0.0, 0.0  # of the last step
         self.skipped_steps, self.skipped_in_a_row = 0, 0
@@ -110,6 +111,11 @@ class Training(lightning.LightningModule):
     @abstractmethod
     def token_losses(self, batch: dict[str, Any]) -> torch.Tensor:
         """Nats of each token `[N]`, 0 where there is no target; without a gradient."""
+
+    def share(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """What a micro-batch's loss counts for beside those of the other micro-batches of its step, a scalar; None
+        where all count alike."""
+        return None
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What the optimizer is to train, with weight decay for matrices only."""
@@ -154,7 +160,11 @@ class Training(lightning.LightningModule):
         return batch if self.context is None else self.context.part(batch)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss = self.training_loss(self.own_part(batch))
+        batch = self.own_part(batch)
+        loss, share = self.training_loss(batch), self.share(batch)
+        if share is not None:
+            loss = loss * share
+            self.micro_shares.append(share)
         self.micro_losses.append(loss.detach())
         return loss
 
@@ -182,9 +192,9 @@ class Training(lightning.LightningModule):
             RunStopped: ten steps in a row were dropped.
         """
         limit = gradient_clip_val or float("inf")  # as for Lightning, 0 is no limit
+        loss = torch.stack(self.micro_losses).mean() * self.weigh_gradients()
         norm = clip_gradients(self.parameters(), limit)
-        loss = torch.stack(self.micro_losses).mean()
-        self.learning_rate = optimizer.param_groups[0]["lr"]
+        self.learning_rate = max(group["lr"] for group in optimizer.param_groups)  # a stage leaves some at 0
         self.micro_losses.clear()
         if self.agree(torch.isfinite(norm) & torch.isfinite(loss)):
             self.skipped_in_a_row = 0
@@ -203,6 +213,17 @@ class Training(lightning.LightningModule):
                 f"stopped at step {step}: {MOST_SKIPPED} steps in a row were not finite ({found}); "
                 "a lower optimizer.lr, a longer schedule.warmup_tokens or trainer.precision=32-true may mend it"
             )
+
+    def weigh_gradients(self) -> torch.Tensor | float:
+        """Divide the gradients, means over the step's micro-batches on all ranks, by the mean of their shares: they are
+        then means over all that counts in the step, however it was cut. Returns the factor."""
+        if not self.micro_shares:
+            return 1.0
+        mean = self.trainer.strategy.reduce(torch.stack(self.micro_shares).mean(), reduce_op="mean")
+        self.micro_shares.clear()
+        factor = torch.where(mean > 0, 1 / mean, 0.0)
+        torch._foreach_mul_([local(p.grad) for p in self.parameters() if p.grad is not None], factor)
+        return factor
 
     def agree(self, finite: torch.Tensor | bool) -> bool:
         """Whether it is finite on every rank. In the same reduction, `agreed_to_end` takes what any rank was told."""

@@ -1,11 +1,14 @@
 """The training of a linearized model: its stages, its teacher, and what is computed again."""
 
+import contextlib
+import dataclasses
 import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_pipeline.batches import Sequence, collate
@@ -18,7 +21,7 @@ from lit_modules.schedules import Plateau, WarmupCosine
 BATCH = 100  # tokens of a step
 
 
-def small_llama(seed: int = 0) -> LlamaForCausalLM:
+def small_llama(seed: int = 0, **settings) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=61,
@@ -28,6 +31,7 @@ def small_llama(seed: int = 0) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         initializer_range=0.3,
+        **settings,
     )
     return LlamaForCausalLM(config).double()
 
@@ -194,6 +198,39 @@ def test_gradients_are_the_same_computed_again_or_compiled(batch, objective, way
         torch.testing.assert_close(found[name], gradient)
 
 
+class Alone:
+    """What a module asks of its trainer, on one device."""
+
+    strategy = SimpleNamespace(reduce=lambda tensor, reduce_op: tensor)
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "kl", "all"])
+def test_every_target_of_a_step_weighs_the_same_whichever_micro_batch_it_comes_to(objective):
+    drawn = torch.randint(61, (4, 13), generator=torch.Generator().manual_seed(5)).numpy()
+    sequences = []
+    for tokens, answered in zip(drawn, (1, 11, 0, 7), strict=True):
+        targets = tokens[1:].copy()
+        targets[: 12 - answered] = -100
+        sequences.append(Sequence(tokens[:12], targets, torch.tensor([0]).numpy()))
+    stage = dataclasses.replace(OBJECTIVES[objective], attention_transfer=0.0)
+    found, trainer = {}, Alone()
+    for size in (4, 2, 1):
+        module = training(a=stage)
+        module.trainer = trainer
+        module.enter(0)
+        micro_batches = [collate(sequences[first : first + size], 12) for first in range(0, 4, size)]
+        for number, micro_batch in enumerate(micro_batches):
+            (module.training_step(micro_batch, number) / len(micro_batches)).backward()
+        loss = torch.stack(module.micro_losses).mean() * module.weigh_gradients()
+        means = module.take_metrics()
+        assert loss.item() == pytest.approx(sum(getattr(stage, n.removeprefix("train/")) * v for n, v in means.items()))
+        gradients = [p.grad for p in module.model.parameters() if p.grad is not None]
+        found[size] = [loss, *means.values(), torch.cat([gradient.flatten() for gradient in gradients])]
+    for size in (2, 1):
+        for one, whole in zip(found[size], map(torch.as_tensor, found[4]), strict=True):
+            assert torch.linalg.vector_norm(one - whole) < 1e-5 * torch.linalg.vector_norm(whole)
+
+
 def test_where_all_weights_are_trained_the_teacher_of_kl_stays_as_it_was(batch):
     module = training(linearize(small_llama(), Linearization(window=4)), a=Stage(train=("all",), kl=1, cross_entropy=0))
     assert module.has_teacher
@@ -239,4 +276,70 @@ def test_a_checkpoint_has_what_is_trained_and_what_the_base_model_has_not():
     names = {name for name in dict(module.named_parameters()) if module.checkpointed(name)}
     assert names == {
         name for name in dict(module.named_parameters()) if ".lora_" in name or ".self_attn.gate_proj." in name
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(batch) -> dict[str, torch.Tensor]:
+    """The same, of which every other token alone is to be learned."""
+    targets = batch["targets"].clone()
+    targets[:, ::2] = -100
+    return batch | {"targets": targets}
+
+
+@torch.no_grad()
+def stock_logits(batch) -> torch.Tensor:
+    """`[N, vocabulary]` of the model as it was before, which reads each document alone."""
+    stock, ends = small_llama(), batch["cu_seqlens"].tolist()
+    return torch.cat([stock(batch["input_ids"][:, first:last]).logits[0] for first, last in itertools.pairwise(ends)])
+
+
+def test_the_teachers_held_out_loss_is_the_stock_models_over_all_tokens_alike(batch, answers):
+    module, logits = training(), stock_logits(batch)
+    module.trainer = SimpleNamespace(
+        datamodule=SimpleNamespace(val_dataloader=lambda: iter([batch, answers])),
+        strategy=SimpleNamespace(reduce=lambda sums, reduce_op: sums),
+        precision_plugin=SimpleNamespace(forward_context=contextlib.nullcontext),
+    )
+    first = cross_entropy(logits, batch["targets"][0]).item()
+    both = cross_entropy(logits.repeat(2, 1), torch.cat((batch["targets"], answers["targets"]), 1)[0]).item()
+    assert [module.measure("teacher", 1), module.measure("teacher")] == pytest.approx([first, both])
+    assert abs(module.measure("student") - both) > 0.01
+    assert module.training
+
+
+@pytest.mark.parametrize("cross_entropy_weight", [0, 0.3])
+@pytest.mark.parametrize("teacher", ["asked", "stored"])
+def test_the_divergence_from_the_teacher_is_of_the_tokens_to_be_learned_and_no_others(
+    answers, teacher, cross_entropy_weight
+):
+    module = training(a=Stage(cross_entropy=cross_entropy_weight, kl=1))
+    module.enter(0)
+    targets, log_p = answers["targets"][0], stock_logits(answers).log_softmax(-1)
+    if teacher == "stored":
+        likeliest = tuple(part[None] for part in log_p.sort(descending=True))
+        module.teacher_store = SimpleNamespace(of=lambda sequences, device: likeliest)
+        order = SimpleNamespace(micro_batch=lambda number: [0, 1])
+        module.trainer = SimpleNamespace(train_dataloader=SimpleNamespace(batch_sampler=order))
+    hidden = module.model.features(answers["input_ids"], cu_seqlens=answers["cu_seqlens"])
+    log_q = module.model.lm_head(hidden)[0].log_softmax(-1)
+    divergence = kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)[targets != -100].mean()
+    expected = cross_entropy_weight * cross_entropy(log_q, targets) + divergence
+    torch.testing.assert_close(module.training_loss(answers), expected)
+
+
+def test_weight_decay_shrinks_matrices_and_leaves_norms_biases_and_scalars():
+    settings = Linearization(window=4, learned_weights="head", learned_gate_shift=True, output_norm=True)
+    model = linearize(small_llama(attention_bias=True), settings)
+    module = training(model, a=Stage(train=("scalars", "norms", "all")))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)  # a bias of 0 would stay 0
+            parameter.grad = torch.zeros_like(parameter)
+    module.make_optimizer(module.parameter_groups()).step()
+    left = {name for name, parameter in model.named_parameters() if (parameter == 1).all()}
+    assert {name.rpartition("self_attn.")[2] for name in left if ".1." not in name} == {
+        *("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight"),
+        *("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias"),
+        *("weights.state", "weights.window", "gate_shift.shift", "output_norm.weight"),
     }

@@ -1,14 +1,42 @@
-"""What several ranks of `job=linearize` have to agree on before they can speak to each other."""
+"""What `job=linearize` decides before training: strategies, which layers stay."""
 
 import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import pytest
 from omegaconf import OmegaConf
 
 from lit_modules import linearize
+from lit_modules.linearization import Stage
 from lit_modules.networks.linearized import Linearization
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["chosen", "named"])
+@pytest.mark.parametrize(
+    ("stages", "unused"),
+    [
+        ([Stage()], False),
+        ([Stage(train=("scalars",)), Stage()], True),  # the first leaves LoRA without gradients
+        ([Stage(cross_entropy=0, attention_transfer=1)], True),  # which reaches no output projection
+    ],
+    ids=["one stage", "two groups", "transfer"],
+)
+def test_ddp_expects_no_gradients_of_what_a_stage_leaves_alone(named, stages, unused):
+    strategy = {"_target_": "lit_modules.parallel.strategies.DataParallel" if named else None}
+    trainer = {"accelerator": "cpu", "devices": 2, "num_nodes": 1}
+    module = SimpleNamespace(stages=[(0, str(number), stage) for number, stage in enumerate(stages)])
+    built = linearize.build_strategy(OmegaConf.create({"strategy": strategy, "trainer": trainer}), module)
+    assert built._ddp_kwargs["find_unused_parameters"] is unused
+
+
+def test_a_file_of_the_layers_that_stay_that_is_cut_is_named(tmp_path):
+    path = tmp_path / linearize.KEPT
+    path.write_text('{"kept": [1')
+    with pytest.raises(ValueError, match=f"^{path}: it does not say which layers stay"):
+        linearize.read_choice(path)
 
 
 def test_one_rank_measures_which_layers_stay_and_the_others_take_its_choice(tmp_path, monkeypatch):

@@ -130,6 +130,12 @@ def trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
+def groups_of(names: Iterable[str]) -> list[str]:
+    """The groups of GROUPS, but for "all", that parameters of these names are in, each once."""
+    names = list(names)
+    return [group for group, pattern in GROUPS.items() if pattern and any(re.search(pattern, name) for name in names)]
+
+
 def set_trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:
     """Train these groups and freeze all other parameters. Returns and raises as `trainable`."""
     found = trainable(model, groups)

@@ -1,16 +1,21 @@
 """`job=linearize` as a user meets it: a small pretrained model in, a run with an adapter and an export out."""
 
 import csv
+import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
-from safetensors.torch import load_file
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from lit_modules import checkpoints
+from lit_modules import checkpoints, runs
 from lit_modules import linearize as job
 from lit_modules.networks.linearized import load_pretrained
 from tests.data_pipeline.mixtures.conftest import write_corpus
@@ -35,6 +40,19 @@ def same(first: Path, second: Path) -> bool:
     return bool(one) and one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
+@torch.no_grad()
+def stock_loss(base: Path, folder: Path) -> float:
+    """Nats per token of the base model as it is stored, each document alone, on the held-out text of a run."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    data, total, tokens = hydra.utils.instantiate(OmegaConf.load(folder / runs.CONFIG).data), 0.0, 0
+    for batch in data.val_dataloader():
+        for first, last in itertools.pairwise(batch["cu_seqlens"].tolist()):
+            ids, targets = (batch[key][:, first:last] for key in ("input_ids", "targets"))
+            total += float(cross_entropy(model(ids).logits[0], targets[0], reduction="sum"))
+            tokens += int((targets != -100).sum())
+    return total / tokens
+
+
 def test_liger_gla_leaves_an_adapter_an_export_and_numbers_that_hold(linearize, folder_of, run, base):
     finished = linearize("callbacks.samples.max_new_tokens=4", "callbacks.position_loss.window=9")
     assert finished.status == 0, finished.err
@@ -42,6 +60,10 @@ def test_liger_gla_leaves_an_adapter_an_export_and_numbers_that_hold(linearize, 
     assert found["new_parameters"] == 0
     assert found["trained_parameters"] == sum(t.numel() for t in tensors(folder / "adapter").values())
     assert found["validation_loss"] < found["loss_before_training"]
+    teacher = stock_loss(base, folder)
+    assert found["teacher_loss"] == pytest.approx(teacher, rel=1e-4)
+    unigram = found["unigram_bits_per_byte"] * math.log(2) * found["validation_bytes"] / found["validation_tokens"]
+    assert found["recovery"] == pytest.approx((unigram - found["validation_loss"]) / (unigram - teacher), rel=1e-3)
     assert 0 < found["recovery"] < 1.1
     assert list((folder / "figures").glob("*.png"))
     kept = checkpoints.consolidated(checkpoints.newest(folder / "checkpoints"))
@@ -103,6 +125,7 @@ def test_lolcats_aligns_feature_maps_then_trains_lora_and_a_broken_run_ends_with
     assert len(aligned) == 5
     assert aligned[-1] < aligned[0]
     assert min(column(unbroken, "train/cross_entropy")) == 6
+    assert all(float(rate) > 0 for rate in column(unbroken, "train/learning_rate").values())
     held_out = column(unbroken, "validation/loss")
     assert float(held_out[8]) > float(held_out[6])
     for step in (3, 7):  # in the middle of each stage
@@ -121,7 +144,7 @@ def test_lolcats_aligns_feature_maps_then_trains_lora_and_a_broken_run_ends_with
 def test_two_ranks_end_as_one_does_through_both_stages(linearize, command):
     settings = ("stages.alignment.tokens=1024", "max_tokens=2048", "data.micro_batch_size=2")
     assert linearize(*settings, experiment="lolcats/llm").status == 0
-    finished = linearize(*settings, "trainer.devices=2", experiment="lolcats/llm", alone=True)
+    finished = linearize(*settings, "trainer.devices=2", "strategy=ddp", experiment="lolcats/llm", alone=True)
     assert finished.status == 0, finished.err
     alone, together = command.runs("lolcats/llm")
     for name in ("train/loss", "train/attention_transfer", "train/cross_entropy"):
@@ -132,12 +155,27 @@ def test_two_ranks_end_as_one_does_through_both_stages(linearize, command):
     assert summary(together)["validation_loss"] == pytest.approx(summary(alone)["validation_loss"], rel=1e-3)
 
 
+def test_new_parameters_that_no_stage_trains_are_named_and_recovery_needs_a_teacher(
+    linearize, folder_of, base, tmp_path
+):
+    folder = shutil.copytree(base, tmp_path / "worse")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= 30  # it is sure of what is wrong
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    finished = linearize(f"base={folder}", "linearization.learned_weights=head", "max_tokens=512")
+    assert finished.status == 0, finished.err
+    assert "no stage trains them: add scalars to stages.finetuning.train" in finished.err + finished.out
+    assert "recovery: none to tell" in finished.out
+    assert "recovery" not in summary(folder_of())
+
+
 def test_supra_trains_every_weight_and_leaves_no_adapter(linearize, folder_of, base):
     finished = linearize("schedule.warmup_tokens=512", "optimizer.lr=1e-3", experiment="supra/llm")
     assert finished.status == 0, finished.err
     folder = folder_of("supra/llm")
     assert not (folder / "adapter").exists()
     assert summary(folder)["validation_loss"] < summary(folder)["loss_before_training"]
+    assert summary(folder)["teacher_loss"] == pytest.approx(stock_loss(base, folder), rel=1e-4)  # and it is no more
     before, after = tensors(base), tensors(folder / "export")
     assert not any(before[name].equal(after[name]) for name in before)
 

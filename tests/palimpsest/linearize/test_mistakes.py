@@ -45,6 +45,7 @@ LISTED = "llama, mistral, qwen2, qwen3, phi3"
         ({"model_type": 7}, LISTED),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its config.json has a quantization_config (fp8): give"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "no model can be built from its config.json"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -75,13 +76,16 @@ def test_a_base_model_that_cannot_be_linearized_is_refused_in_one_line(linearize
         (["linearization.softmax_layers=[3]"], "linearization.softmax_layers"),
         (["linearization.softmax_layers=[0,1,2]"], "linearization.softmax_layers=[0, 1, 2] are all"),
         (["linearization.gate=lstm"], "linearization.gate=lstm"),
+        (["+linearization.alpha=1"], "linearization.alpha is not known"),
         (["softmax_layers=[1]"], "softmax_layers=[1] is not known"),
+        (["softmax_layers={every: 2, most_sensitive: 1}"], "as softmax_layers.every=null"),
         (["softmax_layers={every: 8}"], "softmax_layers.every=8"),
         (["softmax_layers={most_sensitive: 4}"], "softmax_layers.most_sensitive=4"),
         (["teacher_top_k=8"], "teacher_top_k=8"),
         (["teacher_top_k=1000", "stages.finetuning.kl=1"], "teacher_top_k=1000"),
         (["activation_checkpointing=selective"], "activation_checkpointing=selective"),
-        (["strategy=fsdp"], "strategy"),
+        (["strategy=fsdp"], "runs on one device or with strategy=ddp"),
+        (["strategy=ddp", "strategy.context_parallel_size=2"], "strategy.context_parallel_size=2"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -99,14 +103,23 @@ def test_a_run_and_a_list_are_no_base_model(linearize, command, base, tmp_path):
     refused(linearize(f"base={tmp_path}/run"), command, "a config.json that is list")
 
 
-def test_a_base_model_whose_weights_are_no_numbers_ends_before_it_is_trained(linearize, base, tmp_path):
+@pytest.mark.parametrize(
+    ("value", "status", "said"),
+    [
+        (torch.nan, 2, "layers.0.mlp.gate_proj.weight holds values that are not finite"),
+        (1e30, 1, "the base model itself has a held-out loss of"),
+    ],
+    ids=["no number", "too large"],
+)
+def test_a_damaged_base_model_ends_before_it_is_trained(linearize, base, tmp_path, value, status, said):
     folder = shutil.copytree(base, tmp_path / "damaged")
     weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"][0] = torch.nan
+    for name in ("gate_proj", "up_proj"):
+        weights[f"model.layers.0.mlp.{name}.weight"][0] = value
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     finished = linearize(f"base={folder}")
-    assert finished.status == 1
-    assert "the base model itself has a held-out loss of nan" in finished.err
+    assert finished.status == status
+    assert said in finished.err
     assert finished.err.count("\n") == 1
 
 
