@@ -23,7 +23,6 @@ from data_pipeline.files import write_whole
 from data_pipeline.settings import check_whole, is_number
 from lit_modules.launching.ranks import ranks
 from lit_modules.linearization import Linearization as Training
-from lit_modules.linearization import Stage, check_groups
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, load_pretrained
 from lit_modules.networks.linearized.adapters import export_merged, save_adapter
 from lit_modules.networks.linearized.calibration import fit_clusters
@@ -38,6 +37,7 @@ from lit_modules.networks.linearized.sensitivity import choose_layers, every, se
 from lit_modules.parallel.choosing import count_devices, device_of
 from lit_modules.parallel.strategies import DataParallel, OneDevice
 from lit_modules.results import conclude, measured
+from lit_modules.stages import Stage, check_groups
 from lit_modules.teacher_store import TeacherStore
 from lit_modules.trainer import Parts, build_trainer, set_lengths, train
 

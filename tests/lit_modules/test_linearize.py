@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_modules import linearize
-from lit_modules.linearization import Stage
 from lit_modules.networks.linearized import Linearization
+from lit_modules.stages import Stage
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["chosen", "named"])

@@ -1,0 +1,115 @@
+"""The stages of a linearization's training: settings, checks, and how they fill its tokens."""
+
+import copy
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from data_pipeline.settings import check_whole, is_number
+from lit_modules.networks.linearized.lora import trainable
+from lit_modules.networks.linearized.models import LinearizedForCausalLM
+
+CHANGES_BASE = {"projections", "all"}  # groups of weights that the teacher is made of, too
+OBJECTIVES = ("cross_entropy", "kl", "attention_transfer")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a linearization's training: what is trained, for how long, towards what.
+
+    The loss is the sum of the objectives, each times its weight; one of weight 0 costs nothing. Those of next tokens
+    are means over all targets of an optimizer step, however it is cut into micro-batches and ranks.
+
+    Args:
+        tokens: that it reads; None: the rest of max_tokens.
+        train: groups of parameters (lit_modules.networks.linearized.lora): lora, feature_maps, scalars, norms, gates,
+            projections, or all.
+        lr: peak learning rate; None: optimizer.lr.
+        cross_entropy: weight of the next tokens' cross-entropy.
+        kl: weight of KL(teacher || student) of the next tokens' distributions.
+        attention_transfer: weight of the squared error of the layers' attention outputs, the mean over layers, each
+            computed from what the teacher's layer before it gives (arXiv 2410.10254, eq. 6).
+
+    Raises:
+        ValueError: a value is out of range; the line names the key.
+    """
+
+    tokens: int | None = None
+    train: tuple[str, ...] = ("lora",)
+    lr: float | None = None
+    cross_entropy: float = 1.0
+    kl: float = 0.0
+    attention_transfer: float = 0.0
+
+    def check(self, name: str) -> None:
+        """Raise ValueError for a setting that cannot work; `name` is the stage's."""
+        if self.tokens is not None:
+            check_whole(f"stages.{name}.tokens", self.tokens, 1)
+        for key in OBJECTIVES:
+            weight = getattr(self, key)
+            if not is_number(weight) or weight < 0:
+                raise ValueError(f"stages.{name}.{key}={weight} is not a weight: give a number, 0 or more")
+        if not any(getattr(self, key) for key in OBJECTIVES):
+            raise ValueError(f"stages.{name}: {', '.join(OBJECTIVES)} are all 0: give one of them a weight")
+        if not self.train:
+            raise ValueError(f"stages.{name}.train is empty: name the groups of parameters that it trains, as [lora]")
+        if CHANGES_BASE.intersection(self.train) and self.attention_transfer:
+            raise ValueError(
+                f"stages.{name}: train={list(self.train)} would change the layers that attention_transfer learns from: "
+                "train feature_maps, scalars or lora"
+            )
+        if self.lr is not None and not (is_number(self.lr) and self.lr > 0):
+            raise ValueError(f"stages.{name}.lr={self.lr}: give a learning rate above 0, or null for optimizer.lr")
+
+
+def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) -> list[tuple[int, str, Stage]]:
+    """(first optimizer step, name, stage) of each stage, its `tokens` filled in: whole optimizer steps.
+
+    Raises:
+        ValueError: the stages do not fill max_tokens, or a stage cannot work.
+    """
+    if not stages:
+        raise ValueError("stages is empty: give at least one, as +stages.finetuning.train=[lora]")
+    for name, stage in stages.items():
+        stage.check(name)
+    open_ended = [name for name, stage in stages.items() if stage.tokens is None]
+    if len(open_ended) > 1:
+        raise ValueError(f"stages {' and '.join(open_ended)} have no tokens: only one can take the rest of max_tokens")
+    given = sum(stage.tokens for stage in stages.values() if stage.tokens is not None)
+    rest = max_tokens - given
+    if rest < 0 or (rest == 0) == bool(open_ended):
+        change = "raise max_tokens, or lower theirs" if open_ended else "give one of them tokens=null, for the rest"
+        raise ValueError(f"max_tokens={max_tokens}, and the stages that say their tokens have {given}: {change}")
+    planned, first, end = [], 0, 0
+    for name, stage in stages.items():
+        end += rest if stage.tokens is None else stage.tokens
+        last = math.ceil(end / batch_tokens)
+        if last == first:
+            raise ValueError(f"stages.{name}.tokens={stage.tokens} makes no step of data.batch_tokens={batch_tokens}")
+        planned.append((first, name, dataclasses.replace(stage, tokens=(last - first) * batch_tokens)))
+        first = last
+    return planned
+
+
+def check_groups(model: LinearizedForCausalLM, stages: dict[str, Stage]) -> None:
+    """Raise ValueError, naming the key, where a stage trains what the model, LoRA and all, does not have."""
+    for name, stage in stages.items():
+        try:
+            trainable(model, stage.train)
+        except ValueError as error:
+            raise ValueError(f"stages.{name}.train: {error}") from error
+
+
+def schedule_over(stage: str, tokens: int, schedule: Any) -> Any:
+    """The schedule from its beginning, run through in a stage's tokens where it has a length.
+
+    Raises:
+        ValueError: they are too few for it; the line names the stage.
+    """
+    if not hasattr(schedule, "max_tokens"):
+        return copy.deepcopy(schedule)
+    try:
+        return dataclasses.replace(schedule, max_tokens=tokens)
+    except ValueError as error:
+        raise ValueError(f"stages.{stage}: {error}") from error
