@@ -29,6 +29,16 @@ def file_identity(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+def content_identity(folder: Path, paths: Iterable[Path]) -> str:
+    """Return one digest of the (name within `folder`, content) of files, in the order given: all of them are read."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.relative_to(folder)}\0{content}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
 def prepared_folder(data_dir: Path, stage: str, identity: object, build: Callable[[Path], dict]) -> Path:
     """Return the folder `data_dir/stage-fingerprint`, building it first where it is missing.
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_pipeline import documents
-from data_pipeline.fingerprint import file_identity, read_manifest
+from data_pipeline.fingerprint import content_identity, read_manifest
 from data_pipeline.hub import is_path, use_cache_where_unreachable
 from data_pipeline.progress import Stage
 
@@ -18,6 +18,20 @@ END_OF_TEXT = "<|endoftext|>"
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 # A folder holds a tokenizer when it has all files of one of these kinds.
 FILE_SETS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("spiece.model",), ("vocab.txt",))
+# All that a tokenizer is read from, among what else a model's folder has (weights, a README).
+FILES = (
+    "tokenizer*",  # tokenizer.json, tokenizer_config.json, and those of other versions
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+)
+CONFIG_KEYS = ("model_type", "model_name", "tokenizer_class", "transformers_version")  # say how those files are read
 
 
 @dataclass(frozen=True)
@@ -87,10 +101,16 @@ class Pretrained:
     revision: str | None = None
 
     def identity(self, documents_folder: Path | None) -> dict:
-        """Settings, and the files of a local folder."""
+        """Settings, and the content of a local folder's files that make the tokenizer."""
         folder = self._folder()
-        files = sorted(path for path in folder.iterdir() if path.is_file()) if folder else []
-        return {"pretrained": asdict(self), "files": file_identity(files)}
+        if folder is None:
+            return {"pretrained": asdict(self), "files": content_identity(Path(), [])}
+        files = sorted({path for pattern in FILES for path in folder.glob(pattern) if path.is_file()})
+        try:
+            content = content_identity(folder, files)
+        except OSError as error:
+            raise ValueError(f"tokenizer.path={self.path} cannot be read: {error}") from error
+        return {"pretrained": asdict(self), "files": content, "config": _config_values(folder)}
 
     def build(self, documents_folder: Path | None) -> PreTrainedTokenizerFast:
         """Load. Raises ValueError naming `tokenizer.path` and what is missing."""
@@ -127,6 +147,15 @@ class Pretrained:
 def document_start(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the id of the token put before each document: bos, or else eos (GPT-2 has one token for both)."""
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+
+
+def _config_values(folder: Path) -> dict:
+    """Return what a model's `config.json` says of its tokenizer; nothing where that cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {key: config[key] for key in CONFIG_KEYS if key in config} if isinstance(config, dict) else {}
 
 
 def _check_files(folder: Path, path: str) -> None:

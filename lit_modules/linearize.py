@@ -114,6 +114,11 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
         raise ValueError(f"optimizer.lr={lr}: give a learning rate above 0")
     if cfg.tokenizer._target_.endswith("ByteLevelBPE"):
         raise ValueError("tokenizer=bpe is trained on text, and base has its own: give tokenizer=pretrained")
+    if cfg.trainer.precision == "bf16-true":
+        raise ValueError(
+            "trainer.precision=bf16-true would make LoRA, gates and scalars bfloat16, in which small steps are lost: "
+            "give bf16-mixed"
+        )
     config = base_config(cfg, settings)
     if len(settings.softmax_layers) == config.num_hidden_layers:
         raise ValueError(

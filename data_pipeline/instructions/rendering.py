@@ -24,6 +24,8 @@ WITHOUT_INPUT = (
 )
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a chat template with this says which of its text is generated
 
+REFUSALS = (jinja2.TemplateError, ValueError, TypeError)  # what a template raises
+
 
 class Example(NamedTuple):
     """A record's tokens, int32 [n], and which of them are learned, bool [n]; the first never is."""
@@ -107,14 +109,14 @@ class ChatTemplate:
             if found is not None:
                 return self._ended(*found)
             spans = self._spans(messages)
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
+        except REFUSALS as error:
             reason = str(error).partition("\n")[0][:200]
             raise ValueError(f"{record.where}: the tokenizer's chat template refuses it: {reason}") from error
         if spans is None:
             raise ValueError(
-                f"{record.where}: the tokenizer's chat template does not begin the whole conversation with the text of "
-                "each prompt and answer, so answers cannot be told from prompts: use data.loss_on=all, "
-                "data.template=alpaca, or a chat template that marks answers with {% generation %}"
+                f"{record.where}: the tokenizer's chat template makes no text of the conversation up to each prompt "
+                "and answer that begins the text of the whole, so answers cannot be told from prompts: use "
+                "data.loss_on=all, data.template=alpaca, or a chat template that marks answers with {% generation %}"
             )
         found = self._by_spans(spans)
         return None if found is None else self._ended(*found)
@@ -144,14 +146,30 @@ class ChatTemplate:
     def _spans(self, messages: list[dict]) -> list[tuple[str, str]] | None:
         """Return each answer's prompt, and that with the answer; None where they do not begin the text of the whole."""
         text, spans = self._text(messages), []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt = self._text(messages[:number], prompt=True)
-                whole = text if message is messages[-1] else self._text(messages[: number + 1])
-                if not (whole.startswith(prompt) and text.startswith(whole)):
-                    return None
-                spans.append((prompt, whole))
+        try:
+            for number, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    prompt = self._text(messages[:number], prompt=True) if number else self._text_before_all()
+                    whole = text if message is messages[-1] else self._text(messages[: number + 1])
+                    if prompt is None or not (whole.startswith(prompt) and text.startswith(whole)):
+                        return None
+                    spans.append((prompt, whole))
+        except REFUSALS:  # the template takes the whole conversation, but not by itself what it begins with
+            return None
         return spans
+
+    def _text_before_all(self) -> str | None:
+        """Return the prompt of an answer that begins a conversation: no template makes a text of no message.
+
+        It is what any two answers have in common, up to where the model is asked to answer. What a template writes
+        after that (an empty thought, say) is of the answer, as it is of later ones.
+        """
+        asked = [{"role": "user", "content": "?"}]
+        asking = self._text(asked, prompt=True).removeprefix(self._text(asked))
+        one, other = (self._text([{"role": "assistant", "content": letter}]) for letter in "ab")
+        differing = [place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+        end = one.rfind(asking, 0, differing[0]) if differing else -1
+        return None if end < 0 else one[: end + len(asking)]
 
     def _by_spans(self, spans: list[tuple[str, str]]) -> tuple[np.ndarray, np.ndarray] | None:
         tokens = self._encode(_without_tail(*spans[-1]))

@@ -28,8 +28,9 @@ def load_whole(
         model, found = model_class.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
         )
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{source} has no weights that can be read: {str(error).splitlines()[0]}") from error
+    except (OSError, SafetensorError, RuntimeError, ImportError) as error:  # what quantized weights need may be missing
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{source} has no weights that can be read: {reason}") from error
     finally:
         logging.set_verbosity(verbosity)
     if found["mismatched_keys"]:

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import pytest
@@ -102,7 +103,63 @@ def test_a_path_that_is_no_folder_is_not_asked_of_the_hub(path):
         Pretrained(path).identity(None)
 
 
-def test_identity_changes_with_the_folders_files(folder):
+def test_identity_does_not_ask_for_what_else_a_models_folder_has(folder):
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text('{"model_type": "llama", "dtype": "float32"}')
     before = Pretrained(str(folder)).identity(None)
-    (folder / "tokenizer.json").write_text("{}")
-    assert Pretrained(str(folder)).identity(None) != before
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    (folder / "README.md").write_text("what it is")
+    (folder / "config.json").write_text('{"model_type": "llama", "dtype": "bfloat16"}')
+    (folder / "original").mkdir()
+    assert Pretrained(str(folder)).identity(None) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "tokenizer.model",
+        "sentencepiece.bpe.model",
+        "qwen.tiktoken",
+        "tekken.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    ],
+)
+def test_identity_is_the_content_of_each_file_that_makes_the_tokenizer(folder, name):
+    found = [Pretrained(str(folder)).identity(None)]
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    for content in ("{ }", "{1}"):  # as long as each other, and as old
+        path.write_text(content)
+        os.utime(path, (0, 0))
+        found.append(Pretrained(str(folder)).identity(None))
+    assert len({json.dumps(identity) for identity in found}) == 3
+
+
+def test_identity_changes_with_what_the_models_config_says_of_its_tokenizer(folder):
+    found = [Pretrained(str(folder)).identity(None)]
+    for config in ({"model_type": "qwen2"}, {"model_type": "llama"}, {"tokenizer_class": "LlamaTokenizer"}):
+        (folder / "config.json").write_text(json.dumps(config))
+        found.append(Pretrained(str(folder)).identity(None))
+    assert len({json.dumps(identity) for identity in found}) == 4
+
+
+@pytest.mark.parametrize("config", ["[1]", "{", "", "\udc80"])
+def test_a_config_that_cannot_be_read_says_nothing_of_the_tokenizer(folder, config):
+    before = Pretrained(str(folder)).identity(None)
+    (folder / "config.json").write_bytes(config.encode(errors="surrogateescape"))
+    assert Pretrained(str(folder)).identity(None) == before
+
+
+def test_a_tokenizer_of_the_hub_is_its_name_and_revision():
+    assert Pretrained("a/b").identity(None) == Pretrained("a/b").identity(None)
+    assert len({json.dumps(Pretrained(*of).identity(None)) for of in (("a/b",), ("a/c",), ("a/b", "v1"))}) == 3

@@ -103,6 +103,7 @@ def linearized_config(stock: dict[str, Any], settings: Linearization) -> PreTrai
     """
     model_type = str(stock.get("model_type", ""))
     check_model_type(model_type)
+    _check_not_quantized(stock)
     values = {key: value for key, value in stock.items() if key not in ("model_type", "architectures", "auto_map")}
     config_class = MODELS[PREFIX + model_type].config_class
     try:
@@ -115,6 +116,18 @@ def linearized_config(stock: dict[str, Any], settings: Linearization) -> PreTrai
         )
     check_config(config, settings.softmax_layers)
     return config
+
+
+def _check_not_quantized(stock: dict[str, Any]) -> None:
+    """Raise ValueError for quantized weights, with which no layer here computes."""
+    quantization = stock.get("quantization_config")
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    raise ValueError(
+        f"its config.json has a quantization_config ({getattr(method, 'value', method)}): "
+        "give the model in bfloat16, float16 or float32"
+    )
 
 
 def read_config(source: str) -> dict[str, Any]:

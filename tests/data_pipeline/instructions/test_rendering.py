@@ -156,6 +156,49 @@ def test_an_answer_whose_first_token_joins_the_prompt_is_left_out():
     assert ChatTemplate(merged, "answers", "x").render(rows) == [None]
 
 
+# One that writes of itself before the first turn, and one in which nothing marks who speaks.
+GREETING = CHAT.replace("{% for", "<|im_start|>system\nbe brief<|im_end|>\n{% for", 1)
+BARE = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "ended"),
+    [(CHAT, "<|im_end|>"), (MARKED, "<|im_end|>"), (GREETING, "<|im_end|>"), (BARE, "<|im_end|>"), (PLAIN, "")],
+    ids=["prefix", "marked", "greeting", "bare", "plain"],
+)
+def test_an_answer_that_begins_a_conversation_is_learned(template, ended):
+    tokenizer, example = chat([("assistant", "the key"), *TURNS[1:]], chat_template=template)
+    first, *others = learned_texts(tokenizer, example)
+    assert others == [f"the key{ended}", "é 日本<|im_end|>"]
+    assert first == ("the key"[1:] + ended if template == BARE else "the key" + ended)  # the first token never is
+    assert tokenizer.decode(example.tokens.tolist()).startswith("<|im_start|>system") == (template == GREETING)
+
+
+def test_what_a_template_puts_into_an_answer_is_learned_where_no_question_is_before_it():
+    turns = [("user", "?"), ("assistant", "é")]
+    for begin in (0, 1):
+        tokenizer, example = chat(turns[begin:], chat_template=FORGETFUL)
+        assert learned_texts(tokenizer, example) == ["thought é<|im_end|>"]
+
+
+def test_a_conversation_whose_order_a_template_refuses_is_told():
+    turns = [("assistant", "hello"), *TURNS[1:]]
+    alternating = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user begins') }}{% endif %}" + CHAT
+    with pytest.raises(ValueError, match=r"record 1: the tokenizer's chat template refuses it: a user begins$"):
+        chat(turns, chat_template=alternating)
+    questioned = (
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('no question') }}"
+        "{% endif %}" + CHAT
+    )
+    chat(TURNS, chat_template=questioned)
+    with pytest.raises(ValueError, match=r"record 1: .* cannot be told .*data\.loss_on=all") as error:
+        chat(turns, chat_template=questioned)
+    assert "empty conversation" not in str(error.value)
+    silent = "{% for m in messages %}{{ m['role'] }}<|im_end|>{% endfor %}"
+    with pytest.raises(ValueError, match=r"record 1: .* cannot be told"):
+        chat(turns, chat_template=silent)
+
+
 def test_what_a_template_raises_is_told():
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match=r"record 1: the tokenizer's chat template refuses it: roles must alternate$"):

@@ -170,12 +170,13 @@ def test_new_parameters_that_no_stage_trains_are_named_and_recovery_needs_a_teac
 
 
 def test_supra_trains_every_weight_and_leaves_no_adapter(linearize, folder_of, base):
-    finished = linearize("schedule.warmup_tokens=512", "optimizer.lr=1e-3", experiment="supra/llm")
+    few = "validation_tokens=256"  # while it trains: the teacher, gone at the end, is measured on all
+    finished = linearize("schedule.warmup_tokens=512", "optimizer.lr=1e-3", few, experiment="supra/llm")
     assert finished.status == 0, finished.err
     folder = folder_of("supra/llm")
     assert not (folder / "adapter").exists()
     assert summary(folder)["validation_loss"] < summary(folder)["loss_before_training"]
-    assert summary(folder)["teacher_loss"] == pytest.approx(stock_loss(base, folder), rel=1e-4)  # and it is no more
+    assert summary(folder)["teacher_loss"] == pytest.approx(stock_loss(base, folder), rel=1e-4)
     before, after = tensors(base), tensors(folder / "export")
     assert not any(before[name].equal(after[name]) for name in before)
 

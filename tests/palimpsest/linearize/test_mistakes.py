@@ -84,6 +84,7 @@ def test_a_base_model_that_cannot_be_linearized_is_refused_in_one_line(linearize
         (["teacher_top_k=8"], "teacher_top_k=8"),
         (["teacher_top_k=1000", "stages.finetuning.kl=1"], "teacher_top_k=1000"),
         (["activation_checkpointing=selective"], "activation_checkpointing=selective"),
+        (["trainer.precision=bf16-true"], "trainer.precision=bf16-true"),
         (["strategy=fsdp"], "runs on one device or with strategy=ddp"),
         (["strategy=ddp", "strategy.context_parallel_size=2"], "strategy.context_parallel_size=2"),
     ],

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel
 from lit_modules.networks import Linearization, linearize, load_pretrained
 from lit_modules.networks.linearized.conversion import with_softmax_layers
 from lit_modules.networks.linearized.families import FAMILIES
+from lit_modules.networks.loading import load_whole
 
 LEARNED = Linearization(
     gate_source="random", feature_map="relu", learned_weights="head", output_norm=True, softmax_layers=(1,), window=4
@@ -128,6 +129,7 @@ def test_what_cannot_be_linearized_is_said_in_one_line(folders, stock, tmp_path)
     )
     assert "config.json of this llama is refused" in refused(changed(llama, tmp_path, hidden_size="large"))
     assert "attention_dropout=0.1 cannot be had" in refused(changed(llama, tmp_path, attention_dropout=0.1))
+    assert "resid_pdrop=0.1 cannot be had" in refused(changed(folders / "phi3", tmp_path, resid_pdrop=0.1))
     assert "softmax_layers: layer 2 of a model of 2: give some of 0 to 1" in refused(
         llama, Linearization(softmax_layers=(2,))
     )
@@ -143,6 +145,24 @@ def test_what_cannot_be_linearized_is_said_in_one_line(folders, stock, tmp_path)
         linearize(LlamaModel(stock("llama").config), Linearization())
     with pytest.raises(ValueError, match="linearized already"):
         linearize(linearize(stock("llama"), Linearization()), Linearization())
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "fp8"])
+def test_quantized_weights_are_refused_by_their_method(method, folders, tmp_path):
+    quantized = changed(folders / "llama", tmp_path, quantization_config={"quant_method": method, "bits": 4})
+    line = refused(quantized)
+    assert f"a quantization_config ({method}): give the model in bfloat16, float16 or float32" in line
+
+
+def test_no_quantization_may_be_written_down(folders, tmp_path):
+    assert "has no weights" in refused(changed(folders / "llama", tmp_path, quantization_config=None))
+
+
+def test_weights_that_need_a_package_that_is_not_there_are_said_in_one_line(folders, tmp_path):
+    source = changed(folders / "llama", tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ValueError, match=r"has no weights that can be read: .*optimum") as error:
+        load_whole(AutoModelForCausalLM, str(source))
+    assert "\n" not in str(error.value)
 
 
 def test_weights_that_are_broken_or_incomplete_are_said_in_one_line(stock, tmp_path):
