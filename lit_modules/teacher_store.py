@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
 from data_pipeline.fingerprint import file_identity, prepared_folder
 from data_pipeline.progress import Stage
 from lit_modules.networks.linear_kl_divergence import top_k_log_probabilities
 from lit_modules.networks.linearized import LinearizedForCausalLM
-from lit_modules.networks.linearized.adapters import fingerprint, identity
+from lit_modules.networks.linearized.adapters import base_values, fingerprint
+from lit_modules.runs import RunStopped
 
 FORMAT = 1  # part of every fingerprint: raise it when the code writes something else from the same inputs
 INDICES, LOG_PROBABILITIES = "indices.int32", "log_probabilities.float16"
@@ -50,15 +52,15 @@ class TeacherStore:
         Raises:
             ValueError: the disk is full.
         """
-        files = sorted(Path(base).glob("*.safetensors"))
         made_of = {
             "format": FORMAT,
             "data": self.data.fingerprint,
             "sequences": hashlib.sha256(self.read.tobytes()).hexdigest(),
             "length": self.length,
             "k": self.k,
-            "base": file_identity(path.resolve() for path in files) if files else base,
-            "teacher": [identity(model.config), fingerprint(model), str(model.dtype), precision],
+            "base": files_of(base),
+            "config": base_values(model.config),
+            "teacher": [fingerprint(model), str(model.dtype), precision],
         }
 
         def build(folder: Path) -> dict[str, Any]:
@@ -98,7 +100,25 @@ class TeacherStore:
 
         Args:
             sequences: their indices in the train split, as the order of the data gives them.
+
+        Raises:
+            RunStopped: the teacher was not asked about one of them.
         """
-        rows = np.searchsorted(self.read, sequences)
+        rows = np.searchsorted(self.read, sequences).clip(max=len(self.read) - 1)
+        missing = np.asarray(sequences)[self.read[rows] != sequences]
+        if len(missing):
+            raise RunStopped(
+                f"the run reads sequence {missing[0]} of the train text, and the teacher's tokens are stored for "
+                f"{len(self.read)} others: set teacher_top_k=null"
+            )
         log_probabilities, indices = (torch.from_numpy(part[rows]).flatten(0, 1)[None] for part in self._stored)
         return log_probabilities.to(device), indices.to(device)
+
+
+def files_of(base: str) -> list[str]:
+    """What tells the files of a base model, a folder or a name on the Hub, from others under the same name."""
+    if Path(base).is_dir():
+        files = sorted(path.resolve() for kind in ("*.safetensors", "*.bin") for path in Path(base).glob(kind))
+        return [file_identity(files)]
+    config = try_to_load_from_cache(base, "config.json")  # in a folder that is named after the commit
+    return [base, Path(config).parent.name] if isinstance(config, str) else [base]

@@ -1,5 +1,7 @@
 """What lm-eval is told about a model, the paper's numbers, and the run that results go to."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -8,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evaluation import places, run_log
 from evaluation.harness import published
 from evaluation.harness.model import CheckpointLM
-from evaluation.harness.scoring import averages
+from evaluation.harness.scoring import averages, rows
 from lit_modules import loggers, runs
 
 
@@ -29,6 +31,31 @@ def test_averages_wait_for_all_their_tasks():
     assert averages(found)["average_without_mmlu"]["standard_error"] == pytest.approx(0.01 / 5**0.5)
     found["mmlu"] = {"value": 0.2, "standard_error": None}
     assert averages(found)["average"] == {"value": pytest.approx(0.45), "standard_error": None}
+
+
+def test_a_task_has_the_papers_metric_and_one_that_is_not_in_the_paper_acc_norm_where_there_is_one():
+    results = {"alias": "a task", "exact_match,none": 0.1, "acc,none": 0.2, "acc_norm,none": 0.3}
+    record = {"results": results, "num_fewshot": 0, "documents": 5}
+    asked = ["piqa", "arc_challenge", "winogrande", "tiny_choices"]
+    found = rows(SimpleNamespace(rows=asked, groups={}), dict.fromkeys(asked, record))
+    assert {name: (row["metric"], row["value"]) for name, row in found.items()} == {
+        "piqa": ("acc", 0.2),
+        "arc_challenge": ("acc_norm", 0.3),
+        "winogrande": ("acc", 0.2),
+        "tiny_choices": ("acc_norm", 0.3),
+    }
+
+
+def test_a_request_that_just_fills_the_context_is_not_cut(ours):
+    model = as_lm_eval_sees(ours, max_length=8)
+
+    def score(first, context):
+        return model._loglikelihood_tokens([(("a", "b"), [first, *range(6, 5 + context)], [7])], disable_tqdm=True)
+
+    assert score(3, context=8) != score(4, context=8)  # 8 tokens are read, and the ninth is what is scored
+    assert model.cut == 0
+    assert score(3, context=9) == score(4, context=9)
+    assert model.cut == 2
 
 
 def test_a_model_of_ours_sees_each_text_begin_as_in_training_and_the_callers_tokenizer_stays(ours):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_modules.decoding import DecodingStep, Output, chooser, generate_captured
+from lit_modules.decoding import DecodingStep, Output, can_be_captured, chooser, generate_captured
 from lit_modules.networks.linearized import Linearization, linearize
 from lit_modules.networks.positions import locate
 
@@ -191,3 +191,27 @@ def test_prompts_that_are_padded_on_the_right_are_refused():
     ids, mask = prompts()
     with pytest.raises(ValueError, match="attention_mask ends in padding: pad prompts on the left"):
         generate_captured(make_model(), ids, mask.flip(1), max_new_tokens=2)
+
+
+SHORT = {"factor": 2.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.mark.parametrize(
+    ("rope", "captured"),
+    [
+        ({"rope_type": "default"}, True),
+        ({"rope_type": "linear", "factor": 2.0}, True),
+        ({"rope_type": "dynamic", **SHORT}, False),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, **SHORT}, False),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
+)
+def test_rotary_tables_that_change_with_the_longest_position_are_not_captured(monkeypatch, rope, captured):
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        rope_parameters={"rope_theta": 10000.0, **rope},
+    )  # fmt: skip
+    model = linearize(LlamaForCausalLM(config), Linearization())
+    assert not can_be_captured(model)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert can_be_captured(model) == captured

@@ -96,9 +96,17 @@ def adapted(model):
     return model
 
 
+def with_one_bias(model):
+    """One for the values of the first layer, and none for queries and keys."""
+    values = model.model.layers[0].self_attn.v_proj
+    values.bias = torch.nn.Parameter(torch.ones(values.out_features))
+    return model
+
+
 CHANGES = {
     "LoRA that is not merged": (adapted, [False, True]),
     "gates of the hidden states": (lambda _: make_model(gate_source="random"), [False, True]),
+    "a bias in one of the projections that are read together": (with_one_bias, [False, True]),
     "another activation": (lambda model: setattr(model.config, "hidden_act", "gelu") or model, [False, False]),
     "a float32 norm in a half precision layer": (
         lambda model: model.half().model.layers[1].input_layernorm.float() and model,

@@ -41,7 +41,11 @@ IDENTITY = (
     "num_key_value_heads",
     "head_dim",
     "vocab_size",
+    "rope_parameters",
 )
+
+SAMPLED_ROWS = 4
+"""Of each weight in a fingerprint."""
 
 
 def export_merged(model: LinearizedForCausalLM, tokenizer: Any, folder: str | Path) -> Path:
@@ -196,11 +200,31 @@ def identity(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
+def base_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """A model's configuration as its base model has it, without names, versions, dtypes and how it is linearized."""
+    aside = ("architectures", "dtype", "linearization", "name_or_path", "transformers_version", "use_cache")
+    values = {key: value for key, value in config.to_dict().items() if not key.startswith("_") and key not in aside}
+    return {**values, "model_type": config.model_type.removeprefix(PREFIX)}
+
+
+@torch.no_grad()
 def fingerprint(model: LinearizedForCausalLM) -> str:
-    """A hash of a few of the base model's weights that linearization leaves alone, the same in float32 and bfloat16."""
-    first, last = model.model.layers[0], model.model.layers[-1]
-    sample = (model.model.norm.weight, first.mlp.down_proj.weight[0], last.mlp.down_proj.weight[0])
-    rounded = torch.cat([tensor.detach().cpu().bfloat16() for tensor in sample])
+    """A hash of a few numbers of every weight of the base model: with LoRA or without, however it is linearized.
+
+    The same in float32 and bfloat16, and in float16 where the weights are stored in 16 bits.
+    """
+    new = model.new_parameters()
+    weights = {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name and name not in new
+    }
+    rows = []
+    for _, weight in sorted(weights.items()):
+        matrix = weight if weight.ndim > 1 else weight[None]
+        rows.append(matrix[:: -(-len(matrix) // SAMPLED_ROWS)].flatten().bfloat16())
+    rounded = torch.cat(rows).cpu()
+    rounded[rounded.abs() < torch.finfo(torch.float16).smallest_normal] = 0  # float16 has these less exactly
     return hashlib.sha256(rounded.view(torch.int16).numpy().tobytes()).hexdigest()
 
 

@@ -1,6 +1,6 @@
 """What the maps of a linearized model begin as, from text: clusters of the keys that its layers really have."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,7 +87,10 @@ def _some(keys: Tensor, count: int) -> Tensor:
 
 
 def _watch(
-    model: LinearizedForCausalLM, attentions: Sequence[LolcatsAttention], batches: Sequence[Tensor], see
+    model: LinearizedForCausalLM,
+    attentions: Sequence[LolcatsAttention],
+    batches: Sequence[dict[str, Tensor]],
+    see: Callable[[LolcatsAttention, tuple, dict], None],
 ) -> None:
     """Call `see` with what each attention is given while the teacher reads the batches."""
     handles = [attention.register_forward_pre_hook(see, with_kwargs=True) for attention in attentions]

@@ -82,5 +82,6 @@ class ClusterQueries(_Clusters):
         self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, H, D]` in, `[B, T, H, clusters]` out; computed in float32 at least."""
-        return self._logits(x).clamp(max=LARGEST_EXPONENT).exp().to(x.dtype)
+        """`[B, T, H, D]` in, `[B, T, H, clusters]` out; computed in float32 at least, which float16 comes back as."""
+        weights = self._logits(x).clamp(max=LARGEST_EXPONENT).exp()
+        return weights if x.dtype == torch.float16 else weights.to(x.dtype)  # to float16 most would be infinite

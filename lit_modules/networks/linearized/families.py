@@ -102,7 +102,7 @@ def check_config(config: PreTrainedConfig, softmax_layers: tuple[int, ...]) -> N
         softmax_layers: that shall stay as they are.
 
     Raises:
-        ValueError: heads that do not divide, layers that are not there, dropout in attention.
+        ValueError: heads that do not divide, layers that are not there, dropout.
     """
     head_counts(config)
     count = config.num_hidden_layers
@@ -117,4 +117,9 @@ def check_config(config: PreTrainedConfig, softmax_layers: tuple[int, ...]) -> N
         raise ValueError(
             f"attention_dropout={config.attention_dropout} cannot be had: no attention weights are held to drop, "
             "set it to 0"
+        )
+    if getattr(config, "resid_pdrop", 0):
+        raise ValueError(
+            f"resid_pdrop={config.resid_pdrop} cannot be had: in training the teacher would not be the pretrained "
+            "model, set it to 0"
         )

@@ -101,22 +101,22 @@ class BranchWeights(nn.Module):
 
     Args:
         count: 1, or the query heads.
-        state, window: where they begin.
+        state, window: where they begin; window is None where there is no window, and no beta.
     """
 
-    def __init__(self, count: int, state: float, window: float):
+    def __init__(self, count: int, state: float, window: float | None):
         super().__init__()
         self.start = {"state": state, "window": window}
         self.state = nn.Parameter(torch.full((count,), state, dtype=torch.float32))
-        self.window = nn.Parameter(torch.full((count,), window, dtype=torch.float32))
+        self.window = None if window is None else nn.Parameter(torch.full((count,), window, dtype=torch.float32))
 
     def initial_values(self) -> dict[str, Tensor]:
         """What the parameters begin as, by name."""
-        return {name: torch.full_like(getattr(self, name), value) for name, value in self.start.items()}
+        return {name: torch.full_like(value, self.start[name]) for name, value in self.named_parameters()}
 
-    def forward(self, heads: int) -> tuple[Tensor, Tensor]:
+    def forward(self, heads: int) -> tuple[Tensor, Tensor | None]:
         """Alpha and beta `[heads]` float32."""
-        return self.state.expand(heads), self.window.expand(heads)
+        return self.state.expand(heads), None if self.window is None else self.window.expand(heads)
 
 
 class OutputNorm(RMSNorm):

@@ -54,7 +54,8 @@ class LigerAttention(SubstitutedAttention):
         self.gate_proj = GateProjection(config.hidden_size, self.heads.key, width) if width and random else None
         self.gate_shift = GateShift(self.heads.key) if width and settings.learned_gate_shift else None
         count = {None: 0, "layer": 1, "head": self.heads.query}[settings.learned_weights]
-        self.weights = BranchWeights(count, settings.state_weight, settings.window_weight) if count else None
+        beta = settings.window_weight if settings.window else None
+        self.weights = BranchWeights(count, settings.state_weight, beta) if count else None
         self._constant_weights: tuple[Tensor, Tensor] | None = None
         self.output_norm = OutputNorm(self.heads.query, self.heads.dim) if settings.output_norm else None
 
@@ -181,20 +182,19 @@ class LigerAttention(SubstitutedAttention):
         self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, cache: LinearizedCacheLayer
     ) -> bool:
         """Whether one operation does all from the projections on: a token, of what Liger has without new parameters."""
-        settings, shift = self.settings, self.gate_shift
+        settings = self.settings
         more = settings.rotate_state or settings.output_norm or settings.gate_source == "random"
         others = settings.gate == "slots" or settings.feature_map not in ("softmax", "none")
         if more or others or not settings.window or q.shape[1] != 1:
             return False
-        trained = shift is not None and shift.shift.requires_grad and torch.is_grad_enabled()
-        return not trained and takes_steps((q, k, v), cache, positions)
+        return not _has_gradients(self.gate_shift, self.weights) and takes_steps((q, k, v), cache, positions)
 
     def _is_one_step(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer) -> bool:
         """Whether one operation does both branches: a token, of a recurrence as `windowed_step` has it."""
         separate = self.settings.output_norm or isinstance(inputs, SlotRecurrence)
         if separate or not self.settings.window or inputs.q.shape[1] != 1:
             return False
-        return takes_steps(inputs, cache, positions)
+        return not _has_gradients(self.weights) and takes_steps(inputs, cache, positions)
 
     def _whole_step(
         self,
@@ -274,9 +274,15 @@ class LigerAttention(SubstitutedAttention):
         alpha, beta = self.settings.state_weight, self.settings.window_weight
         dtype = state.dtype
         if self.weights is not None:
-            alpha, beta = (weight[:, None] for weight in self.weights(self.heads.query))
+            alpha, beta = (None if weight is None else weight[:, None] for weight in self.weights(self.heads.query))
         out = alpha * state
         return (out if window is None else out + beta * window).to(dtype)
+
+
+def _has_gradients(*modules: nn.Module | None) -> bool:
+    """Whether some of their parameters are trained here; steps have no gradients."""
+    parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
+    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
 
 
 def _written(inputs: Inputs, real: Tensor | None) -> Inputs:

@@ -215,10 +215,12 @@ class LolcatsAttention(SubstitutedAttention):
         if self.gate_width:
             logits = pool(late[0], self.gate_width) if pooled else late[-1]
             logits = logits if self.gate_shift is None else self.gate_shift(logits)
+        mapped_q = self.q_feature_map(q)
         mapped_k = late_k if self.k_feature_map is None else self.k_feature_map(late_k)
+        mapped_k, late_v = mapped_k.to(mapped_q.dtype), late_v.to(mapped_q.dtype)  # clusters of float16 are float32
         # With a column of ones, for the denominator.
         late_v = F.pad(F.pad(late_v, (0, 1), value=1.0), (0, EXTRA_COLUMNS - 1))
-        return gated(self.settings, self.q_feature_map(q), mapped_k, late_v, logits)
+        return gated(self.settings, mapped_q, mapped_k, late_v, logits)
 
     def _window(
         self,

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
+CHUNK_TOKENS = 1024
+"""Of one product among those whose sum is a gradient of LoRA."""
+
 
 def project(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """What each of `modules` makes of `x` `[..., in]`.
@@ -47,15 +50,22 @@ def _is_plain(module: nn.Module, given: torch.dtype, dtype: torch.dtype) -> bool
     if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
         return False
     base, active = module.base_layer, module.active_adapters
-    if module.disable_adapters or module.merged or module.fan_in_fan_out or len(active) != 1:
+    if module.disable_adapters or module.merged or len(active) != 1:
         return False
     (adapter,) = active
     if adapter not in module.lora_A or adapter in module.lora_variant or module.lora_bias[adapter]:
         return False
-    if not isinstance(module.lora_dropout[adapter], nn.Identity) or base.weight.requires_grad:
+    dropout, down, up = (part[adapter] for part in (module.lora_dropout, module.lora_A, module.lora_B))
+    if not isinstance(dropout, nn.Identity) or any(map(_has_hooks, (module, base, dropout, down, up))):
         return False
-    factors = (module.lora_A[adapter].weight, module.lora_B[adapter].weight)
-    return base.weight.dtype in (given, dtype) and all(factor.requires_grad for factor in factors)
+    trained = down.weight.requires_grad and up.weight.requires_grad and not base.weight.requires_grad
+    return trained and base.weight.dtype in (given, dtype)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether something is called with what goes through a module, which would then miss it."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def _biased(product: Tensor, base: nn.Linear) -> Tensor:
@@ -116,10 +126,20 @@ def _matrices(
 
 def _over_tokens(x: Tensor, y: Tensor) -> Tensor:
     """`sum_n x_n^T y_n` of x `[..., rows]` and y `[..., columns]`, float32 at least."""
-    # Rows of the batch are summed apart: the result is small, and one product over all tokens would keep few
-    # processors of a GPU busy.
-    x, y = (z.unsqueeze(0) if z.ndim == 2 else z.flatten(0, -3) for z in (x, y))
+    # Tokens are summed chunk by chunk, all at once: the result is small, and one product over all of them would keep
+    # few processors of a GPU busy.
+    x, y = (z.reshape(-1, z.shape[-1]) for z in (x, y))
+    chunks = x.shape[0] // CHUNK_TOKENS
+    whole = chunks * CHUNK_TOKENS
+    if chunks < 2:
+        return _products(x[None], y[None])[0]
+    total = _products(*(z[:whole].unflatten(0, (chunks, CHUNK_TOKENS)) for z in (x, y))).sum(0)
+    return total if whole == x.shape[0] else total + _products(x[None, whole:], y[None, whole:])[0]
+
+
+def _products(x: Tensor, y: Tensor) -> Tensor:
+    """`x^T y` of every x `[N, T, rows]` and y `[N, T, columns]`, float32 at least."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.is_cuda and x.dtype != wide:
-        return torch.bmm(x.mT, y, out_dtype=wide).sum(0)
-    return torch.bmm(x.mT.to(wide), y.to(wide)).sum(0)
+        return torch.bmm(x.mT, y, out_dtype=wide)
+    return torch.bmm(x.mT.to(wide), y.to(wide))

@@ -1,4 +1,4 @@
-"""Which layers lose most when they are linearized: measured one by one on held-out text, or by the paper's rule."""
+"""Which layers lose most when they are linearized: measured one by one on some text, or by the paper's rule."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,8 +14,8 @@ def sensitivity(model: LinearizedForCausalLM, batches: Iterable[dict[str, Tensor
     """How much the loss grows when one layer alone is linearized, and all others are as they were pretrained.
 
     Args:
-        batches: arguments of the model's `forward` with `shift_labels` (-100: left out), read once and kept. One
-            pass over them for each layer, and one more.
+        batches: of any text, arguments of the model's `forward` with `shift_labels` (-100: left out), read once and
+            kept. One pass over them for each layer, and one more.
 
     Returns:
         `[layers]` float32 on the CPU, nats per token. A layer that stays softmax attention has 0 or, with an adapter
@@ -27,7 +27,7 @@ def sensitivity(model: LinearizedForCausalLM, batches: Iterable[dict[str, Tensor
     batches = list(batches)
     tokens = sum(int((batch["shift_labels"] != IGNORE_INDEX).sum()) for batch in batches)
     if tokens == 0:
-        raise ValueError("the sensitivity of layers needs held-out text: there is no token to predict")
+        raise ValueError("the sensitivity of layers needs text: in what was given there is no token to predict")
     layers = model.attentions()
     modes, training = [layer.mode for layer in layers], model.training
     model.eval()
@@ -52,7 +52,8 @@ def total_loss(model: LinearizedForCausalLM, batches: Iterable[dict[str, Tensor]
 
 
 def choose_layers(sensitivities: Tensor | Sequence[float], count: int) -> tuple[int, ...]:
-    """The indices of the `count` most sensitive layers, in order: those to keep as softmax attention.
+    """The indices of the `count` most sensitive layers, in order: those to keep as softmax attention. Of layers that
+    lose the same the first come first.
 
     Raises:
         ValueError: more layers than there are.
@@ -60,7 +61,7 @@ def choose_layers(sensitivities: Tensor | Sequence[float], count: int) -> tuple[
     sensitivities = torch.as_tensor(sensitivities)
     if not 0 <= count <= len(sensitivities):
         raise ValueError(f"{count} of {len(sensitivities)} layers cannot be kept: give 0 to {len(sensitivities)}")
-    return tuple(sorted(sensitivities.topk(count).indices.tolist()))
+    return tuple(sorted(sensitivities.sort(descending=True, stable=True).indices[:count].tolist()))
 
 
 def every(layers: int, n: int = 8) -> tuple[int, ...]:

@@ -78,3 +78,18 @@ def test_tokens_are_taken_back_and_rows_are_chosen():
     keys, _, held = cache.update(new_k, new_v)
     assert held.tolist() == [1, 1]
     assert torch.equal(keys[:, :1], new_k)
+
+
+def test_what_is_held_is_told_for_each_of_the_rows_that_are_left():
+    cache = StaticAttentionCacheLayer(6)
+    _, k, v = tokens(3, 0, batch=4)
+    cache.update(k, v)
+    for change, argument, rows in (
+        (cache.batch_select_indices, torch.tensor([2]), [2]),
+        (cache.batch_repeat_interleave, 3, [2, 2, 2]),
+    ):
+        change(argument)
+        _, new_k, new_v = tokens(1, 1, batch=len(rows))
+        keys, _, held = cache.update(new_k, new_v)
+        assert held.tolist() == [cache.get_seq_length()] * len(rows)
+        assert torch.equal(keys[:, :3], k[rows])

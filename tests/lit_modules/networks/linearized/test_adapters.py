@@ -439,3 +439,81 @@ def test_an_unfinished_run_says_that_it_has_nothing_to_load_yet(run_of_linearize
     monkeypatch.setattr(generate.checkpoints, "read_trainer", lambda path: {"palimpsest": {"model_config": config}})
     with pytest.raises(ValueError, match="there to go on linearizing from"):
         generate.from_checkpoint(run_of_linearize / "checkpoints" / "step_1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens",
+        "lm_head",
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.gate_proj",
+    ],
+)
+def test_a_base_of_which_any_part_has_other_weights_is_refused(saved, bases, tmp_path, name):
+    stock = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    stock.get_submodule(name).weight.data *= 1.5
+    stock.save_pretrained(tmp_path / "other")
+    assert "other weights" in refusal(saved, base=str(tmp_path / "other"))
+
+
+def test_a_fused_projection_is_part_of_what_tells_bases_apart(bases):
+    model = load_pretrained(str(bases["phi3"]), SETTINGS, torch.float32)
+    before = adapters.fingerprint(model)
+    model.model.layers[1].self_attn.qkv_proj.weight.data *= 1.5
+    assert adapters.fingerprint(model) != before
+
+
+def test_a_base_with_other_rotations_is_refused_by_the_name_of_the_setting(saved, bases, tmp_path):
+    other = tmp_path / "other"
+    AutoModelForCausalLM.from_pretrained(bases["llama"]).save_pretrained(other)
+    config = json.loads((other / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 5e5
+    (other / "config.json").write_text(json.dumps(config))
+    said = refusal(saved, base=str(other))
+    assert "rope_parameters={" in said
+    assert "500000.0" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0}),
+        ("mistral", {"rope_type": "dynamic", "factor": 2.0}),
+        ("phi3", {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["rope_type"],
+)
+def test_an_adapter_goes_onto_its_base_whatever_its_rotations_are(tmp_path, family, rope):
+    rope = {"rope_theta": 10000.0, "original_max_position_embeddings": 64, **rope}
+    base = write_base(tmp_path / "base", family, rope_parameters=rope)
+    model = adapted(base)
+    expected = logits(model)
+    adapters.save_adapter(model, tmp_path / "adapter", base=str(base))
+    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), expected)
+
+
+def test_a_fingerprint_is_of_the_base_alone(bases):
+    """Not of LoRA, what is trained, the settings, or the dtype; in float16 if the weights are stored in 16 bits."""
+    stored = load_pretrained(str(bases["llama"]), SETTINGS, torch.bfloat16)
+    stored.lm_head.weight.data.mul_(1e-5)  # such as float16 has with fewer digits
+    expected = adapters.fingerprint(stored)
+    assert adapters.fingerprint(stored.half()) == expected
+    of_float32 = adapters.fingerprint(load_pretrained(str(bases["llama"]), SETTINGS, torch.float32))
+    for settings, dtype in ((LEARNED, torch.bfloat16), (LOLCATS, torch.float32), (SETTINGS, torch.bfloat16)):
+        model = adapted(bases["llama"], settings, dtype=dtype)
+        found = trainable(model, ["lora"])["lora"] + list(model.new_parameters())
+        with torch.no_grad():
+            for name in found:
+                model.get_parameter(name).add_(1.0)
+        assert adapters.fingerprint(model) == of_float32
+
+
+def test_an_adapter_of_a_base_that_was_named_from_here_is_loaded_from_elsewhere(bases, tmp_path, monkeypatch):
+    model = adapted(bases["llama"])
+    monkeypatch.chdir(bases["llama"].parent)
+    adapters.save_adapter(model, tmp_path / "adapter", base="llama")
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), logits(model))

@@ -88,3 +88,23 @@ def test_models_without_clusters_and_documents_that_are_short_are_refused_in_one
         fit_clusters(linearized(), documents)
     with pytest.raises(ValueError, match=r"^linearization\.window=60: [^\n]+$"):
         fit_clusters(linearized(**SHORT | {"window": 60}), documents)
+
+
+def test_clusters_that_weigh_more_than_float16_holds_are_finite_and_so_are_their_gradients(linearized, documents):
+    exact, model = linearized(**SHORT), linearized(**SHORT)
+    for one in (exact, model):
+        for attention in one.attentions():
+            attention.q_feature_map.bias.data.add_(14.0)
+            attention.window_weight.logit.data.add_(10.0)  # beside which the window is still there
+    model.half()
+    for attention in model.attentions():
+        for module in (attention.q_feature_map, attention.k_feature_map, attention.window_weight):
+            module.float()
+    outputs, gradients = [], []
+    for one in (exact, model):
+        loss = one.train()(**documents[1], shift_labels=documents[1]["input_ids"].roll(-1, 1)).loss
+        outputs.append(loss.detach().double())
+        gradients.append([g.double() for g in torch.autograd.grad(loss, list(one.new_parameters().values()))])
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.02, atol=0)
+    for found, expected in zip(*reversed(gradients), strict=True):
+        assert (found - expected).norm() <= 0.1 * expected.norm()

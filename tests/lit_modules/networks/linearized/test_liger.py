@@ -227,3 +227,11 @@ def test_under_autocast_branches_are_bfloat16_and_gates_float32(linearized, ids)
 def test_the_stack_alone_says_what_to_call(linearized, ids):
     with pytest.raises(ValueError, match="call the language model"):
         linearized().model(ids)
+
+
+@pytest.mark.parametrize("count", ["layer", "head"])
+def test_without_a_window_no_weight_of_it_is_learned(count, linearized, ids):
+    model = linearized(window=0, learned_weights=count, gate="fixed")
+    model(ids, shift_labels=ids.roll(-1, 1)).loss.backward()
+    assert {name.rpartition("self_attn.")[2] for name in model.new_parameters()} == {"weights.state"}
+    assert all(parameter.grad is not None for parameter in model.new_parameters().values())

@@ -287,3 +287,16 @@ def test_what_does_not_fit_is_refused_in_one_line(linearized, ids):
         model(ids, attention_mask=(torch.arange(13) != 5).expand(2, 13))
     with pytest.raises(ValueError, match="cache_implementation='static' does not fit"):
         generate(model, ids, cache_implementation="static")
+
+
+@pytest.mark.parametrize("options", [{}, {"delayed": True}, {"feature_map": "learned"}], ids=str)
+def test_learned_weights_have_their_gradient_from_a_cached_token_too(options, linearized, ids):
+    model = build(linearized, learned_weights="head", **options).requires_grad_(False)
+    cache = model.new_cache()
+    model(ids[:, :8], past_key_values=cache)
+    weights = list(model.attentions()[-1].weights.requires_grad_().parameters())
+    found = model(ids[:, 8:9], past_key_values=cache).logits
+    expected = model(ids[:, :9], use_cache=False).logits[:, 8:]
+    assert_close(found, expected, **CLOSE)
+    gradients = (torch.autograd.grad(logits.square().sum(), weights) for logits in (found, expected))
+    assert_close(*gradients, **CLOSE)

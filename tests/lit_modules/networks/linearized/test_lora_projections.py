@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from lit_modules.networks.linearized import lora_projections
 from lit_modules.networks.linearized.lora import add_lora, lora_layers
@@ -108,6 +109,10 @@ def each(change):
     return lambda modules: [change(layer) for layer in lora_layers(modules).values()]
 
 
+def doubled(module, args, output):
+    return 2 * output
+
+
 MORE = {
     "dropout": ({"lora_dropout": 0.5}, None),
     "DoRA": ({"use_dora": True}, None),
@@ -124,6 +129,12 @@ MORE = {
     "a trained base": ({}, each(lambda layer: layer.base_layer.weight.requires_grad_(True))),
     "frozen LoRA": ({}, each(lambda layer: layer.requires_grad_(False))),
     "another base": ({"base": type("Projection", (nn.Linear,), {})}, None),
+    "a hook": ({}, each(lambda layer: layer.register_forward_hook(doubled))),
+    "a hook before": ({}, each(lambda layer: layer.register_forward_pre_hook(lambda _, args: (2 * args[0],)))),
+    "a hook of its base": ({}, each(lambda layer: layer.base_layer.register_forward_hook(doubled))),
+    "a hook of LoRA's first factor": ({}, each(lambda layer: layer.lora_A["default"].register_forward_hook(doubled))),
+    "a hook of LoRA's second factor": ({}, each(lambda layer: layer.lora_B["default"].register_forward_hook(doubled))),
+    "a hook of gradients": ({}, each(lambda layer: layer.register_full_backward_hook(lambda *_: None))),
 }
 
 
@@ -164,6 +175,38 @@ def test_under_autocast_outputs_have_its_dtype_as_pefts_have(calls, base):
     assert calls == [3]
 
 
+@pytest.mark.parametrize("batch", [1, 2, 4, 5], ids=lambda batch: f"{7 * batch}_tokens")
+def test_gradients_are_those_of_peft_whatever_the_number_of_tokens(monkeypatch, calls, batch):
+    monkeypatch.setattr(lora_projections, "CHUNK_TOKENS", 14)
+    modules, x = projections(), hidden(torch.float64, batch)
+    expected = outputs_and_gradients(modules, x, by_peft)
+    torch.testing.assert_close(outputs_and_gradients(modules, x, lora_projections.project), expected)
+    assert calls == [3]
+
+
+def test_a_packed_row_is_summed_in_many_products(monkeypatch):
+    batches, bmm = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda x, y: batches.append(len(x)) or bmm(x, y))
+    outputs_and_gradients(projections(dtype=torch.float32), torch.ones(1, 8192, 16), lora_projections.project)
+    assert batches == [8, 8]
+
+
+def test_it_is_compiled_for_any_number_of_tokens_at_once(monkeypatch):
+    monkeypatch.setattr(lora_projections, "CHUNK_TOKENS", 14)
+    modules, graphs = projections(("q_proj",)), []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compiled = torch.compile(lora_projections.project, dynamic=True, backend=counting, fullgraph=True)
+    for rows in (5, 4, 7, 6):
+        x = hidden(torch.float64, rows).view(1, 7 * rows, 16)
+        expected = outputs_and_gradients(modules, x, by_peft)
+        torch.testing.assert_close(outputs_and_gradients(modules, x, compiled), expected)
+    assert len(graphs) <= 2  # whole chunks, and whole ones with a rest
+
+
 def test_it_is_compiled_without_a_break():
     modules, x = projections(), hidden(torch.float64)
     compiled = torch.compile(lora_projections.project, dynamic=False, backend="aot_eager", fullgraph=True)
@@ -188,3 +231,20 @@ def test_models_train_as_with_peft(linearized, ids, calls, monkeypatch, family, 
     torch.testing.assert_close(gradients(model(ids, shift_labels=ids.roll(-1, 1)).loss), expected)
     of_a_layer = [1, 1] if family == "phi3" else [3, 1]
     assert calls == of_a_layer * 2 * (2 if checkpointing else 1)
+
+
+def test_a_base_whose_dtype_is_not_the_inputs_refuses_as_it_does_by_itself(calls):
+    modules, x = projections(dtype=torch.bfloat16), hidden(torch.float32)
+    for project in (by_peft, lora_projections.project):
+        with pytest.raises(RuntimeError, match="dtype"):
+            project(list(modules.values()), x)
+    assert not calls
+
+
+def test_autocast_leaves_float64_as_it_is(calls):
+    modules, x = projections(lora_dtype=torch.float64), hidden(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = outputs_and_gradients(modules, x, by_peft)
+        found = outputs_and_gradients(modules, x, lora_projections.project)
+    torch.testing.assert_close(found, expected)
+    assert calls == [3]

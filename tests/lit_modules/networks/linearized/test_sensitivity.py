@@ -5,6 +5,7 @@ import torch
 
 from lit_modules.networks.linearized.conversion import linearize
 from lit_modules.networks.linearized.families import FAMILIES
+from lit_modules.networks.linearized.lora import add_lora
 from lit_modules.networks.linearized.sensitivity import choose_layers, every, sensitivity
 from lit_modules.networks.linearized.settings import Linearization
 
@@ -80,3 +81,16 @@ def test_the_papers_rule_keeps_one_after_every_seven():
     assert every(28, 8) == (7, 15, 23)
     assert every(4) == ()
     assert every(4, 1) == (0, 1, 2, 3)
+
+
+def test_of_layers_that_lose_the_same_the_first_are_chosen():
+    assert choose_layers([0.5] * 40, 3) == (0, 1, 2)
+    assert choose_layers([0.0, 0.0, 0.7, 0.0, 0.0], 2) == (0, 2)
+
+
+def test_dropout_of_a_model_in_training_has_no_part_in_what_is_measured(batches):
+    model = add_lora(make(), rank=2, dropout=0.5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    assert torch.equal(sensitivity(model.train(), batches), sensitivity(model.eval(), batches))
