@@ -22,6 +22,7 @@ from benchmarks.linearization_study.records import (
 )
 from benchmarks.linearization_study.report import main, order_table, paper_pairs, studies, write
 from benchmarks.linearization_study.variants import RECIPES
+from lit_modules.linearize import chosen_ways
 
 LIGER, HGRN2, GSA = "Liger-GLA", "Liger-HGRN2", "Liger-GSA"
 
@@ -222,7 +223,7 @@ def test_the_best_experiment_is_the_variant_that_was_measured():
         stages["alignment"]["tokens"] /= tokens
         return {
             "linearization": cfg.linearization,
-            "layers": list(cfg.softmax_layers),  # how they are chosen: a model of more layers keeps more
+            "layers": list(chosen_ways(cfg.softmax_layers)),  # how they are chosen: a model of more layers keeps more
             "lora": cfg.lora,
             "optimizer": cfg.optimizer,
             "stages": stages,
