@@ -139,8 +139,11 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
 
 
 def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> None:
-    """Raise ValueError unless `softmax_layers` is one of its two forms, and keeps some of so many layers, not all."""
+    """Raise ValueError unless `softmax_layers` is one of its two forms, and keeps some of so many layers, not all; or
+    all its keys are null."""
     ways = chosen_ways(kept)
+    if OmegaConf.is_dict(kept) and not ways:
+        return
     if len(ways) != 1 or not ways.keys() <= {"every", "most_sensitive"}:
         one = "; of several keys set all but one to null, as softmax_layers.every=null" if len(ways) > 1 else ""
         raise ValueError(

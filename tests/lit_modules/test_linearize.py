@@ -32,6 +32,13 @@ def test_ddp_expects_no_gradients_of_what_a_stage_leaves_alone(named, stages, un
     assert built._ddp_kwargs["find_unused_parameters"] is unused
 
 
+def test_an_experiments_choice_of_layers_is_taken_back_or_replaced_key_by_key():
+    for ways in ({"most_sensitive": None, "every": None}, {"most_sensitive": None, "every": 2}):
+        linearize.check_softmax_layers(OmegaConf.create(ways), Linearization(), 4)
+    with pytest.raises(ValueError, match=r"set all but one to null, as softmax_layers\.every=null"):
+        linearize.check_softmax_layers(OmegaConf.create({"most_sensitive": 1, "every": 2}), Linearization(), 4)
+
+
 def test_a_file_of_the_layers_that_stay_that_is_cut_is_named(tmp_path):
     path = tmp_path / linearize.KEPT
     path.write_text('{"kept": [1')
