@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lit_modules.networks import Linearization, LinearizedForCausalLM, linearize
+from tests.lit_modules.networks.linearized.saved_bases import write_base
 
 SIZES = {
     "vocab_size": 61,
@@ -57,3 +58,10 @@ def linearized():
 @pytest.fixture(scope="session")
 def ids():
     return torch.randint(1, 61, (2, 13), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Folders of small stock models, by family."""
+    parent = tmp_path_factory.mktemp("bases")
+    return {family: write_base(parent / family, family) for family in ("llama", "mistral", "qwen3", "phi3")}
