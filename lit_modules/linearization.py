@@ -220,45 +220,52 @@ class Linearization(Training):
 
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
         """The weighted sum of the stage's objectives."""
-        stage, head, targets = self.stages[self.stage][2], self.model.lm_head.weight, batch["targets"]
-        ids = batch["input_ids"]
+        stage, ids = self.stages[self.stage][2], batch["input_ids"]
         positions = locate(*ids.shape, 0, ids.device, cu_seqlens=batch["cu_seqlens"])
         parts: dict[str, Tensor] = {}
-        teacher = None
+        loss, teacher = 0.0, None
         if stage.attention_transfer:
             teacher = self.model.features(ids, positions=positions, mode="transfer").detach()
             parts["attention_transfer"] = self.model.transfer_losses().mean()
+            loss = stage.attention_transfer * parts["attention_transfer"]
         if stage.cross_entropy or stage.kl:
-            student = self.model.features(ids, positions=positions)
-        counted = targets != IGNORE_INDEX
+            of_tokens, found = self.next_token_loss(batch, positions, teacher)
+            loss, parts = loss + of_tokens, parts | found
+        share = self.share(batch)
+        share = torch.ones((), device=ids.device) if share is None else share
+        for name, part in parts.items():
+            self._parts.setdefault(name, []).append(torch.stack((part.detach().float() * share, share)))
+        return loss
+
+    def next_token_loss(
+        self, batch: dict[str, Any], positions: Any, teacher: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum of the stage's objectives of next tokens, and each alone. teacher: its features, if they are
+        there already."""
+        stage, head, targets = self.stages[self.stage][2], self.model.lm_head.weight, batch["targets"]
+        ids, counted = batch["input_ids"], targets != IGNORE_INDEX
+        student = self.model.features(ids, positions=positions)
         if stage.kl and self.teacher_store is None:
             if teacher is None:
                 teacher = self.teacher_features(ids, positions)
             teacher_head = self._teacher[0].lm_head.weight if self._teacher else head
-            if stage.cross_entropy:  # both from one product with the head
-                of_tokens, parts["cross_entropy"], parts["kl"] = linear_cross_entropy_and_kl(
-                    *(student, head, targets, teacher, teacher_head, counted),
-                    cross_entropy_weight=stage.cross_entropy,
-                    kl_weight=stage.kl,
-                )
-                self._note(batch, parts)
-                return of_tokens + stage.attention_transfer * parts.get("attention_transfer", 0.0)
-            parts["kl"] = linear_kl_divergence(student, head, teacher, teacher_head, counted)
-        elif stage.kl:
+            if not stage.cross_entropy:
+                kl = linear_kl_divergence(student, head, teacher, teacher_head, counted)
+                return stage.kl * kl, {"kl": kl}
+            both, cross_entropy, kl = linear_cross_entropy_and_kl(  # from one product with the head
+                *(student, head, targets, teacher, teacher_head, counted),
+                cross_entropy_weight=stage.cross_entropy,
+                kl_weight=stage.kl,
+            )
+            return both, {"cross_entropy": cross_entropy, "kl": kl}
+        parts = {}
+        if stage.cross_entropy:
+            parts["cross_entropy"] = linear_cross_entropy(student, head, targets)
+        if stage.kl:
             sequences = self.trainer.train_dataloader.batch_sampler.micro_batch(self.micro_batch)
             likeliest, tokens = self.teacher_store.of(sequences, ids.device)
             parts["kl"] = linear_top_k_kl(student, head, tokens, likeliest, counted)
-        if stage.cross_entropy:
-            parts["cross_entropy"] = linear_cross_entropy(student, head, targets)
-        self._note(batch, parts)
-        return sum(getattr(stage, name) * part for name, part in parts.items())
-
-    def _note(self, batch: dict[str, Any], parts: dict[str, Tensor]) -> None:
-        """Keep each objective's value for `take_metrics`, with its micro-batch's share."""
-        share = self.share(batch)
-        share = torch.ones((), device=batch["targets"].device) if share is None else share
-        for name, part in parts.items():
-            self._parts.setdefault(name, []).append(torch.stack((part.detach().float() * share, share)))
+        return sum(getattr(stage, name) * part for name, part in parts.items()), parts
 
     @torch.no_grad()
     def teacher_features(self, ids: Tensor, positions: Any) -> Tensor:

@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def build(cfg: DictConfig, folder: Path) -> Parts:
     Raises:
         ValueError: a setting cannot work; the line names its key.
     """
-    check_keys(cfg)
+    check_keys("linearization", (key for key in cfg.linearization if key != "_target_"), settings_of(Linearization))
     settings = hydra.utils.instantiate(cfg.linearization, _convert_="all")
     stages = {name: build_stage(name, stage) for name, stage in (cfg.stages or {}).items() if stage is not None}
     check(cfg, settings, stages)
@@ -78,12 +78,16 @@ def build(cfg: DictConfig, folder: Path) -> Parts:
     return trainer, module, data
 
 
-def check_keys(cfg: DictConfig) -> None:
-    """Raise ValueError for a key of `linearization` that there is not."""
-    known = [field.name for field in dataclasses.fields(Linearization)]
-    unknown = [key for key in cfg.linearization if key not in (*known, "_target_")]
+def check_keys(name: str, given: Iterable[str], known: list[str]) -> None:
+    """Raise ValueError for a key of the group `name` that there is not."""
+    unknown = [key for key in given if key not in known]
     if unknown:
-        raise ValueError(f"linearization.{unknown[0]} is not known: give some of {', '.join(known)}")
+        raise ValueError(f"{name}.{unknown[0]} is not known: give some of {', '.join(known)}")
+
+
+def settings_of(kind: type) -> list[str]:
+    """The keys of a dataclass of settings."""
+    return [field.name for field in dataclasses.fields(kind)]
 
 
 def build_stage(name: str, stage: DictConfig) -> Stage:
@@ -91,10 +95,7 @@ def build_stage(name: str, stage: DictConfig) -> Stage:
     if not OmegaConf.is_dict(stage):
         raise ValueError(f"stages.{name}={stage} is no stage: give its keys, as stages.{name}.kl=1, or null for none")
     given = OmegaConf.to_container(stage, resolve=True)
-    known = [field.name for field in dataclasses.fields(Stage)]
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise ValueError(f"stages.{name}.{unknown[0]} is not known: give some of {', '.join(known)}")
+    check_keys(f"stages.{name}", given, settings_of(Stage))
     train_groups = given.get("train", ["lora"])
     if not isinstance(train_groups, list):
         raise ValueError(f"stages.{name}.train={train_groups} is not a list: give the groups as [lora,feature_maps]")
@@ -203,7 +204,7 @@ def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
             raise ValueError(
                 f"strategy.context_parallel_size={cfg.strategy.context_parallel_size} is not for job=linearize: give 1"
             )
-        of_ddp = cfg.strategy._target_ == f"{DataParallel.__module__}.{DataParallel.__qualname__}"
+        of_ddp = hydra.utils.get_class(cfg.strategy._target_) is DataParallel
         unused = {"find_unused_parameters": cfg.strategy.get("find_unused_parameters", several)} if of_ddp else {}
         strategy = hydra.utils.instantiate(cfg.strategy, **unused)
         if not isinstance(strategy, OneDevice | DataParallel):
@@ -248,8 +249,9 @@ def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
         f"{settings.mixer}{gate} over {cfg.base}: {new} new parameters, {trained} trained"
         + (f", softmax layers {list(settings.softmax_layers)}" if settings.softmax_layers else "")
     )
-    left = groups_of(name for name in model.new_parameters() if name not in module.trained)
+    left = groups_of([name for name in model.new_parameters() if name not in module.trained])
     if left:
+        left.remove("all")
         log.warning(
             f"new parameters stay as they begin, since no stage trains them: add {', '.join(left)} to "
             f"stages.{module.stages[-1][1]}.train, or mean it"
@@ -258,10 +260,8 @@ def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
 
 def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
     """Put the configuration's LoRA on a model, in place. Raises ValueError for one that cannot be."""
-    given, known = OmegaConf.to_container(cfg.lora, resolve=True), list(inspect.signature(add_lora).parameters)[1:]
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise ValueError(f"lora.{unknown[0]} is not known: give some of {', '.join(known)}")
+    given = OmegaConf.to_container(cfg.lora, resolve=True)
+    check_keys("lora", given, list(inspect.signature(add_lora).parameters)[1:])
     add_lora(model, **given)
 
 

@@ -125,15 +125,13 @@ def trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:
             raise ValueError(f"{group} is not known: give some of {', '.join(GROUPS)}")
         found[group] = [name for name in names if re.search(GROUPS[group], name)]
         if not found[group]:
-            have = [g for g, pattern in GROUPS.items() if any(re.search(pattern, name) for name in names)]
-            raise ValueError(f"the model has no {group}: give some of {', '.join(have)}")
+            raise ValueError(f"the model has no {group}: give some of {', '.join(groups_of(names))}")
     return found
 
 
-def groups_of(names: Iterable[str]) -> list[str]:
-    """The groups of GROUPS, but for "all", that parameters of these names are in, each once."""
-    names = list(names)
-    return [group for group, pattern in GROUPS.items() if pattern and any(re.search(pattern, name) for name in names)]
+def groups_of(names: Sequence[str]) -> list[str]:
+    """The groups of GROUPS that parameters of these names are in, each once."""
+    return [group for group, pattern in GROUPS.items() if any(re.search(pattern, name) for name in names)]
 
 
 def set_trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:

@@ -5,21 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lit_modules.networks import Linearization, LinearizedForCausalLM, linearize
-from tests.lit_modules.networks.linearized.saved_bases import write_base
+from tests.lit_modules.networks.linearized import saved_bases
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES = saved_bases.SIZES | {"vocab_size": 61, "bos_token_id": None, "eos_token_id": None}
 
 OF_FAMILY = {
     "llama": {"attention_bias": True},
@@ -64,4 +52,4 @@ def ids():
 def bases(tmp_path_factory):
     """Folders of small stock models, by family."""
     parent = tmp_path_factory.mktemp("bases")
-    return {family: write_base(parent / family, family) for family in ("llama", "mistral", "qwen3", "phi3")}
+    return {family: saved_bases.write_base(parent / family, family) for family in ("llama", "mistral", "qwen3", "phi3")}
