@@ -254,14 +254,19 @@ def _backward(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
     grad_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
-    grad_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
+    # Allocate a barrier only if a group of warps takes it. The compiler reuses the memory of any other for the groups'
+    # arguments, and nothing orders the barrier's initialization before those are stored.
+    grad_empty = grad_full
+    if THIRD:
+        grad_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIERS)
     mbarrier.init(kv_full, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=2)
         mbarrier.init(empty.index(stage), count=2)
     for buffer in gl.static_range(2):
         mbarrier.init(grad_full.index(buffer), count=2)
-        mbarrier.init(grad_empty.index(buffer), count=1)
+        if THIRD:
+            mbarrier.init(grad_empty.index(buffer), count=1)
     if count > 0:
         HALF: gl.constexpr = BLOCK_N // 2
         # Whole lists, twice: put together from parts, they lose what is constant in them.

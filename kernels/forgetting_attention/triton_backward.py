@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.forgetting_attention.triton_configs import Config
-from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
+from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay, exact_at
 from kernels.forgetting_attention.triton_forward import LN_2, descriptor, tile_width
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
 from kernels.rounding import cdiv
@@ -30,19 +30,23 @@ from kernels.rounding import cdiv
 @triton.jit
 def _key_tile(
     grad_k, grad_v, grad_keys, k, v, key, key_bias, m, q_tiles, grad_out_tiles, lse, delta,
-    base, first_of, base_at_keys, offset, num_queries, scale, row, head,
+    local, base, first_of, base_at_keys, offset, num_queries, scale, row, head,
     BLOCK_M: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one block of queries gives to a block of keys, and takes from it."""
     HAS_GATES: tl.constexpr = base is not None
+    EXACT: tl.constexpr = local is not None and local.dtype.element_ty == tl.float64
     query = m * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = query < num_queries
     q = q_tiles.load([row, head, m * BLOCK_M, 0]).reshape(BLOCK_M, KEY_DIM)
     logits = tl.dot(k, q.T, input_precision=PRECISION)
     # +inf for queries that see nothing, or are none: their weights are 0.
     column = tl.load(lse + query, mask=exists, other=float("inf"))
-    if HAS_GATES:
+    if EXACT:
+        bias = exact_at(local, base, query + offset, exists, CHUNK)[None, :] - key_bias[:, None]
+        weights = tl.exp2(logits * scale + bias.to(tl.float32) - column[None, :])
+    elif HAS_GATES:
         reference = tl.load(base + (m * BLOCK_M // CHUNK * CHUNK + offset) // CHUNK)
         column -= (reference - base_at_keys).to(tl.float32)
         weights = tl.exp2(logits * scale - column[None, :] - key_bias[:, None])
@@ -77,6 +81,7 @@ def _backward_keys(
     heads = tl.num_programs(1)
     plane = row.to(tl.int64) * heads + head
     HAS_GATES: tl.constexpr = local is not None
+    EXACT: tl.constexpr = local is not None and local.dtype.element_ty == tl.float64
     chunks = tl.cdiv(num_keys, CHUNK)
     rows = tl.cdiv(num_queries, CHUNK) * CHUNK
     start, end = 0, num_keys
@@ -111,12 +116,15 @@ def _backward_keys(
     num_diagonal = whole_from - begin
     num_masked = num_diagonal + stop - whole_stop
 
-    key_bias = tl.zeros([BLOCK_N], tl.float32)
-    base_at_keys = 0.0
+    key_bias, base_at_keys = None, 0.0
     if HAS_GATES:
-        key_bias = tl.load(local + plane * chunks * CHUNK + key, mask=key < num_keys, other=0.0)
+        local += plane * chunks * CHUNK
         base += plane * chunks
         base_at_keys = tl.load(base + n * BLOCK_N // CHUNK)
+        if EXACT:
+            key_bias = exact_at(local, base, key, key < num_keys, CHUNK)
+        else:
+            key_bias = tl.load(local + key, mask=key < num_keys, other=0.0)
     lse += plane * rows
     delta += plane * rows
     k = k_tiles.load([row, head // key_group, n * BLOCK_N, 0]).reshape(BLOCK_N, KEY_DIM)
@@ -132,13 +140,13 @@ def _backward_keys(
         m = index + tl.where(index < num_diagonal, begin, whole_stop - num_diagonal)
         grad_k, grad_v, grad_keys = _key_tile(
             grad_k, grad_v, grad_keys, k, v, key, key_bias, m, q_tiles, grad_out_tiles, lse, delta,
-            base, first_of, base_at_keys, offset, num_queries, scale, row, head,
+            local, base, first_of, base_at_keys, offset, num_queries, scale, row, head,
             BLOCK_M, KEY_DIM, VALUE_DIM, CHUNK, True, PRECISION,
         )  # fmt: skip
     for m in tl.range(whole_from, whole_stop):
         grad_k, grad_v, grad_keys = _key_tile(
             grad_k, grad_v, grad_keys, k, v, key, key_bias, m, q_tiles, grad_out_tiles, lse, delta,
-            base, first_of, base_at_keys, offset, num_queries, scale, row, head,
+            local, base, first_of, base_at_keys, offset, num_queries, scale, row, head,
             BLOCK_M, KEY_DIM, VALUE_DIM, CHUNK, False, PRECISION,
         )  # fmt: skip
     grad_k = (grad_k * (scale * LN_2)).to(grad_k_tiles.dtype).reshape(1, 1, BLOCK_N, KEY_DIM)
@@ -160,6 +168,7 @@ def _backward_queries(
     head, row = tl.program_id(1), tl.program_id(2)
     plane = row.to(tl.int64) * tl.num_programs(1) + head
     HAS_GATES: tl.constexpr = local is not None
+    EXACT: tl.constexpr = local is not None and local.dtype.element_ty == tl.float64
     chunks = tl.cdiv(num_keys, CHUNK)
     rows = tl.cdiv(num_queries, CHUNK) * CHUNK
     start, end = 0, num_keys
@@ -185,6 +194,7 @@ def _backward_queries(
         local += plane * chunks * CHUNK
         base += plane * chunks
         reference = tl.load(base + (m * BLOCK_M // CHUNK * CHUNK + offset) // CHUNK)
+    row_decay = exact_at(local, base, position, exists, CHUNK) if EXACT else None
     column = tl.load(lse + plane * rows + query, mask=exists, other=float("inf"))
     delta_rows = tl.load(delta + plane * rows + query, mask=exists, other=0.0)
     q = q_tiles.load([row, head, m * BLOCK_M, 0]).reshape(BLOCK_M, KEY_DIM)
@@ -200,7 +210,10 @@ def _backward_queries(
             held = ((key >= start) & (key < end))[:, None]
             k, v = tl.where(held, k, 0.0), tl.where(held, v, 0.0)
         logits = tl.dot(q, k.T, input_precision=PRECISION) * scale
-        if HAS_GATES:
+        if EXACT:
+            bias = row_decay[:, None] - exact_at(local, base, key, key < num_keys, CHUNK)[None, :]
+            logits += bias.to(tl.float32)
+        elif HAS_GATES:
             shift = (reference - tl.load(base + n * BLOCK_N // CHUNK)).to(tl.float32)
             logits += (shift - tl.load(local + key, mask=key < num_keys, other=0.0))[None, :]
         visible = (key[None, :] <= position[:, None]) & (key[None, :] >= first[:, None])
@@ -272,7 +285,7 @@ def backward(
     )  # fmt: skip
     grad_keys = grad_queries = None
     if decay is not None:
-        grad_keys = torch.empty_like(decay.local)
+        grad_keys = torch.empty_like(decay.local, dtype=torch.float32)
         grad_queries = lse.new_empty(batch, heads, num_queries, 1)
     # Heads that share a key head write a gradient each, float32 until they are summed.
     key_group, value_group = heads // k.shape[2], heads // v.shape[2]

@@ -4,6 +4,8 @@ Sums of log gates grow with the length while their small differences are wanted,
 base 2 and both without the closed gates:
 
     c_j = base[j // CHUNK] + local[j]        base float64, local float32 from the beginning of its chunk of 128 keys
+
+For queries in float32 local is float64, too: one gate of -300 in a chunk leaves a float32 sum 3e-5 apart.
 """
 
 import math
@@ -24,7 +26,7 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Decay:
-    """`local` [B, Hq, chunks * CHUNK] float32 and `base` [B, Hq, chunks] float64."""
+    """`local` [B, Hq, chunks * CHUNK] float32 (float64 for queries in float32) and `base` [B, Hq, chunks] float64."""
 
     local: Tensor
     base: Tensor
@@ -40,8 +42,13 @@ def sum_gates(
     batch: int,
     num_keys: int,
     device: torch.device,
+    *,
+    exact: bool = False,
 ) -> tuple[Decay | None, Tensor | None]:
-    """The decay (None without gates), and `first` of `Ranges` (None where causality alone hides keys)."""
+    """The decay (None without gates), and `first` of `Ranges` (None where causality alone hides keys).
+
+    exact: `local` in float64.
+    """
     if log_forget is None and kv_start is None and cu_seqlens is None and window is None:
         return None, None
     heads = 1 if log_forget is None else log_forget.shape[2]
@@ -50,7 +57,8 @@ def sum_gates(
     decay = None
     if log_forget is not None:
         base = torch.empty(batch, heads, chunks, dtype=torch.float64, device=device)
-        decay = Decay(torch.empty(batch, heads, chunks * CHUNK, dtype=torch.float32, device=device), base)
+        local = torch.float64 if exact else torch.float32
+        decay = Decay(torch.empty(batch, heads, chunks * CHUNK, dtype=local, device=device), base)
     gates = first if log_forget is None else log_forget
     _sum_gates[(heads, batch)](
         gates,
@@ -79,6 +87,13 @@ def _documents(cu_seqlens: Tensor | None) -> tuple[int, int]:
     """The number of documents, and of the steps of a binary search among their bounds."""
     bounds = 1 if cu_seqlens is None else cu_seqlens.shape[0]
     return bounds - 1, bounds.bit_length()
+
+
+@triton.jit
+def exact_at(local, base, position, mask, CHUNK: tl.constexpr):
+    """c at positions of one head, float64; 0 outside of the mask."""
+    whole = tl.load(base + position // CHUNK, mask=mask, other=0.0)
+    return whole + tl.load(local + position, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -153,7 +168,8 @@ def _sum_gates(
                 first = tl.maximum(first, tl.maximum(within, tl.max(earlier, 1)[:, None]))
                 closed_at = tl.max(before, 0)
             tl.store(base_out + plane * num_chunks + chunk, base, mask=chunk < num_chunks)
-            tl.store(local_out + plane * num_chunks * CHUNK + position, local.to(tl.float32), mask=inside)
+            local = local.to(local_out.dtype.element_ty)
+            tl.store(local_out + plane * num_chunks * CHUNK + position, local, mask=inside)
         tl.store(first_out + plane * num_chunks * CHUNK + position, first, mask=inside)
 
 

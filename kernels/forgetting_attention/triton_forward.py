@@ -6,8 +6,9 @@ c_i is constant along row i and leaves its softmax, so with a reference r for ea
     o_i  = sum_j 2^(t_ij - lse_i) v_j          lse_i = log2 sum_j 2^t_ij
 
 The gate costs one addition a score: r - base_n is one number for a whole tile, and is added to the row's maximum
-instead. Keys are read in two loops: first the blocks that hold both visible and hidden keys (at the beginning of the
-range, and on the diagonal), with a mask, so that every row has a finite maximum; then the rest, without.
+instead. In float32 r is c_i, and each difference is taken in float64. Keys are read in two loops: first the blocks that
+hold both visible and hidden keys (at the beginning of the range, and on the diagonal), with a mask, so that every row
+has a finite maximum; then the rest, without.
 """
 
 import math
@@ -19,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.forgetting_attention.triton_configs import Config
-from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay
+from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay, exact_at
 from kernels.forgetting_attention.triton_ranges import GRAIN, Ranges
 from kernels.rounding import cdiv, next_power_of_2
 
@@ -86,17 +87,21 @@ def forward(
 @triton.jit
 def _tile(
     acc, row_max, row_sum, q, position, first, n, k_tiles, v_tiles, local, base, reference, start, end, scale,
-    row, key_head, value_head,
+    row_decay, row, key_head, value_head,
     BLOCK_N: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK: tl.constexpr,
     HAS_GATES: tl.constexpr, MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax of a block of queries over one block of keys."""
+    EXACT: tl.constexpr = local is not None and local.dtype.element_ty == tl.float64
     key = n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = k_tiles.load([row, key_head, n * BLOCK_N, 0]).reshape(BLOCK_N, KEY_DIM)
     logits = tl.dot(q, k.T, input_precision=PRECISION)
     shift = 0.0
-    if HAS_GATES:
+    if EXACT:
+        bias = row_decay[:, None] - exact_at(local, base, key, key >= 0, CHUNK)[None, :]
+        logits = logits * scale + bias.to(tl.float32)
+    elif HAS_GATES:
         shift = (reference - tl.load(base + n * BLOCK_N // CHUNK)).to(tl.float32)
         logits = logits * scale - tl.load(local + key)[None, :]
     else:
@@ -140,6 +145,7 @@ def _forward(
     heads = tl.num_programs(1)
     plane = row.to(tl.int64) * heads + head
     HAS_GATES: tl.constexpr = local is not None
+    EXACT: tl.constexpr = local is not None and local.dtype.element_ty == tl.float64
     HAS_FIRST: tl.constexpr = first_of is not None
     PADDED: tl.constexpr = kv_start is not None or kv_end is not None
     chunks = tl.cdiv(num_keys, CHUNK)
@@ -175,6 +181,7 @@ def _forward(
         local += plane * chunks * CHUNK
         base += plane * chunks
         reference = tl.load(base + (m * BLOCK_M // CHUNK * CHUNK + offset) // CHUNK)
+    row_decay = exact_at(local, base, position, query < num_queries, CHUNK) if EXACT else None
     key_head, value_head = head // key_group, head // value_group
     q = q_tiles.load([row, head, m * BLOCK_M, 0]).reshape(BLOCK_M, KEY_DIM)
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
@@ -184,13 +191,13 @@ def _forward(
         n = index + tl.where(index < num_hidden, first_block, diagonal - num_hidden)
         acc, row_max, row_sum = _tile(
             acc, row_max, row_sum, q, position, first, n, k_tiles, v_tiles, local, base, reference, start, end, scale,
-            row, key_head, value_head,
+            row_decay, row, key_head, value_head,
             BLOCK_N, KEY_DIM, VALUE_DIM, CHUNK, HAS_GATES, True, HAS_FIRST, PADDED, PRECISION,
         )  # fmt: skip
     for n in tl.range(whole_from, diagonal):
         acc, row_max, row_sum = _tile(
             acc, row_max, row_sum, q, position, first, n, k_tiles, v_tiles, local, base, reference, start, end, scale,
-            row, key_head, value_head,
+            row_decay, row, key_head, value_head,
             BLOCK_N, KEY_DIM, VALUE_DIM, CHUNK, HAS_GATES, False, HAS_FIRST, PADDED, PRECISION,
         )  # fmt: skip
     seen = row_sum > 0
@@ -210,7 +217,7 @@ def _forward(
 def natural_lse(lse: Tensor, decay: Decay | None, kv_end: Tensor | None, num_queries: int, num_keys: int) -> Tensor:
     """[B, T, Hq] float32: the natural log of the sum of exp of the scores, from `forward`'s lse; -inf for +inf.
 
-    That of each row is relative to the base of a chunk; here c_i is added, which left the softmax.
+    That of each row is relative to the base of a chunk (in float32 to c_i); here c_i is added, which left the softmax.
     """
     batch, heads, rows = lse.shape
     out = lse.new_empty(batch, num_queries, heads)
@@ -232,7 +239,8 @@ def _natural_lse(
     exists = query < num_queries
     values = tl.load(lse + plane * tl.num_programs(0) * CHUNK + query)
     seen = exists & (values < float("inf"))
-    if local is not None:
+    EXACT: tl.constexpr = local is not None and local.dtype.element_ty == tl.float64
+    if local is not None and not EXACT:  # for then the sums are relative to c_i itself
         end = num_keys
         if kv_end is not None:
             end = tl.load(kv_end + row)

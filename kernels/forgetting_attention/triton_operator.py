@@ -56,7 +56,16 @@ def _attention(
     q, k, v = _readable(q), _readable(k), _readable(v)
     with torch.cuda.device_of(q):
         decay, first = sum_gates(
-            log_forget, kv_start, kv_end, cu_seqlens, window, cumulative, k.shape[0], k.shape[1], q.device
+            log_forget,
+            kv_start,
+            kv_end,
+            cu_seqlens,
+            window,
+            cumulative,
+            k.shape[0],
+            k.shape[1],
+            q.device,
+            exact=q.dtype == torch.float32,
         )
         ranges = None
         if first is not None:
@@ -111,10 +120,11 @@ def _empty_results(
         cdiv(num_queries, GRAIN),
     )
     int32 = partial(q.new_empty, dtype=torch.int32)
+    local = torch.float64 if gated and q.dtype == torch.float32 else torch.float32
     return (
         q.new_empty(batch, num_queries, heads, v.shape[3]),
         q.new_empty(batch, heads, cdiv(num_queries, CHUNK) * CHUNK, dtype=torch.float32),
-        q.new_empty((*planes, chunks * CHUNK) if gated else 0, dtype=torch.float32),
+        q.new_empty((*planes, chunks * CHUNK) if gated else 0, dtype=local),
         q.new_empty((*planes, chunks) if gated else 0, dtype=torch.float64),
         int32((*planes, chunks * CHUNK) if ranged else 0),
         int32((*planes, key_grains) if ranged else 0),

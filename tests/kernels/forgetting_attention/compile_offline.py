@@ -10,7 +10,9 @@ import contextlib
 import io
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -28,6 +30,49 @@ from kernels.forgetting_attention.triton_ranges import find_ranges, largest_norm
 LENGTH, HEADS = 256, 2
 
 
+def barriers_nobody_takes(module: str) -> list[str]:
+    """Names of the mbarriers that a kernel initializes, and that no group of warps of it uses.
+
+    Args:
+        module: the kernel in Triton's GPU dialect, as text.
+    """
+    before, specialized, groups = module.partition("ttg.warp_specialize(")
+    if not specialized:
+        return []
+    arrays = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", before))
+    initialized = {arrays.get(name, name) for name in re.findall(r"ttng\.init_barrier (%\w+),", before)}
+    return sorted(name for name in initialized if not re.search(rf"{name}\b", groups))
+
+
+def registers_nothing_sets(assembly: str) -> list[int]:
+    """Numbers of the uniform registers that a program reads, and that nothing gives a value but from themselves.
+
+    Triton 3.6's ptxas makes such programs where uniform registers are short: addresses of matrix products are then
+    anything.
+
+    Args:
+        assembly: as `cuobjdump -sass` prints it, for Hopper.
+    """
+    read, written = set(), set()
+    for line in assembly.splitlines():
+        if not (found := re.match(r"\s+/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)\s*([^;]*);", line)):
+            continue
+        name, operands = found[1], [operand.strip() for operand in found[2].split(",")]
+        if name.startswith("HGMMA"):
+            # Four registers hold the addresses of both factors; the first two are free if one factor is in registers.
+            first = int(re.search(r"gdesc\[UR(\d+)\]", found[2])[1])
+            read.update(range(first + (2 if re.fullmatch(r"R\d+(\.\w+)*", operands[1]) else 0), first + 4))
+            continue
+        sets_first = re.fullmatch(r"UR\d+", operands[0]) and not name.startswith(("UTMA", "UBLK", "SYNCS"))
+        used = {int(number) for number in re.findall(r"\bUR(\d+)\b", ",".join(operands[1 if sets_first else 0 :]))}
+        if sets_first:
+            width = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            first = int(operands[0][2:])
+            written.update(set(range(first, first + width)) - used)
+        read |= used
+    return sorted(read - written)
+
+
 class AbsentDriver:
     """What Triton asks of a driver before it compiles. The device's number is its architecture."""
 
@@ -42,6 +87,14 @@ class AbsentDriver:
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.architecture, 32)
+
+
+def disassembled(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class Compiler:
@@ -85,6 +138,9 @@ class Compiler:
         if self.is_assembled():
             assert "bytes spill stores" in log.getvalue(), "the assembler's log is missing"
             record["spilled"] = sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue())))
+            record["dead_barriers"] = barriers_nobody_takes(compiled.asm["ttgir"])
+            if self.driver.architecture == 90:
+                record["unset_registers"] = registers_nothing_sets(disassembled(compiled.asm["cubin"]))
             record["serialized"] = "wgmma.mma_async instructions are serialized" in log.getvalue()
         self.records.append(record)
 

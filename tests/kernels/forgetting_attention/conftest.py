@@ -69,12 +69,6 @@ def out_and_gradients():
 
 
 @pytest.fixture(scope="session")
-def device():
-    """Where kernels run: compiled on a GPU, elsewhere in Triton's interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(scope="session")
 def triton_forgetting_attention(device):
     """`forgetting_attention` by the Triton kernels, whatever the device; takes and returns tensors on the CPU."""
     from kernels.forgetting_attention.triton_operator import triton_attention

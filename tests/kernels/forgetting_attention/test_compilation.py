@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kernels.forgetting_attention.triton_configs import TABLE
+from tests.kernels.forgetting_attention.compile_offline import barriers_nobody_takes, registers_nothing_sets
 
 # What a program may use of an SM's shared memory, by architecture (CUDA programming guide, compute capabilities).
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="launches compiled kernels: needs CUDA")
 
 
 def random_problem(draw, documents, make_inputs):
@@ -28,7 +28,7 @@ def random_problem(draw, documents, make_inputs):
     return make_inputs(batch=draw.randint(1, 5), queries=length, keys=keys, **sizes), {}
 
 
-@NEEDS_CUDA
+@pytest.mark.gpu(needs="CUDA")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("options", [{}, {"prune": -10.0}, {"window": 100}], ids=["all", "pruned", "window"])
 @pytest.mark.parametrize("documents", [False, True], ids=["batches", "documents"])
@@ -52,7 +52,7 @@ def test_a_hundred_lengths_batches_and_layouts_after_the_first_compile_nothing(
     assert not names
 
 
-@NEEDS_CUDA
+@pytest.mark.gpu(needs="CUDA")
 def test_the_count_of_compiled_kernels_sees_a_new_head_dim(
     make_inputs, out_and_gradients, triton_forgetting_attention, compiled_kernels
 ):
@@ -98,3 +98,40 @@ def test_matrix_products_on_hopper_are_not_serialized(compiled):
     hopper = [record for record in compiled if record["architecture"] == 90]
     assert {record["kernel"] for record in hopper} >= {"_forward", "_backward"}
     assert not [record for record in hopper if record["serialized"]]
+
+
+def test_no_address_on_hopper_is_computed_from_a_register_that_nothing_sets(compiled):
+    assert not [record for record in compiled if record.get("unset_registers")]
+
+
+def test_a_register_that_nothing_sets_is_seen():
+    assembly = """
+        /*0270*/                   UMOV UR20, 0x10 ;
+        /*0280*/                   UIADD3.64 UR52, UR20, UR20, URZ ;
+        /*0290*/                   R2UR UR54, R4 ;
+        /*02a0*/                   R2UR UR55, R5 ;
+        /*02b0*/                   HGMMA.64x16x16.F32.BF16 R64, R40, gdesc[UR52].tnspB, R64, gsb0 ;
+        /*1b90*/                   UIADD3 UR22, UP0, UR22, 0x20, URZ ;
+        /*8a90*/                   HGMMA.64x16x16.F32.BF16 R64, gdesc[UR20].tnspA.tnspB, R64 ;
+    """
+    assert registers_nothing_sets(assembly) == [21, 22, 23]
+
+
+def test_barriers_on_hopper_keep_their_memory(compiled):
+    # The memory of a barrier that no group of warps takes is given to the groups' arguments, and its initialization may
+    # land on top of them: pointers of the loading warp were lost to it, whenever another process used the GPU.
+    hopper = [record for record in compiled if record["architecture"] == 90]
+    assert not [record for record in hopper if record["dead_barriers"]]
+
+
+def test_a_barrier_that_nobody_takes_is_seen():
+    module = """
+        %full = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64>
+        %empty = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64>
+        %1 = ttg.memdesc_index %full[%c0] : !ttg.memdesc<2x1xi64>
+        ttng.init_barrier %1, 2 : !ttg.memdesc<1xi64>
+        %2 = ttg.memdesc_index %empty[%c0] : !ttg.memdesc<2x1xi64>
+        ttng.init_barrier %2, 1 : !ttg.memdesc<1xi64>
+        ttg.warp_specialize(%full) attributes {requestedRegisters = array<i32: 240, 24>}
+    """
+    assert barriers_nobody_takes(module) == ["%empty"]

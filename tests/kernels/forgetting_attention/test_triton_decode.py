@@ -243,7 +243,7 @@ def test_compiles_without_a_graph_break(make_inputs, device):
     assert torch.equal(compiled(*arguments)[0], decode(*arguments)[0])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles kernels: needs CUDA")
+@pytest.mark.gpu(needs="CUDA")
 def test_other_lengths_batches_and_splits_compile_nothing_new(make_inputs, decoded, compiled_kernels):
     sizes = {"queries": 1, "heads": (6, 1, 3), "head_dims": (48, 48), "dtype": torch.float16}
     with compiled_kernels() as names:
