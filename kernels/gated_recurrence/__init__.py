@@ -100,13 +100,19 @@ def _implementation(
     decay_axis: str,
     scale: float,
     memory_budget: int | None,
+    *,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence without a bonus, by what suits the device; arguments are checked."""
+    """The recurrence without a bonus, by what suits the device; arguments are checked.
+
+    q may be float32 beside k and v in half precision. wide: out in the states' dtype, not in v's.
+    """
     if cu_seqlens is None and _is_short(q, k, v, log_decay, initial_state):
-        return short_recurrence(q, k, v, log_decay, initial_state, decay_axis, scale)
+        return short_recurrence(q, k, v, log_decay, initial_state, decay_axis, scale, wide=wide)
     if q.is_cuda and q.dtype != torch.float64:
-        return triton_recurrence(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale, memory_budget)[:2]
-    return chunked_recurrence(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale)
+        options = (initial_state, cu_seqlens, decay_axis, scale, memory_budget, wide)
+        return triton_recurrence(q, k, v, log_decay, *options)[:2]
+    return chunked_recurrence(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale, wide)
 
 
 def _is_short(q: Tensor, *others: Tensor | None) -> bool:
@@ -188,7 +194,10 @@ def gated_slot_attention(
         memory_budget=memory_budget,
     )
     first, second = (None, None) if initial_state is None else initial_state
-    scores, keys = _implementation(q, k, slots, log_decay, first, cu_seqlens, "value", float(scale), memory_budget)
-    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
-    out, values = _implementation(weights, slots, v, log_decay, second, cu_seqlens, "key", 1.0, memory_budget)
+    options = (cu_seqlens, "value", float(scale), memory_budget)
+    # Rounded to half precision, scores, weights and their gradients would be most of the error of dq and dk.
+    scores, keys = _implementation(q, k, slots, log_decay, first, *options, wide=True)
+    out, values = _implementation(
+        scores.softmax(-1), slots, v, log_decay, second, cu_seqlens, "key", 1.0, memory_budget
+    )
     return out, (keys, values)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.gated_recurrence.layout import Layout, Slab
-from kernels.gated_recurrence.pairs import ChannelGates, HeadGates, plain_products, self_weights
+from kernels.gated_recurrence.pairs import ChannelGates, HeadGates, plain_products, self_weights, sums_from
 from kernels.gated_recurrence.validation import check_values
 from kernels.operation import empty_gradients, register_operation
 
@@ -95,11 +95,12 @@ def _forward(
     cu_seqlens: Tensor | None,
     decay_axis: str,
     scale: float,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The arguments of `gated_recurrence`, without bonus and budget."""
+    """The arguments of `gated_recurrence`, without bonus and budget; wide: out in the dtype of the states."""
     check_values(log_decay, cu_seqlens)
     problem = _Problem(q, k, v, log_decay, cu_seqlens, decay_axis)
-    out, _ = _empty_results(q, k, v, cu_seqlens)
+    out, _ = _empty_results(q, k, v, cu_seqlens, wide)
     out_rows = problem.rows(out)
     carry = problem.carry(initial_state)
     for slab in problem.slabs:
@@ -124,15 +125,15 @@ def _read(products: Tensor, others: Tensor, rows: Tensor, gates: ChannelGates, s
     return torch.bmm(products, others).baddbmm_(decayed, states)
 
 
-def _fake_forward(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale):
-    return _empty_results(q, k, v, cu_seqlens)
+def _fake_forward(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale, wide=False):
+    return _empty_results(q, k, v, cu_seqlens, wide)
 
 
-def _empty_results(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, wide: bool) -> tuple[Tensor, Tensor]:
     batch, length, query_heads, _ = q.shape
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state_dtype = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(batch, length, query_heads, v.shape[3])
+    out = q.new_empty(batch, length, query_heads, v.shape[3], dtype=state_dtype if wide else v.dtype)
     return out, q.new_empty(rows, k.shape[2], k.shape[3], v.shape[3], dtype=state_dtype)
 
 
@@ -178,8 +179,7 @@ def _backward(
 class _SlabGradients:
     """Of what lies on the gated side, `rows` and `columns`, and of `others`; carry goes back to before the slab.
 
-    readers: what meets the values that `rows` read, [N, C, G, D plain]. `_in_pairs`: but a token's with itself, which
-    does not decay.
+    readers: what meets the values that `rows` read, [N, C, G, D plain].
     """
 
     def __init__(
@@ -199,12 +199,12 @@ class _SlabGradients:
         decayed_rows = (rows * from_start).flatten(1, 2)
         self.grad_states = self._states_backward(slab, torch.bmm(decayed_rows.mT, readers_flat), carry)
         weights = plain_products(readers, others)
-        self.products, self.rows_in_pairs, self.columns_in_pairs = gates.products_and_gradients(rows, columns, weights)
+        self.products, *in_pairs, self.gates_in_pairs = gates.products_and_gradients(rows, columns, weights)
         own = self_weights(weights, problem.groups)
-        self.rows_in_pairs.addcmul_(torch.bmm(readers_flat, states.mT).view(rows.shape), from_start)
+        self.rows_by_state = torch.bmm(readers_flat, states.mT).view(rows.shape).mul_(from_start)
         self.columns_by_state = torch.bmm(others, self.grad_states.mT).mul_(gates.to_end)
-        self.rows = torch.addcmul(self.rows_in_pairs, own, columns[:, :, None])
-        self.columns = (self.columns_in_pairs + self.columns_by_state).add_((own * rows).sum(2))
+        self.rows = in_pairs[0].add_(self.rows_by_state).addcmul_(own, columns[:, :, None])
+        self.columns = in_pairs[1].add_(self.columns_by_state).add_((own * rows).sum(2))
         self.others = torch.bmm(self.products.mT, readers_flat).baddbmm_(columns * gates.to_end, self.grad_states)
 
     def _states_backward(self, slab: Slab, read: Tensor, carry: Tensor) -> Tensor:
@@ -228,12 +228,12 @@ class _SlabGradients:
     def of_gates(self) -> Tensor:
         """[N, C, D], or [N, C, 1] for a gate per head: what decays at t is read at t or later and written before t."""
         rows, columns, _ = self.inputs
-        reads = (rows * self.rows_in_pairs).sum(2).sub_(columns * self.columns_in_pairs)
+        reads = (rows * self.rows_by_state).sum(2)
         writes = columns * self.columns_by_state
         through = (self.states * self.grad_states).sum(2)
         if isinstance(self.gates, HeadGates):
             reads, writes, through = (x.sum(-1, keepdim=True) for x in (reads, writes, through))
-        grads = reads.flip(1).cumsum(1).flip(1)
+        grads = self.gates_in_pairs.add_(sums_from(reads))
         grads[:, 1:] += writes[:, :-1].cumsum(1)
         return grads.add_((through * self.gates.total)[:, None])
 
@@ -243,7 +243,7 @@ def _fake_backward(grad_out, grad_final, q, k, v, log_decay, initial_state, cu_s
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.decay_axis, ctx.scale = inputs
+    *tensors, ctx.decay_axis, ctx.scale, _ = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -252,7 +252,7 @@ def _gradients(ctx, grad_out, grad_final):
     *grads, grad_initial = chunked_backward(
         grad_out, grad_final, q, k, v, log_decay, initial_state, cu_seqlens, ctx.decay_axis, ctx.scale
     )
-    return *grads, None if initial_state is None else grad_initial, None, None, None
+    return *grads, None if initial_state is None else grad_initial, None, None, None, None
 
 
 chunked_recurrence = register_operation("gated_recurrence_chunked", _forward, _fake_forward)

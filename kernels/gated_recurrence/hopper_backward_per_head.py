@@ -50,7 +50,7 @@ def backward_in_one_scan(
     start: Tensor | None,
     scale: float,
     end: bool,
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, None, Tensor, Tensor], Tensor | None]:
     """dq, dk, dv; what the gates' gradients are made of; with `end` the gradient of the first states.
 
     q, k: [B, T, H, D]. v, grad_out: [B, T, H, E]. before: the gates' sums [num_chunks, H, 64] float32. states:
@@ -94,7 +94,7 @@ def backward_in_one_scan(
         FIRST=FIRST,
         num_warps=warps,
     )
-    return dq, dk, dv, (*of_tokens, of_states), grad_start
+    return dq, dk, dv, (of_tokens[0], None, of_tokens[1], of_states), grad_start
 
 
 @gluon.jit

@@ -60,20 +60,27 @@ class ChannelGates:
             )
         return spread
 
-    def products_and_gradients(self, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`products(x, y)`, and the gradients of x and y by those below the diagonal, whose own are `weights`."""
+    def products_and_gradients(self, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`products(x, y)`, and the gradients of x, y and gates by those below the diagonal, whose own are `weights`.
+
+        A gate gets of the pairs around it alone: the sums over all rows from it on, less those over all columns, would
+        be the same but for their rounding, which a gate that is nearly closed must not get.
+        """
         products = x.new_zeros(weights.shape)
-        grad_x, grad_y = torch.zeros_like(x), torch.zeros_like(y)
+        grad_x, grad_y, grad_gates = torch.zeros_like(x), torch.zeros_like(y), torch.zeros_like(y)
         for size, (row_factors, column_factors) in self._levels():
             row_factors = row_factors[..., None, :]
             rows, columns = _odd(x, size) * row_factors, _even(y, size) * column_factors
             joining = _blocks(weights, size)
             _blocks(products, size).copy_(_product(rows, columns))
-            _odd(grad_x, size).addcmul_(_weighted(joining, columns, x.shape[2]), row_factors)
+            of_rows = _weighted(joining, columns, x.shape[2])
+            _odd(grad_x, size).addcmul_(of_rows, row_factors)
             of_columns = _weighted(joining.mT, rows.flatten(2, 3), 1).squeeze(3)
             _even(grad_y, size).addcmul_(of_columns, column_factors)
+            _odd(grad_gates, size).add_(sums_from((rows * of_rows).sum(3)))
+            _even(grad_gates, size)[:, :, 1:] += (columns * of_columns)[:, :, :-1].cumsum(2)
         _diagonal(products, x.shape[2]).copy_(self_products(x, y))
-        return products, grad_x, grad_y
+        return products, grad_x, grad_y, grad_gates
 
     def _levels(self):
         return ((2**level, factors) for level, factors in enumerate(self.factors))
@@ -92,15 +99,22 @@ class HeadGates(ChannelGates):
     def products(self, x: Tensor, y: Tensor) -> Tensor:
         return self._decayed(torch.bmm(x.flatten(1, 2), y.mT))
 
-    def products_and_gradients(self, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weights = self._decayed(weights.clone())
-        _diagonal(weights, x.shape[2]).zero_()
-        grad_x = torch.bmm(weights, y).view(x.shape)
-        return self.products(x, y), grad_x, torch.bmm(weights.mT, x.flatten(1, 2))
+    def products_and_gradients(self, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        products, of_pairs = self.products(x, y), weights.clone()
+        _diagonal(of_pairs, x.shape[2]).zero_()
+        around = sums_from((of_pairs * products).unflatten(1, x.shape[1:3]).sum(2))
+        of_pairs = self._decayed(of_pairs)
+        grad_x, grad_y = torch.bmm(of_pairs, y).view(x.shape), torch.bmm(of_pairs.mT, x.flatten(1, 2))
+        return products, grad_x, grad_y, around.tril_(-1).sum(2, keepdim=True)
 
     def _decayed(self, products: Tensor) -> Tensor:
         products.view(self.num_chunks, self.size, -1, self.size).mul_(self.decay[:, :, None])
         return products
+
+
+def sums_from(x: Tensor) -> Tensor:
+    """[..., C, D] to the sums from each row to the last."""
+    return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def plain_products(x: Tensor, y: Tensor) -> Tensor:

@@ -55,19 +55,22 @@ def gradients(
     grad_states: Tensor | None,
     plan: Plan,
     scale: float,
+    *,
+    dx_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx [B, T, Hx, D], dy [B, T, Hy, D] and the gradient of log_decay, float32; dx alone without x and grad_states.
 
     chunks: of x and y. x: [B, T, Hx, D]. y: [B, T, Hy, D]. z: [B, T, Hy, E]. w: [B, T, Hx, E]. log_decay:
-    [B, T, Hy, D]. states, grad_states: [num_chunks, Hy, D stored, E].
+    [B, T, Hy, D]. states, grad_states: [num_chunks, Hy, D stored, E]. dx_dtype: y's when None.
     """
     batch, length, heads_y, width = y.shape
     heads_x, width_e = w.shape[2:]
-    in_bfloat16 = stored_dtype(y.dtype) == torch.bfloat16  # float32 is there for tests: tiles that fit
-    block = 64 if in_bfloat16 else min(padded(width), 32)
+    in_bfloat16 = stored_dtype(y.dtype) == torch.bfloat16
+    # Products of float32 are unrolled: tiles twice as wide take the compiler several times as long.
+    block = 64 if in_bfloat16 else 16
     slices = cdiv(width, block)
-    parts = cdiv(width_e, 128 if in_bfloat16 else 32)
-    dx = y.new_empty(batch, length, heads_x, width)
+    parts = cdiv(width_e, 128 if in_bfloat16 else 16)
+    dx = y.new_empty(batch, length, heads_x, width, dtype=dx_dtype or y.dtype)
     dy = grad_gates = None
     if x is not None:
         dy = torch.empty_like(y, memory_format=torch.contiguous_format)
@@ -149,7 +152,7 @@ def _gradients_of_weak(
         grad_states += index * (STORED * WIDTH_E)
         dy = tl.zeros((CHUNK, BLOCK), tl.float32)
         between = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for number in tl.static_range(PARTS):
+        for number in tl.range(0, PARTS, num_stages=1):
             e = number * BLOCK_E + tl.arange(0, BLOCK_E)
             z = tokens_of(z_base, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)
             state = tile_of_state(states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
@@ -167,7 +170,7 @@ def _gradients_of_weak(
         pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
         transposed = tl.zeros((CHUNK, CHUNK), tl.float32)
         dx = tl.zeros((CHUNK, BLOCK), tl.float32)
-        for number in tl.static_range(PARTS):
+        for number in tl.range(0, PARTS, num_stages=1):
             e = number * BLOCK_E + tl.arange(0, BLOCK_E)
             w = tokens_of(w_base, w_t * W_UNIT, token, held, e, WIDTH_E).to(dtype)
             z = tokens_of(z_base, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)
@@ -177,8 +180,14 @@ def _gradients_of_weak(
             if GRADIENTS:
                 # Not the transpose of `pairs`: some compilers make a wrong product of a transposed accumulator.
                 transposed = tl.dot(z, tl.trans(w), transposed, input_precision=PRECISION)
-        pairs = tl.where(row >= column, pairs * scale, 0.0).to(dtype)
-        near = tl.dot(pairs, y, input_precision=PRECISION)
+        if GRADIENTS:
+            pairs = tl.where(row >= column, pairs * scale, 0.0).to(dtype)
+            near = tl.dot(pairs, y, input_precision=PRECISION)
+        else:
+            # i = j, of a few tokens most of what there is, without rounding. With gradients registers are too few.
+            own = tl.sum(tl.where(row == column, pairs, 0.0), 1)[:, None] * scale
+            pairs = tl.where(row > column, pairs * scale, 0.0).to(dtype)
+            near = tl.dot(pairs, y, input_precision=PRECISION) + own * y
         dx = dx * (tl.exp2(middle) * scale)[None, :] + near * tl.exp2(middle - total)[None, :]
         if GRADIENTS:
             x = _decayed(x_in + (index * GROUP + member) * (CHUNK * STORED), row, channel, STORED, BLOCK)

@@ -4,13 +4,15 @@ The decays between the tokens of a chunk are one matrix D_ij = exp(before_i - be
 above 0 whatever the gates, and
 
     dx = scale exp(before) (.) (w S^T) + (P (.) D) y,    dy = exp(after) (.) (z dS^T) + (P (.) D)^T x
-    dg_t = sum_{i >= t} (x_i . dx_i - pairs' y_i . dy_i) + sum_{j < t} exp(after_j) y_j . (z_j dS^T)
-           + exp(total) sum S dS
+    dg_t = sum_{i >= t > j} P_ij D_ij x_i . y_j + scale sum_{i >= t} exp(before_i) x_i . (w_i S^T)
+           + sum_{j < t} exp(after_j) y_j . (z_j dS^T) + exp(total) sum S dS
 
-where pairs leave out i = j, which no gate lies between: one by one, so that small terms do not drown in large ones that
-cancel. One program computes dx of one chunk and head of x, or dy of one head of y, for a slice of the channels: apart
-they need half the registers, and side by side they find what they share in the cache. What they find for the gates,
-slice by slice, `_gate_gradients` adds up.
+Of these sums no term cancels another. sum_{i >= t} (x_i . dx_i - y_i . dy_i) is the pairs' part, too, but holds each
+pair of tokens after t twice: where tokens are alike, what rounding leaves of those is the same at every t, and adds up.
+
+One program computes dx of one chunk and head of x, or dy of one head of y, for a slice of the channels: apart they need
+half the registers, and side by side they find what they share in the cache. What they find for the gates, slice by
+slice, `_gate_gradients` adds up.
 """
 
 import torch
@@ -50,8 +52,8 @@ def gradients_per_head(
     block_e = 64 if in_bfloat16 else min(padded(width_e), 32)
     slices = cdiv(width, block)
     dx, dy = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y))
-    # For every token and head, from each of the slices: of dx, less that of dy's pairs; of dy's state; of every chunk.
-    of_later = torch.empty(batch, length, heads, (group + 1) * slices, dtype=torch.float32, device=x.device)
+    # For every token and head, from each of the slices: of dx by the state and of its pairs; of dy by the state.
+    of_later, of_pairs = torch.empty(2, batch, length, heads, group * slices, dtype=torch.float32, device=x.device)
     of_earlier = torch.empty(batch, length, heads, slices, dtype=torch.float32, device=x.device)
     of_states = torch.empty(before.shape[0], heads, slices, dtype=torch.float32, device=x.device)
     strides = [strides_in_units(t) for t in (x, y, z, w)]
@@ -66,6 +68,7 @@ def gradients_per_head(
         dx,
         dy,
         of_later,
+        of_pairs,
         of_earlier,
         of_states,
         plan.chunks,
@@ -92,13 +95,16 @@ def gradients_per_head(
         # Three programs at once on a multiprocessor are worth the few registers that then spill.
         **({"maxnreg": 168} if x.is_cuda else {}),
     )
-    return dx, dy, gate_gradients(of_later, of_earlier, of_states, log_decay, plan)
+    return dx, dy, gate_gradients(of_later, of_pairs, of_earlier, of_states, log_decay, plan)
 
 
-def gate_gradients(of_later: Tensor, of_earlier: Tensor, of_states: Tensor, log_decay: Tensor, plan: Plan) -> Tensor:
+def gate_gradients(
+    of_later: Tensor, of_pairs: Tensor | None, of_earlier: Tensor, of_states: Tensor, log_decay: Tensor, plan: Plan
+) -> Tensor:
     """The gradient of log_decay [B, T, H] float32, from what was found on the way to those of q and k, in parts.
 
     of_later, of_earlier: [B, T, H, any number], what a token gives to the gates before it and after it in its chunk.
+    of_pairs: [B, T, H, any number], what a gate gets from pairs of tokens around it; None where of_later has it.
     of_states: [num_chunks, H, any number], what all gates of a chunk get.
     """
     _, length, heads, _ = of_later.shape
@@ -106,6 +112,7 @@ def gate_gradients(of_later: Tensor, of_earlier: Tensor, of_states: Tensor, log_
     block = 8
     _gate_gradients[(of_states.shape[0], cdiv(heads, block))](
         of_later,
+        of_pairs,
         of_earlier,
         of_states,
         log_decay,
@@ -115,6 +122,7 @@ def gate_gradients(of_later: Tensor, of_earlier: Tensor, of_states: Tensor, log_
         *log_decay.stride(),
         length,
         OF_LATER=of_later.shape[3],
+        OF_PAIRS=0 if of_pairs is None else of_pairs.shape[3],
         OF_EARLIER=of_earlier.shape[3],
         OF_STATES=of_states.shape[2],
         CHUNK=CHUNK,
@@ -129,7 +137,7 @@ def gate_gradients(of_later: Tensor, of_earlier: Tensor, of_states: Tensor, log_
     do_not_specialize=["x_b", "x_t", "x_h", "y_b", "y_t", "y_h", "z_b", "z_t", "z_h", "w_b", "w_t", "w_h", "length"]
 )
 def _gradients(
-    x_in, y_in, z_in, w_in, before_in, states, grad_states, dx_out, dy_out, of_later, of_earlier, of_states,
+    x_in, y_in, z_in, w_in, before_in, states, grad_states, dx_out, dy_out, of_later, of_pairs, of_earlier, of_states,
     chunks, scale, x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, w_b, w_t, w_h, length,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, Z_UNIT: tl.constexpr, W_UNIT: tl.constexpr,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
@@ -174,16 +182,19 @@ def _gradients(
             dx = tl.dot(w, tl.trans(state), dx, input_precision=PRECISION)
         diagonal = tl.sum(tl.where(row == column, pairs, 0.0), 1) * scale
         decay = tl.exp2(tl.minimum(before[:, None] - before[None, :], 0.0).to(tl.float32)) * scale
-        pairs = tl.where(row > column, pairs * decay, 0.0).to(dtype)
+        decayed = tl.where(row > column, pairs * decay, 0.0)
         dx = dx * (tl.exp2(before.to(tl.float32)) * scale)[:, None]
+        tl.store(of_later + position * (GROUP * SLICES) + part, tl.sum(x * dx, 1), mask=held)
+        pairs = decayed.to(dtype)
         dx = tl.dot(pairs, y.to(dtype), dx, input_precision=PRECISION)
-        tl.store(of_later + position * ((GROUP + 1) * SLICES) + part, tl.sum(x * dx, 1), mask=held)
+        decayed = decayed * tl.dot(x.to(dtype), tl.trans(y.to(dtype)), input_precision=PRECISION)
+        around = tl.where(row > column, tl.cumsum(decayed, 0, reverse=True), 0.0)
+        tl.store(of_pairs + position * (GROUP * SLICES) + part, tl.sum(around, 1), mask=held)
         dx += diagonal[:, None] * y
         address = dx_out + (position * GROUP + member)[:, None] * WIDTH + channel[None, :]
         tl.store(address, dx.to(dx_out.dtype.element_ty), mask=mask)
     else:
         dy = tl.zeros((CHUNK, BLOCK), tl.float32)
-        in_pairs = tl.zeros((CHUNK,), tl.float32)
         in_state = tl.zeros((CHUNK,), tl.float32)
         between = tl.zeros((BLOCK,), tl.float32)
         for other in tl.static_range(GROUP):
@@ -206,12 +217,9 @@ def _gradients(
             diagonal = tl.sum(tl.where(row == column, pairs, 0.0), 1) * scale
             decay = tl.exp2(tl.minimum(before[None, :] - before[:, None], 0.0).to(tl.float32)) * scale
             pairs = tl.where(row < column, pairs * decay, 0.0).to(dtype)
-            own = tl.dot(pairs, x.to(dtype), input_precision=PRECISION)
-            in_pairs += tl.sum(y * own, 1)
-            dy += own + diagonal[:, None] * x
+            dy = tl.dot(pairs, x.to(dtype), dy, input_precision=PRECISION) + diagonal[:, None] * x
         address = dy_out + position[:, None] * WIDTH + channel[None, :]
         tl.store(address, dy.to(dy_out.dtype.element_ty), mask=mask)
-        tl.store(of_later + position * ((GROUP + 1) * SLICES) + part, -in_pairs, mask=held)
         tl.store(of_earlier + position * SLICES + number, in_state, mask=held)
         between = tl.sum(between, 0) * tl.exp2(total.to(tl.float32))
         tl.store(of_states + index * SLICES + number, between)
@@ -219,9 +227,9 @@ def _gradients(
 
 @triton.jit(do_not_specialize=["heads", "g_b", "g_t", "g_h", "length"])
 def _gate_gradients(
-    of_later, of_earlier, of_states, gates, grad_gates, chunks, heads, g_b, g_t, g_h, length,
-    OF_LATER: tl.constexpr, OF_EARLIER: tl.constexpr, OF_STATES: tl.constexpr, CHUNK: tl.constexpr,
-    FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    of_later, of_pairs, of_earlier, of_states, gates, grad_gates, chunks, heads, g_b, g_t, g_h, length,
+    OF_LATER: tl.constexpr, OF_PAIRS: tl.constexpr, OF_EARLIER: tl.constexpr, OF_STATES: tl.constexpr,
+    CHUNK: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums over a chunk's tokens, for a block of heads."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -245,5 +253,7 @@ def _gate_gradients(
     for number in tl.static_range(OF_STATES):
         kept += tl.load(of_states + (chunk * heads + head) * OF_STATES + number, mask=head < heads, other=0.0)
     result = tl.cumsum(later, 0, reverse=True) + tl.cumsum(earlier, 0) + kept
+    for number in tl.static_range(OF_PAIRS):
+        result += tl.load(of_pairs + position * OF_PAIRS + number, mask=mask, other=0.0)
     g = tl.load(gates + row * g_b + (begin + token) * g_t + head * g_h, mask=mask, other=0.0)
     tl.store(grad_gates + position, tl.where(in_log2(g) > CLOSED, result, 0.0), mask=mask)

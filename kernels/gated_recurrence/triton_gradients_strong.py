@@ -171,7 +171,7 @@ def _of_chunk(
         if OF_X:
             pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
             dx = tl.zeros((CHUNK, BLOCK), tl.float32)
-            for number in tl.static_range(PARTS):
+            for number in tl.range(0, PARTS, num_stages=1):
                 e = number * BLOCK_E + tl.arange(0, BLOCK_E)
                 w = tokens_of(w_in + member * (w_h * W_UNIT), w_t * W_UNIT, token, held, e, WIDTH_E).to(dtype)
                 z = tokens_of(z_in, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)
@@ -209,7 +209,7 @@ def _of_chunk(
             # Not the transpose of `pairs`: some compilers make a wrong product of a transposed accumulator.
             transposed = tl.zeros((CHUNK, CHUNK), tl.float32)
             between = tl.zeros((BLOCK, BLOCK), tl.float32)
-            for number in tl.static_range(PARTS):
+            for number in tl.range(0, PARTS, num_stages=1):
                 e = number * BLOCK_E + tl.arange(0, BLOCK_E)
                 w = tokens_of(w_in + member * (w_h * W_UNIT), w_t * W_UNIT, token, held, e, WIDTH_E).to(dtype)
                 z = tokens_of(z_in, z_t * Z_UNIT, token, held, e, WIDTH_E).to(dtype)

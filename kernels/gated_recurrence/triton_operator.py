@@ -81,7 +81,7 @@ def _kept_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens:
     batch, length, heads, _ = k.shape
     y, z = (v, k) if by_value else (k, v)
     chunks = batch * cdiv(length, CHUNK) if cu_seqlens is None else _packed_chunks(length, cu_seqlens)
-    width, dtype = padded(y.shape[3]), stored_dtype(q.dtype)
+    width, dtype = padded(y.shape[3]), stored_dtype(k.dtype)
     if log_decay.ndim == 3:
         none = (0, 0), dtype
         sums = (chunks, heads, CHUNK), torch.float32 if dtype == torch.bfloat16 else torch.float64
@@ -124,8 +124,9 @@ def _recurrence(
     decay_axis: str,
     scale: float,
     memory_budget: int | None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of `gated_recurrence`.
+    """The arguments of `gated_recurrence`, but q may be float32 beside any k and v. wide: out in float32.
 
     Returns:
         out, final_state, and what is kept for the backward pass: decayed q, decayed k, scores, totals, middles,
@@ -133,7 +134,7 @@ def _recurrence(
     """
     by_value = decay_axis == "value" and log_decay.ndim == 4
     if not k.numel() or not v.numel() or not q.numel():
-        results = _empty_results(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
+        results = _empty_results(q, k, v, log_decay, cu_seqlens, by_value, memory_budget, wide)
         results[1].zero_() if initial_state is None else results[1].copy_(initial_state)
         return results
     widest = v.shape[3] if by_value else k.shape[3]
@@ -146,6 +147,8 @@ def _recurrence(
     keeps = _keeps(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
     heads = k.shape[2]
     per_head = log_decay.ndim == 3
+    if per_head:
+        q = q.to(k.dtype)
     with torch.cuda.device_of(q):
         plan = _plan(k, v, log_decay, cu_seqlens)
         start = _state_in(initial_state, by_value)
@@ -160,7 +163,8 @@ def _recurrence(
         elif by_value:
             chunks = decay_chunks(None, v, log_decay, plan, scale)
             _, states, end = scan(chunks, k, plan, start, heads=heads, out=False)
-            out, _, _ = gradients(chunks, None, v, k, q, log_decay, states, None, plan, scale)
+            dtype = torch.float32 if wide else v.dtype
+            out, _, _ = gradients(chunks, None, v, k, q, log_decay, states, None, plan, scale, dx_dtype=dtype)
         else:
             chunks = decay_chunks(q, k, log_decay, plan, scale)
             out, states, end = scan(chunks, v, plan, start, heads=heads, states=keeps)
@@ -172,16 +176,18 @@ def _recurrence(
         x if keeps and x is not None else q.new_empty(shape if keeps else 0, dtype=dtype)
         for x, (shape, dtype) in zip(kept, shapes, strict=True)
     )
-    return out, final, *kept
+    return out.float() if wide else out, final, *kept
 
 
-def _empty_results(q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget: int | None) -> tuple[Tensor, ...]:
+def _empty_results(
+    q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget: int | None, wide: bool
+) -> tuple[Tensor, ...]:
     """What `_recurrence` returns, in shape and dtype."""
     batch, _, heads, key_dim = k.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     keeps = _keeps(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
     return (
-        q.new_empty(*q.shape[:3], v.shape[3]),
+        q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32 if wide else v.dtype),
         q.new_empty(sequences, heads, key_dim, v.shape[3], dtype=torch.float32),
         *(
             q.new_empty(shape if keeps else 0, dtype=dtype)
@@ -190,9 +196,9 @@ def _empty_results(q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget
     )
 
 
-def _fake_recurrence(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale, memory_budget):
+def _fake_recurrence(q, k, v, log_decay, initial_state, cu_seqlens, decay_axis, scale, memory_budget, wide=False):
     by_value = decay_axis == "value" and log_decay.ndim == 4
-    return _empty_results(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
+    return _empty_results(q, k, v, log_decay, cu_seqlens, by_value, memory_budget, wide)
 
 
 def _recurrence_backward(
@@ -222,11 +228,16 @@ def _recurrence_backward(
             grads[4].copy_(grad_final)
         return grads
     if grad_out is None:
-        grad_out = q.new_zeros(*q.shape[:3], v.shape[3])
-    gate_dtype = log_decay.dtype
+        grad_out = v.new_zeros(*q.shape[:3], v.shape[3])
+    per_head = log_decay.ndim == 3
+    gate_dtype, q_dtype = log_decay.dtype, q.dtype
+    # Read as they are, float32 or not, only where the kernels round what they make of them, and not before.
+    if not by_value:
+        grad_out = grad_out.to(v.dtype)
+    if per_head:
+        q = q.to(k.dtype)
     q, k, v, log_decay, grad_out = (_readable(x) for x in (q, k, v, log_decay.float(), grad_out))
     heads = k.shape[2]
-    per_head = log_decay.ndim == 3
     with torch.cuda.device_of(q):
         plan = _plan(k, v, log_decay, cu_seqlens)
         start, grad_end = _state_in(initial_state, by_value), _state_in(grad_final, by_value)
@@ -264,10 +275,12 @@ def _recurrence_backward(
             dv, grad_states, grad_start = scan(
                 chunks, grad_out, plan, grad_end, backward=True, heads=heads, end=wants_start
             )
-            dq, dk, grad_gates = gradients(chunks, q, k, v, grad_out, log_decay, states, grad_states, plan, scale)
+            dq, dk, grad_gates = gradients(
+                chunks, q, k, v, grad_out, log_decay, states, grad_states, plan, scale, dx_dtype=q_dtype
+            )
     width = v.shape[3] if by_value else k.shape[3]
     grad_initial = _state_out(grad_start, width, by_value).to(initial_state.dtype) if wants_start else q.new_empty(0)
-    return dq, dk, dv, grad_gates.to(gate_dtype), grad_initial
+    return dq.to(q_dtype), dk, dv, grad_gates.to(gate_dtype), grad_initial
 
 
 def _fake_recurrence_backward(grad_out, grad_final, q, k, v, log_decay, initial_state, *rest):
@@ -275,7 +288,7 @@ def _fake_recurrence_backward(grad_out, grad_final, q, k, v, log_decay, initial_
 
 
 def _save(ctx, inputs, output):
-    q, k, v, log_decay, initial_state, cu_seqlens, ctx.decay_axis, ctx.scale, _ = inputs
+    q, k, v, log_decay, initial_state, cu_seqlens, ctx.decay_axis, ctx.scale, *_ = inputs
     ctx.mark_non_differentiable(*output[2:])
     # Else zeros would be filled in for the gradient of each of them.
     ctx.set_materialize_grads(False)
@@ -285,7 +298,7 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, grad_out, grad_final, *_):
     grads = triton_recurrence_backward(grad_out, grad_final, *ctx.saved_tensors, ctx.decay_axis, ctx.scale)
     grad_initial = grads[4] if ctx.needs_input_grad[4] else None
-    return *grads[:4], grad_initial, *(None,) * 4
+    return *grads[:4], grad_initial, *(None,) * 5
 
 
 triton_recurrence = register_operation("gated_recurrence_triton", _recurrence, _fake_recurrence)

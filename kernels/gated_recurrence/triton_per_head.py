@@ -89,15 +89,16 @@ def forward_scan(
     """
     _, length, heads, width = k.shape
     width_e = v.shape[3]
+    sizes = _sizes(k, v, q.shape[2] // heads, q)
+    out = _in_slices((*q.shape[:3], width_e), q, sizes) if out else None
     results = (
-        q.new_empty(*q.shape[:3], width_e) if out else None,
+        out,
         q.new_empty(before.shape[0], heads, padded(width), width_e, dtype=stored_dtype(q.dtype)) if states else None,
         q.new_empty(plan.num_sequences, heads, padded(width), width_e, dtype=torch.float32) if end else None,
     )
-    sizes = _sizes(k, v, q.shape[2] // heads)
     start = joined_states(k, v, before, plan, start, 1.0, backward=False)
     x_strides, y_strides, z_strides = (strides_in_units(t) for t in (q, k, v))
-    scan_forward_per_head[(cdiv(width_e, sizes["BLOCK_E"]), heads, plan.segments.shape[0])](
+    scan_forward_per_head[_programs(width_e, sizes), heads, plan.segments.shape[0]](
         q,
         k,
         v,
@@ -111,6 +112,7 @@ def forward_scan(
         *z_strides[:3],
         *strides_of_state(start),
         length,
+        0 if out is None else out.stride(0),
         X_UNIT=x_strides[3],
         Y_UNIT=y_strides[3],
         Z_UNIT=z_strides[3],
@@ -118,7 +120,7 @@ def forward_scan(
         LAST=LAST,
         **sizes,
     )
-    return results
+    return None if out is None else _whole(out, q.dtype), *results[1:]
 
 
 def backward_scan(
@@ -138,15 +140,16 @@ def backward_scan(
     """
     batch, length, heads, width = k.shape
     width_e = grad_out.shape[3]
+    sizes = _sizes(k, grad_out, q.shape[2] // heads, q)
+    dv = _in_slices((batch, length, heads, width_e), q, sizes)
     results = (
-        q.new_empty(batch, length, heads, width_e),
+        dv,
         q.new_empty(before.shape[0], heads, padded(width), width_e, dtype=stored_dtype(q.dtype)),
         q.new_empty(plan.num_sequences, heads, padded(width), width_e, dtype=torch.float32) if end else None,
     )
-    sizes = _sizes(k, grad_out, q.shape[2] // heads)
     start = joined_states(q, grad_out, before, plan, start, scale, backward=True)
     x_strides, y_strides, w_strides = (strides_in_units(t) for t in (q, k, grad_out))
-    scan_backward_per_head[(cdiv(width_e, sizes["BLOCK_E"]), heads, plan.segments.shape[0])](
+    scan_backward_per_head[_programs(width_e, sizes), heads, plan.segments.shape[0]](
         q,
         k,
         grad_out,
@@ -160,6 +163,7 @@ def backward_scan(
         *w_strides[:3],
         *strides_of_state(start),
         length,
+        dv.stride(0),
         X_UNIT=x_strides[3],
         Y_UNIT=y_strides[3],
         W_UNIT=w_strides[3],
@@ -167,17 +171,33 @@ def backward_scan(
         FIRST=FIRST,
         **sizes,
     )
-    return results
+    return _whole(dv, q.dtype), *results[1:]
 
 
-def _sizes(k: Tensor, z: Tensor, group: int) -> dict:
-    """What the scans are compiled for. float32 is there for tests."""
+def _programs(width_e: int, sizes: dict) -> int:
+    return sizes["SLICES"] * cdiv(width_e, sizes["BLOCK_E"])
+
+
+def _in_slices(shape: tuple[int, ...], q: Tensor, sizes: dict) -> Tensor:
+    """[SLICES, *shape]: what each slice of the keys' channels gives; float32 where these are still to be added."""
+    return q.new_empty(sizes["SLICES"], *shape, dtype=q.dtype if sizes["SLICES"] == 1 else torch.float32)
+
+
+def _whole(slices: Tensor, dtype: torch.dtype) -> Tensor:
+    return slices[0] if slices.shape[0] == 1 else slices.sum(0).to(dtype)
+
+
+def _sizes(k: Tensor, z: Tensor, group: int, *others: Tensor) -> dict:
+    """What the scans are compiled for; others: what they read besides k and z. float32 is there for tests."""
     in_bfloat16 = stored_dtype(k.dtype) == torch.bfloat16
     width, width_e = k.shape[3], z.shape[3]
     # Matrix instructions have 64 rows; with fewer, Triton 3.6 makes kernels that read out of bounds.
-    block_d = max(64 if in_bfloat16 else 16, next_power_of_2(width))
-    block_e = (64 if in_bfloat16 else 32) // (1 if block_d <= 128 else 2)
-    block_e = min(block_e, max(16, next_power_of_2(width_e)))
+    block_d = min(max(64, next_power_of_2(width)), 128) if in_bfloat16 else min(max(16, next_power_of_2(width)), 64)
+    block_e = min(64 if in_bfloat16 else 32, max(16, next_power_of_2(width_e)))
+    # Rows that are not aligned to 16 bytes cannot be copied ahead: all tiles then lie at fixed addresses. With narrow
+    # tiles these are more than the uniform registers hold, and ptxas computes some from a register that nothing sets.
+    if in_bfloat16 and any(strides_in_units(x)[3] == 1 for x in (k, z, *others)):
+        block_e = 64
     # As many stages, up to 3, as fit into shared memory beside the state and what leaves.
     stage = 2 * CHUNK * ((1 + group) * block_d + group * block_e)
     own = 4 * (block_d + CHUNK) * block_e + 2 * CHUNK * CHUNK
@@ -188,6 +208,7 @@ def _sizes(k: Tensor, z: Tensor, group: int) -> dict:
         "STORED": padded(width),
         "WIDTH_E": width_e,
         "BLOCK_D": block_d,
+        "SLICES": cdiv(width, block_d),
         "BLOCK_E": block_e,
         "PRECISION": precision(k.dtype),
         "CHUNK": CHUNK,
@@ -218,7 +239,7 @@ def joined_states(
     joined = a.new_empty(segments, heads, sizes["STORED"], sizes["WIDTH_E"], dtype=torch.float32)
     totals = torch.empty(segments, heads, 1, dtype=torch.float32, device=a.device)
     a_strides, b_strides = strides_in_units(a), strides_in_units(b)
-    _segment_sums[(cdiv(sizes["WIDTH_E"], sizes["BLOCK_E"]), heads, segments)](
+    _segment_sums[_programs(sizes["WIDTH_E"], sizes), heads, segments](
         a,
         b,
         before,
@@ -260,10 +281,11 @@ def _segment_sums(
     a_in, b_in, before_in, joined, totals_out, segment_table, scale, a_b, a_t, a_h, b_b, b_t, b_h,
     A_UNIT: tl.constexpr, B_UNIT: tl.constexpr, BACKWARD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     NUM_STAGES: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SLICES: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
     """What a segment adds to the state: k and v with what they decay by after; backward, q and grad_out, by before."""
-    part, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, head, segment = tl.program_id(0) // SLICES, tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     line = segment_table + segment * FIELDS
     row, begin = tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64)
@@ -272,7 +294,7 @@ def _segment_sums(
         return
     dtype = tl.float32 if a_in.dtype.element_ty == tl.float16 else a_in.dtype.element_ty
     token = tl.arange(0, CHUNK)
-    channel = tl.arange(0, BLOCK_D)
+    channel = tl.program_id(0) % SLICES * BLOCK_D + tl.arange(0, BLOCK_D)
     e = part * BLOCK_E + tl.arange(0, BLOCK_E)
     state = tl.zeros((BLOCK_D, BLOCK_E), tl.float32)
     sums = tl.zeros((1,), tl.float32)
@@ -298,5 +320,5 @@ def _segment_sums(
     address = joined + (segment.to(tl.int64) * heads + head) * (STORED * WIDTH_E)
     address = address + channel[:, None] * WIDTH_E + e[None, :]
     tl.store(address, state, mask=(channel < STORED)[:, None] & (e < WIDTH_E)[None, :])
-    if part == 0:
+    if tl.program_id(0) == 0:
         tl.store(totals_out + segment * heads + head + tl.zeros((1,), tl.int32), sums)

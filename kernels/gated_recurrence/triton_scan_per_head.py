@@ -1,7 +1,10 @@
 """The scans with a gate per head: triton_per_head.py has the mathematics.
 
-One program carries a state's slice [Dk, BLOCK_E], or backward in time that of its gradient, through one segment of a
-sequence, in float32, and computes on the way each chunk's scores and the slice of what comes out.
+One program carries a tile [BLOCK_D, BLOCK_E] of a state, or backward in time of its gradient, through one segment of a
+sequence, in float32, and computes on the way each chunk's scores and the slice of what comes out. Scores and results
+are sums over the key channels: of wide keys there are SLICES programs, and each leaves its part of the results. In one
+program their tiles would need more registers for addresses than there are, and Triton 3.6 with its ptxas then makes
+programs that read elsewhere.
 """
 
 import triton
@@ -14,17 +17,19 @@ from kernels.gated_recurrence.triton_scan import state_at_start
 @triton.jit(
     do_not_specialize=[
         "x_b", "x_t", "x_h", "y_b", "y_t", "y_h", "z_b", "z_t", "z_h", "start_n", "start_h", "start_d", "start_e",
-        "length",
+        "length", "slice_stride",
     ]
 )  # fmt: skip
 def scan_forward_per_head(
     x_in, y_in, z_in, before_in, out, states, end, start, segment_table, scale,
-    x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, start_n, start_h, start_d, start_e, length,
+    x_b, x_t, x_h, y_b, y_t, y_h, z_b, z_t, z_h, start_n, start_h, start_d, start_e, length, slice_stride,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, Z_UNIT: tl.constexpr, JOINED: tl.constexpr, LAST: tl.constexpr,
     NUM_STAGES: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SLICES: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
-    part, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, head, segment = tl.program_id(0) // SLICES, tl.program_id(1), tl.program_id(2)
+    number_of_slice = tl.program_id(0) % SLICES
     heads = tl.num_programs(1)
     line = segment_table + segment * FIELDS
     sequence, row, begin = tl.load(line), tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64)
@@ -34,12 +39,14 @@ def scan_forward_per_head(
     dtype = tl.float32 if x_in.dtype.element_ty == tl.float16 else x_in.dtype.element_ty
     token = tl.arange(0, CHUNK)
     row_token, column_token = token[:, None], token[None, :]
-    channel = tl.arange(0, BLOCK_D)
+    channel = number_of_slice * BLOCK_D + tl.arange(0, BLOCK_D)
     e = part * BLOCK_E + tl.arange(0, BLOCK_E)
     state_mask = (channel < STORED)[:, None] & (e < WIDTH_E)[None, :]
     state = state_at_start(
         start, segment, sequence, head, channel, e, state_mask, start_n, start_h, start_d, start_e, JOINED
     )
+    if out is not None:
+        out += number_of_slice.to(tl.int64) * slice_stride
     for number in tl.range(0, tl.cdiv(count, CHUNK), num_stages=NUM_STAGES):
         held = number * CHUNK + token < count
         first = begin + number * CHUNK
@@ -79,17 +86,19 @@ def scan_forward_per_head(
 @triton.jit(
     do_not_specialize=[
         "x_b", "x_t", "x_h", "y_b", "y_t", "y_h", "w_b", "w_t", "w_h", "start_n", "start_h", "start_d", "start_e",
-        "length",
+        "length", "slice_stride",
     ]
 )  # fmt: skip
 def scan_backward_per_head(
     x_in, y_in, w_in, before_in, dz_out, states, end, start, segment_table, scale,
-    x_b, x_t, x_h, y_b, y_t, y_h, w_b, w_t, w_h, start_n, start_h, start_d, start_e, length,
+    x_b, x_t, x_h, y_b, y_t, y_h, w_b, w_t, w_h, start_n, start_h, start_d, start_e, length, slice_stride,
     X_UNIT: tl.constexpr, Y_UNIT: tl.constexpr, W_UNIT: tl.constexpr, JOINED: tl.constexpr, FIRST: tl.constexpr,
     NUM_STAGES: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STORED: tl.constexpr, WIDTH_E: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SLICES: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
-    part, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, head, segment = tl.program_id(0) // SLICES, tl.program_id(1), tl.program_id(2)
+    number_of_slice = tl.program_id(0) % SLICES
     heads = tl.num_programs(1)
     line = segment_table + segment * FIELDS
     sequence, row, begin = tl.load(line), tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64)
@@ -99,12 +108,13 @@ def scan_backward_per_head(
     dtype = tl.float32 if x_in.dtype.element_ty == tl.float16 else x_in.dtype.element_ty
     token = tl.arange(0, CHUNK)
     row_token, column_token = token[:, None], token[None, :]
-    channel = tl.arange(0, BLOCK_D)
+    channel = number_of_slice * BLOCK_D + tl.arange(0, BLOCK_D)
     e = part * BLOCK_E + tl.arange(0, BLOCK_E)
     state_mask = (channel < STORED)[:, None] & (e < WIDTH_E)[None, :]
     state = state_at_start(
         start, segment, sequence, head, channel, e, state_mask, start_n, start_h, start_d, start_e, JOINED
     )
+    dz_out += number_of_slice.to(tl.int64) * slice_stride
     num_chunks = tl.cdiv(count, CHUNK)
     for step in tl.range(0, num_chunks, num_stages=NUM_STAGES):
         number = num_chunks - 1 - step

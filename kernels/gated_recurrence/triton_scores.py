@@ -38,7 +38,7 @@ from kernels.gated_recurrence.triton_decays import (
     weighted_sums,
 )
 from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
-from kernels.rounding import cdiv, next_power_of_2
+from kernels.rounding import cdiv
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,9 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
     x_strides = (0, 0, 0, 1) if x is None else strides_in_units(x)
     y_strides, gate_strides = strides_in_units(y), strides_in_units(log_decay)
     in_bfloat16 = dtype == torch.bfloat16
-    # Slices of 64 channels, for which the registers of four warps suffice: as many as 64 rows of a product occupy.
-    block = 64 if in_bfloat16 else min(next_power_of_2(width), 64)
+    # Slices of 64 channels, for which the registers of four warps suffice: as many as 64 rows of a product occupy. Of
+    # float32, whose products are unrolled, so few that they compile in seconds.
+    block = 64 if in_bfloat16 else 16
     slices = cdiv(width, block)
     # Two kernels, each for its own chunks: one for all would take the registers of both.
     for strong in (False, True):

@@ -64,9 +64,13 @@ def short_recurrence(
     decay_axis: str,
     scale: float,
     bonus: Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`step` that leaves the state it starts from (None: zeros) and returns (out, final_state)."""
-    return gated_recurrence_short(q, k, v, log_decay, initial_state, decay_axis, scale, bonus)
+    """`step` that leaves the state it starts from (None: zeros) and returns (out, final_state).
+
+    wide: out in float32.
+    """
+    return gated_recurrence_short(q, k, v, log_decay, initial_state, decay_axis, scale, bonus, wide)
 
 
 def _step_in_place(
@@ -105,22 +109,23 @@ def _short(
     decay_axis: str,
     scale: float,
     bonus: Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    out, final = _empty_out(q, v), _empty_state(k, v)
+    out, final = _empty_out(q, v, wide), _empty_state(k, v)
     source = final if initial_state is None else initial_state.contiguous()
     _launch(q, k, v, log_decay, bonus, source, final, out, decay_axis, scale, from_zeros=initial_state is None)
     return out, final
 
 
-def _fake_short(q, k, v, log_decay, initial_state, decay_axis, scale, bonus=None):
-    return _empty_out(q, v), _empty_state(k, v)
+def _fake_short(q, k, v, log_decay, initial_state, decay_axis, scale, bonus=None, wide=False):
+    return _empty_out(q, v, wide), _empty_state(k, v)
 
 
 gated_recurrence_short = register_operation("gated_recurrence_short", _short, _fake_short)
 
 
-def _empty_out(q: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
+def _empty_out(q: Tensor, v: Tensor, wide: bool = False) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32 if wide else v.dtype)
 
 
 def _empty_state(k: Tensor, v: Tensor) -> Tensor:

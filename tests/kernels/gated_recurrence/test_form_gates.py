@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import gated_recurrence, gated_slot_attention
-from kernels.gated_recurrence import forms
+from kernels.gated_recurrence import forms, gated_recurrence_reference
 
 
 def random(*shape, seed=0):
@@ -73,6 +73,21 @@ def test_gates_beyond_float32_have_finite_gradients(name, size):
     (gradient,) = torch.autograd.grad(out.sum(), logits)
     assert out.isfinite().all()
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("largest", [17.0, 27.0, 110.0])
+def test_keys_that_are_their_own_decay_have_gradients_to_rounding_however_large(
+    assert_close, out_and_gradients, largest
+):
+    """RWKV6 in a linearized model, where `w = exp(-exp(k))`: what a closed gate gets is multiplied by exp(k)."""
+
+    def rwkv6(function):
+        return lambda q, k, v: function(*forms.rwkv6(q, k, v, k))
+
+    inputs = {name: random(1, 130, 2, 16, seed=seed).float() for seed, name in enumerate("qkv")}
+    inputs["k"] = inputs["k"].tanh() * largest
+    expected = out_and_gradients(rwkv6(gated_recurrence_reference), {n: x.double() for n, x in inputs.items()})
+    assert_close(out_and_gradients(rwkv6(gated_recurrence), inputs), expected, 1e-6)
 
 
 def test_a_lower_bound_of_0_can_be_learned():

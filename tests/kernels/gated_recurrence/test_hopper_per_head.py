@@ -7,10 +7,7 @@ from kernels.gated_recurrence import gated_recurrence_reference
 from kernels.gated_recurrence.hopper_per_head import WIDTHS
 from kernels.gated_recurrence.triton_operator import triton_recurrence
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-    reason="kernels for Hopper alone: needs a Hopper GPU",
-)
+pytestmark = pytest.mark.gpu(needs="Hopper")
 TOLERANCE, GATES_TOLERANCE = 5e-3, 1.5e-2
 
 

@@ -8,6 +8,7 @@ import torch
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_plan import FIRST, LAST, make_plan
 
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

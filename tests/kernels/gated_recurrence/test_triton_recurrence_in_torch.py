@@ -17,12 +17,6 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.fixture(scope="session")
-def device():
-    """Where kernels run: compiled on a GPU, elsewhere in Triton's interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 # What make_inputs is given, the documents, and the budget.
 CASES = {
     "gates of keys": ({"form": "key"}, None, None),

@@ -23,6 +23,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 STATE_TOLERANCE = 3e-6  # float32 whatever the inputs are
 GATES = ["key", "value", "head"]
+pytestmark = pytest.mark.gpu
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may use of a multiprocessor
 
 
@@ -307,7 +308,7 @@ def test_compiles_without_a_graph_break_and_still_updates_the_state():
     assert not torch.equal(compiled[4].cpu(), right["state"])  # two steps on
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles kernels: needs CUDA")
+@pytest.mark.gpu(needs="CUDA")
 @pytest.mark.parametrize("gate", GATES)
 def test_a_hundred_batches_lengths_and_layouts_after_the_first_compile_nothing(gate):
     import triton

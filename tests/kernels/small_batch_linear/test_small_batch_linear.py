@@ -54,6 +54,7 @@ def in_float64(arguments):
     return tuple(x.double() if isinstance(x, torch.Tensor) else x for x in arguments)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_the_kernel_equals_the_definition(size, options, assert_close):
@@ -63,6 +64,7 @@ def test_the_kernel_equals_the_definition(size, options, assert_close):
         assert_close({"y": triton_small_batch_linear(*arguments)}, {"y": right}, TOLERANCE[dtype])
 
 
+@pytest.mark.gpu
 def test_the_definition_is_norm_then_linear_then_swiglu_then_residual():
     x, weight, bias, norm_weight, eps, residual, _ = make_inputs(
         (5, 6, 7), torch.float64, bias=True, norm=True, residual=True, gated=True
@@ -73,6 +75,7 @@ def test_the_definition_is_norm_then_linear_then_swiglu_then_residual():
     torch.testing.assert_close(out, F.silu(gate) * up + residual)
 
 
+@pytest.mark.gpu
 def test_rows_of_a_wider_matrix_and_strided_residuals_are_taken_as_they_lie(assert_close):
     x, weight, *_ = make_inputs((4, 12, 40), torch.float32)
     residual = torch.randn(12, 4, device=DEVICE).t()
@@ -81,6 +84,7 @@ def test_rows_of_a_wider_matrix_and_strided_residuals_are_taken_as_they_lie(asse
     assert_close({"y": triton_small_batch_linear(*arguments)}, {"y": right}, 1e-6)
 
 
+@pytest.mark.gpu
 def test_compiled_code_has_no_graph_break():
     x, weight, *_ = make_inputs((4, 12, 40), torch.float32)
     call = lambda x: small_batch_linear(x, weight, gated=True) + 1  # noqa: E731
