@@ -1,9 +1,11 @@
 # make demo: from raw text to a trained FoX on this machine.   make test: everything that CI checks.
+# make test-gpu: every kernel on this machine's GPU.   With VENV= it takes PYTHON as it is and installs nothing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+GPU_PROCESSES ?= 16
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-gpu lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/palimpsest experiment=demo
@@ -11,6 +13,15 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(MAKE) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# In processes that share the GPU, since compiling the kernels takes most of the time; then, alone, what wants it whole.
+test-gpu: private RUN := $(if $(VENV),$(BIN)/python,$(PYTHON))
+test-gpu: private export OMP_NUM_THREADS := 1
+test-gpu: $(if $(VENV),$(VENV)/.installed-dev)
+	$(RUN) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'make test-gpu: there is no CUDA device')"
+	$(RUN) -m pytest tests/kernels -m "gpu and not soak" --numprocesses $(GPU_PROCESSES) --dist load --maxschedchunk 1 \
+		-o faulthandler_timeout=240; \
+	status=$$?; $(RUN) -m pytest tests/kernels -m soak && exit $$status
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

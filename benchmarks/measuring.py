@@ -1,15 +1,18 @@
 """What a call takes: time on the device and on the host, memory; how wrong it is; what a failure says, in one line."""
 
+import argparse
 import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+RESULTS = Path(__file__).resolve().parent / "results"
 INFERENCE, FORWARD, BOTH = "forward, no gradients", "forward", "forward + backward"
 LAUNCHED = "launched"  # note of a time that has the host's launching in it
 
@@ -36,6 +39,17 @@ class Call:
     def passes(self, which: str) -> Callable[[], object]:
         """What is to be timed as INFERENCE, FORWARD or BOTH."""
         return {INFERENCE: self.inference, FORWARD: self.forward, BOTH: self.forward_backward}[which]
+
+
+def check_output(parser: argparse.ArgumentParser, folder: Path, on_gpu: bool | None = None) -> None:
+    """End the process where numbers without a GPU would replace those of a GPU that the repository keeps.
+
+    Args:
+        on_gpu: whether a GPU is measured; where there is one if None.
+    """
+    if not (torch.cuda.is_available() if on_gpu is None else on_gpu) and folder.resolve() == RESULTS:
+        instead = "give --output FOLDER, or measure on a GPU"
+        parser.exit(2, f"{parser.prog}: {folder} keeps results of a GPU, and this would replace them: {instead}\n")
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:

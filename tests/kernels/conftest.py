@@ -1,12 +1,106 @@
-"""What the tests of all kernels share: one measure of closeness, and a quicker interpreter."""
+"""What the tests of all kernels share: where kernels run, which tests need a GPU, what was compiled for them, one
+measure of closeness, and a quicker interpreter.
+
+`make test-gpu` runs the tests marked `gpu`, in processes that share one GPU and Triton's cache on disk.
+"""
 
 import functools
 import os
+import random
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FunctionType
 
 import pytest
 import torch
+
+COMPILED = pytest.StashKey[list[tuple[str, float]]]()
+"""The name of each kernel that was compiled, and the seconds it took; for xdist's controller those of all workers."""
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: compiled on a GPU, elsewhere in Triton's interpreter. What asks for it is marked `gpu`."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def absent(needs: str) -> str:
+    """What this machine lacks of the device that a test needs, "CUDA" or "Hopper"; empty if nothing."""
+    if not torch.cuda.is_available():
+        return f"needs {needs}: no GPU, and Triton's interpreter will not do"
+    return "needs a Hopper GPU" if needs == "Hopper" and torch.cuda.get_device_capability()[0] != 9 else ""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark what runs kernels, and skip what needs a device that is not here, before pytest selects by marks.
+
+    Processes that share a GPU take the tests in an order of their own: tests that compile the same kernels are far
+    apart, so that the second finds them in the cache, and those with many examples, which compile most, come first.
+    """
+    of_kernels = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
+    for item in of_kernels:
+        if "device" in item.fixturenames:
+            item.add_marker(pytest.mark.gpu)
+        for needs in {mark.kwargs["needs"] for mark in item.iter_markers("gpu") if mark.kwargs}:
+            if reason := absent(needs):
+                item.add_marker(pytest.mark.skip(reason=reason))
+    alone = len(of_kernels) == len(items)
+    yield
+    if alone and torch.cuda.is_available() and "PYTEST_XDIST_WORKER" in os.environ:
+        random.Random(0).shuffle(items)
+        items.sort(key=lambda item: not getattr(item.function, "is_hypothesis_test", False))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[COMPILED] = []
+    if not torch.cuda.is_available():
+        return
+    from triton import knobs
+
+    def compiled(*, src, times, cache_hit: bool, **_) -> None:
+        if not cache_hit:
+            config.stash[COMPILED].append((src.name, times.total / 1e6))
+
+    knobs.compilation.listener = compiled
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["compiled"] = session.config.stash[COMPILED]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    node.config.stash[COMPILED].extend(getattr(node, "workeroutput", {}).get("compiled", ()))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if kernels := sorted(config.stash[COMPILED], key=lambda kernel: -kernel[1]):
+        slowest = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in kernels[:10])
+        total = sum(seconds for _, seconds in kernels)
+        terminalreporter.write_line(f"{len(kernels)} kernels compiled in {total:.0f} s of one core, slowest: {slowest}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def share_of_the_gpu() -> None:
+    """No test takes the memory of those in other processes."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(0.9 / workers)
+
+
+@pytest.fixture(autouse=True)
+def a_fault_ends_its_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After an illegal address a process can do no more: xdist then names the test and starts another process."""
+    yield
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"{request.node.nodeid}: {error}", file=sys.__stderr__, flush=True)
+            os._exit(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -40,6 +134,31 @@ def language_patched_once_a_kernel() -> Iterator[None]:
         monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_anew)
         yield
+
+
+@pytest.fixture
+def right_bfloat16(monkeypatch) -> None:
+    """Casts to bfloat16 that round to nearest, and products of it: the interpreter truncates, and multiplies bits."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def rounded(builder: InterpreterBuilder, x: TensorHandle, to: tl.dtype) -> TensorHandle:
+        if to.scalar != tl.bfloat16 or x.dtype.scalar != tl.float32:
+            return cast(builder, x, to)
+        bits = torch.from_numpy(x.data.copy()).bfloat16().view(torch.uint16).numpy()
+        return TensorHandle(bits, tl.bfloat16)
+
+    def wide(builder: InterpreterBuilder, x: TensorHandle) -> TensorHandle:
+        return cast(builder, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded)
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, wide(self, a), wide(self, b), *rest)
+    )
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

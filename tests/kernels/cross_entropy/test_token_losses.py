@@ -84,6 +84,7 @@ def test_losses_and_gradients_are_those_of_autograd(case, assert_close):
     assert_close({"losses": found, "gradient": overwritten}, by_autograd(logits, **arguments), 1e-12)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 5e-4)])
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel_gives_what_the_reference_gives(case, dtype, tolerance, small_blocks, assert_close):
@@ -94,6 +95,7 @@ def test_the_kernel_gives_what_the_reference_gives(case, dtype, tolerance, small
     assert_close({"gradient": found["gradient"]}, {"gradient": expected["gradient"]}, tolerance)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("function", [token_losses, kernel])
 def test_padding_and_tokens_left_out_have_no_gradient(function, small_blocks):
     logits, arguments = inputs(torch.float32, targets=True, teacher=True, mask=True)
@@ -103,6 +105,7 @@ def test_padding_and_tokens_left_out_have_no_gradient(function, small_blocks):
     assert (gradient != 0).any(-1).tolist() == [True, True, True, False, True, True, True]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("function", [token_losses, kernel])
 def test_a_teacher_that_is_the_student_gives_exactly_0(function, small_blocks):
     logits, arguments = inputs(torch.float16, teacher=True, temperature=1.7)
@@ -111,6 +114,7 @@ def test_a_teacher_that_is_the_student_gives_exactly_0(function, small_blocks):
     assert (found["gradient"] == 0).all()
 
 
+@pytest.mark.gpu
 def test_large_logits_of_either_model_do_not_overflow(small_blocks, assert_close):
     logits, arguments = inputs(torch.float32, targets=True, teacher=True)
     logits, arguments["teacher_logits"] = 1000 + 30 * logits, -1000 + 30 * arguments["teacher_logits"]
@@ -125,6 +129,7 @@ def test_without_a_gradient_logits_stay_as_they_are():
     assert torch.equal(losses, token_losses(logits, **arguments))
 
 
+@pytest.mark.gpu
 def test_a_target_that_is_no_token_reads_nothing_and_is_seen(small_blocks):
     logits, arguments = inputs(torch.float32, targets=True)
     arguments["targets"][0] = 150
@@ -133,6 +138,7 @@ def test_a_target_that_is_no_token_reads_nothing_and_is_seen(small_blocks):
     assert losses[1:].isfinite().all()
 
 
+@pytest.mark.gpu
 def test_the_operation_is_one_of_torch(small_blocks):
     logits, arguments = inputs(torch.float32, targets=True, teacher=True, mask=True)
     tensors = [
