@@ -31,10 +31,14 @@ class BegunFolder:
     def _refused(self, error: OSError) -> ValueError:
         return ValueError(f"{self.key}: {error.strerror}; give a folder to write to")
 
-    def begin(self, settings: dict) -> None:
+    def begin(self, settings: dict, earlier: dict | None = None) -> None:
         """Make the folder, or check that it was begun with the same settings.
 
-        Raises ValueError, naming the first setting that differs; for a folder that is something else; for no access.
+        Args:
+            earlier: the settings as earlier versions wrote them, which told files apart by path, size and time.
+
+        Raises:
+            ValueError: a setting differs, which the line names; the folder is something else; there is no access.
         """
         path = self.path / SETTINGS
         try:
@@ -47,7 +51,10 @@ class BegunFolder:
             began = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise self._refused(error) from error
-        for key, before, now in _differences(began, json.loads(json.dumps(settings))):
+        given = (json.loads(json.dumps(form)) for form in (settings, earlier or settings))
+        differing = min((list(_differences(began, form)) for form in given), key=len)
+        if differing:
+            key, before, now = differing[0]
             raise ValueError(
                 f"{self.group}.{key} differs from what {self.key} was begun with "
                 f"({_short(before)}, now {_short(now)}): set it back, or give a new {self.group}.output"

@@ -1,7 +1,7 @@
-"""Documents, and how a source's documents come to rest: deduplicated, split by hash, in Parquet shards."""
+"""Documents, what could not be read of them, and the Parquet shards in which they come to rest."""
 
-import hashlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-from data_pipeline.progress import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -42,31 +40,56 @@ class Document:
 class Problems:
     """What a source could not read: one log line each, counted by kind; with `strict` the first one raises.
 
-    key: what says `strict` on the command line. Only the first `LOGGED` lines are logged and kept, so that a file of a
-    million broken lines does not drown a log.
+    key: what says `strict` on the command line. `source`: the key of the source that is read. Only the first
+    `LOGGED` lines are logged and kept, so that a file of a million broken lines does not drown a log.
     """
 
     LOGGED = 100
 
-    def __init__(self, strict: bool = False, key: str = "data.strict") -> None:
-        self.strict, self.key = strict, key
+    def __init__(self, strict: bool = False, key: str = "data.strict", source: str = "data.source") -> None:
+        self.strict, self.key, self.source = strict, key, source
         self.counts: Counter[str] = Counter()
+        self.causes: dict[str, str] = {}
         self.lines: list[str] = []
 
-    def skip(self, where: str, kind: str, detail: str = "") -> None:
+    def skip(self, where: str, kind: str, detail: str = "", records: int = 1, cause: str = "") -> None:
         """Note that what lies at `where` (a file, and a line or offset in it) is left out.
 
-        Raises ValueError with the same words when strict.
+        Args:
+            records: how many of them lie there.
+            cause: a setting of the source that may be wrong, as `text_key=body`, and what was found instead.
+
+        Raises:
+            ValueError: `strict` is set; the line has the same words.
         """
         line = f"{where}: {kind}{f' ({detail})' if detail else ''}: skipped"
         if self.strict:
             raise ValueError(f"{line.removesuffix(': skipped')}; mend it, or set {self.key}=false to skip it")
-        self.counts[kind] += 1
+        self.counts[kind] += records
+        if cause:
+            self.causes.setdefault(kind, f"{self.source}.{cause}")
         if len(self.lines) < self.LOGGED:
             self.lines.append(line)
             logger.warning("%s", line)
             if len(self.lines) == self.LOGGED:
                 logger.warning("further problems are counted only")
+
+    def check(self, read: int, most: float, group: str) -> None:
+        """Raise ValueError, naming the setting behind it, where more than `most` of the records were skipped.
+
+        Args:
+            read: how many were not.
+            group: has the key `most_skipped`.
+        """
+        skipped = sum(self.counts.values())
+        if skipped <= most * (skipped + read):
+            return
+        share = skipped / (skipped + read)
+        cause = self.causes.get(self.counts.most_common(1)[0][0], self.source)
+        raise ValueError(
+            f"{cause}: {share:.1%} of {skipped + read:,} records were skipped ({self.summary()}); mend that, or set "
+            f"{group}.most_skipped={math.ceil(100 * share) / 100} to read the rest"
+        )
 
     def summary(self) -> str:
         """Return one line with the counts by kind."""
@@ -123,54 +146,6 @@ class ShardWriter:
         self._close_shard()
 
 
-def gather(source: object, folder: Path, validation_fraction: float, processes: int, problems: Problems) -> dict:
-    """Write a source's documents into `folder` as Parquet shards and return the manifest's counts.
-
-    Exact duplicates are dropped. A document goes to validation when the sha256 of its text, read as a fraction of 1,
-    is under `validation_fraction`: the same text falls on the same side in every corpus.
-    Raises ValueError, naming the key to change, when either side stays empty.
-    """
-    seen: set[bytes] = set()
-    duplicates = 0
-    writers = {split: ShardWriter(folder, split) for split in SPLITS}
-    with Stage("gathering documents", "B") as stage:
-        for document in source.documents(problems, processes):
-            encoded = document.text.encode()
-            digest = hashlib.sha256(encoded).digest()
-            if digest[:16] in seen:
-                duplicates += 1
-                continue
-            seen.add(digest[:16])
-            fraction = int.from_bytes(digest[:8], "big") / 2**64
-            writers["validation" if fraction < validation_fraction else "train"].write(document, len(encoded))
-            stage.advance(len(encoded))
-        for writer in writers.values():
-            writer.close()
-    if problems.counts:
-        logger.warning("skipped: %s", problems.summary())
-    _check_both_sides({split: writer.documents for split, writer in writers.items()}, validation_fraction, problems)
-    return {
-        **{split: {"documents": writer.documents, "bytes": writer.bytes} for split, writer in writers.items()},
-        "duplicates": duplicates,
-        "skipped": dict(problems.counts),
-        "problems": problems.lines,
-        "seconds": round(stage.seconds, 3),
-    }
-
-
-def _check_both_sides(documents: dict[str, int], fraction: float, problems: Problems) -> None:
-    total = sum(documents.values())
-    if total == 0:
-        skipped = f" (skipped: {problems.summary()})" if problems.counts else ""
-        raise ValueError(f"data.source gives no document{skipped}: point it at readable text")
-    for split, change in (("validation", "raise it"), ("train", "lower it")):
-        if documents[split] == 0:
-            raise ValueError(
-                f"data.validation_fraction={fraction} leaves no {split} document among {total}: {change}, "
-                "or give data.source more (or shorter) documents"
-            )
-
-
 def shards(folder: Path, split: str) -> list[Path]:
     """Return the Parquet files of a split, in order."""
     return sorted(folder.glob(f"{split}-*.parquet"))
@@ -186,6 +161,15 @@ def read_texts(unit: tuple[Path, int]) -> list[str]:
     path, group = unit
     with pq.ParquetFile(path) as file:
         return file.read_row_group(group, columns=["text"]).column("text").to_pylist()
+
+
+def read_documents(unit: tuple[Path, int]) -> Iterator[Document]:
+    """Yield the documents of one unit."""
+    path, group = unit
+    with pq.ParquetFile(path) as file:
+        for row in file.read_row_group(group).to_pylist():
+            about = {name: row[name] for name in row if name not in ("id", "text", "length", "split")}
+            yield Document(row["text"], row["id"], about)
 
 
 def texts(folder: Path, split: str) -> Iterator[str]:

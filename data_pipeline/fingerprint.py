@@ -4,14 +4,21 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from data_pipeline import checksums
+from data_pipeline.files import write_whole
+
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
+CHECKED = "checked.json"  # when the files were last changed that were found to be as written
 
 
 def fingerprint(identity: object) -> str:
@@ -20,59 +27,125 @@ def fingerprint(identity: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def file_identity(paths: Iterable[Path]) -> str:
-    """Return one digest of the (path, size, modification time) of files, in the order given."""
-    digest = hashlib.sha256()
-    for path in paths:
-        status = path.stat()
-        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
+def prepared_folder(
+    data_dir: Path, stage: str, identity: object, build: Callable[[Path], dict], earlier: object = None
+) -> Path:
+    """Return the folder `data_dir/stage-fingerprint`, building it first where it is missing or damaged.
 
+    `build(folder)` fills an empty folder beside the final one and returns the manifest, which is written last, with the
+    size and checksum of every file; then the folder is renamed. Processes that start together build once (a lock file),
+    and what a killed one left is removed. Sizes are compared each time. Checksums are, in one reading of the files,
+    when a file's times have changed since the last comparison, as after a copy: to read terabytes at every start would
+    cost more than it finds.
 
-def content_identity(folder: Path, paths: Iterable[Path]) -> str:
-    """Return one digest of the (name within `folder`, content) of files, in the order given: all of them are read."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.relative_to(folder)}\0{content}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
+    Args:
+        earlier: the identity that an earlier version gave to the same content: its folder is taken where it exists and
+            the new one does not.
 
-
-def prepared_folder(data_dir: Path, stage: str, identity: object, build: Callable[[Path], dict]) -> Path:
-    """Return the folder `data_dir/stage-fingerprint`, building it first where it is missing.
-
-    `build(folder)` fills an empty folder beside the final one and returns the manifest, which is written last; then the
-    folder is renamed. Processes that start together build once (a lock file), and what a killed one left is removed.
-    Raises ValueError when the disk is full; whatever `build` raises passes through, and leaves nothing behind.
+    Raises:
+        ValueError: the disk is full. Whatever `build` raises passes through, and leaves nothing behind.
     """
-    final = data_dir / f"{stage}-{fingerprint(identity)}"
-    if (final / MANIFEST).exists():
+    final = folder_of(data_dir, stage, identity, earlier)
+    if final != folder_of(data_dir, stage, identity):
+        identity = earlier
+    if (final / MANIFEST).exists() and _known_whole(final):
         return final
     _make_folder(data_dir)
     with FileLock(_lock_of(final)):
         if (final / MANIFEST).exists():
-            return final
-        partial = data_dir / f".{final.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
+            wrong = _damage(final)
+            if wrong is None:
+                return final
+            logger.warning("%s/%s: prepared again", final, wrong)
         _remove_stale(data_dir)
-        try:
-            partial.mkdir()
-            manifest = {"identity": identity, **build(partial)}
-            (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-            shutil.rmtree(final, ignore_errors=True)  # a folder without a manifest is not one of ours
-            os.replace(partial, final)
-        except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise ValueError(f"data_dir={data_dir}: the disk is full; free some space or set data_dir") from error
-            raise
+        _build_beside(final, identity, build)
     return final
+
+
+def _build_beside(final: Path, identity: object, build: Callable[[Path], dict]) -> None:
+    """Build a folder beside its place, and rename it there when all is written."""
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        manifest = {"identity": identity, **build(partial)}
+        names = (path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())
+        manifest["files"] = checksums.entries(partial, names)
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        _note_whole(partial, manifest["files"])
+        shutil.rmtree(final, ignore_errors=True)  # damaged, or without a manifest and so not one of ours
+        os.replace(partial, final)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise ValueError(f"data_dir={final.parent}: the disk is full; free some space or set data_dir") from error
+        raise
+
+
+def folder_of(data_dir: Path, stage: str, identity: object, earlier: object = None) -> Path:
+    """Return the folder that `prepared_folder` returns, which may not be there yet."""
+    new, old = (data_dir / f"{stage}-{fingerprint(given)}" for given in (identity, earlier))
+    return old if earlier is not None and not (new / MANIFEST).exists() and (old / MANIFEST).exists() else new
 
 
 def read_manifest(folder: Path) -> dict:
     """Return the manifest of a prepared folder."""
     return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+
+
+def _files(folder: Path) -> dict[str, dict]:
+    """Return what the manifest says of the files: nothing in folders of earlier versions.
+
+    Raises ValueError where the manifest is damaged.
+    """
+    try:
+        return read_manifest(folder).get("files", {})
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is truncated or damaged") from error
+
+
+def _known_whole(folder: Path) -> bool:
+    """Say whether the sizes are as written, and the checksums were compared since the files last changed."""
+    try:
+        files = _files(folder)
+        if checksums.wrong_size(folder, files) is not None:
+            return False
+        if not os.access(folder, os.W_OK):  # a read-only copy: each start would read all of it
+            return True
+        known = json.loads((folder / CHECKED).read_text(encoding="utf-8")) if files else {}
+        return known == _times(folder, files)
+    except (OSError, ValueError):
+        return False
+
+
+def _damage(folder: Path) -> str | None:
+    """Return what is wrong with a folder, beginning with the file's name, or None; every file is read once."""
+    try:
+        files = _files(folder)
+    except ValueError as error:
+        return str(error)
+    wrong = checksums.damage(folder, files)
+    if wrong is None:
+        _note_whole(folder, files)
+    return wrong
+
+
+def _note_whole(folder: Path, files: dict[str, dict]) -> None:
+    write_whole(folder / CHECKED, json.dumps(_times(folder, files)) + "\n")
+
+
+def _times(folder: Path, files: dict[str, dict]) -> dict[str, list[int]]:
+    """Return when each file was last changed: a write, a copy and a move from another disk all show."""
+    found = {name: (folder / name).lstat() for name in files}
+    return {name: [status.st_mtime_ns, status.st_ctime_ns] for name, status in found.items()}
+
+
+def other_text(began: str, now: str) -> str:
+    """Return the line for a resumed run whose data, by their fingerprints, are not those that it began with."""
+    return (
+        f"data: the text is not what this run began with (blocks {began}, now {now}): bring back the files and "
+        "data_dir as they were, or start a new run without resume"
+    )
 
 
 def _make_folder(data_dir: Path) -> None:

@@ -10,16 +10,18 @@ from pathlib import Path
 from torch.utils.data import Dataset, Sampler
 
 from data_pipeline.batches import BlockSequences
-from data_pipeline.datamodule import PackedText, check_positive
+from data_pipeline.datamodule import PackedText
 from data_pipeline.files import write_whole
 from data_pipeline.fingerprint import prepared_folder, read_manifest
+from data_pipeline.identity import EARLIER
 from data_pipeline.mixtures.card import draw_mixture, markdown
 from data_pipeline.mixtures.components import Component, check_components, find_components, gather_files, join_folders
 from data_pipeline.mixtures.plan import Available, Phase, PlannedPhase, phase_ends, plan, read_phases
 from data_pipeline.mixtures.sequences import HeldOutSequences, TrainingSequences, collate_components
 from data_pipeline.order import RunOrder
+from data_pipeline.settings import check_whole
 from data_pipeline.tokenizer import ByteLevelBPE, Pretrained
-from data_pipeline.yardsticks import yardsticks
+from data_pipeline.yardsticks import NAMES, yardsticks
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class MixtureData(PackedText):
         seed: int = 0,
         processes: int | None = None,
         num_workers: int = 0,
+        full_hash: bool = False,
     ) -> None:
         super().__init__(
             tokenizer,
@@ -76,8 +79,9 @@ class MixtureData(PackedText):
             seed,
             processes,
             num_workers,
+            full_hash,
         )
-        check_positive(max_tokens=max_tokens)
+        check_whole("data.max_tokens", max_tokens, 1)
         check_components(corpus, components, max_epochs)
         self.corpus, self.components, self.max_epochs = corpus, components, max_epochs
         self.max_tokens = max_tokens
@@ -137,8 +141,12 @@ class MixtureData(PackedText):
                     )
 
     def _prepare_documents(self, component: Component) -> Path:
-        identity = {"format": MIXTURE_FORMATS["documents"], "component": component.identity()}
-        folder = prepared_folder(self.data_dir, "documents", identity, functools.partial(gather_files, component.files))
+        identity, earlier = (
+            {"format": MIXTURE_FORMATS["documents"], "component": component.identity(by)}
+            for by in (self.identified_by, EARLIER)
+        )
+        build = functools.partial(gather_files, component.files, component.written)
+        folder = prepared_folder(self.data_dir, "documents", identity, build, earlier)
         if not read_manifest(folder)["train"]["bytes"]:
             raise ValueError(
                 f"data.components.{component.name} has no training text ({component.files['train'][0].parent}): give "
@@ -277,7 +285,7 @@ class MixtureData(PackedText):
         return TrainingSequences(self._planned, list(self._blocks), parts, self.seed)
 
     def _part(self, name: str, split: str, length: int) -> BlockSequences:
-        return BlockSequences(self._blocks[name], split, self.block_length, length)
+        return self._open_blocks(self._blocks[name], split, length)
 
     def _train_order(self, total: int, micro_batches: int, start: int, rank: int, world_size: int) -> Sampler:
         positions = micro_batches * world_size * self.micro_batch_size
@@ -291,7 +299,7 @@ class MixtureData(PackedText):
     def yardsticks(self) -> dict[str, float | None]:
         """Return the bits per byte of all held-out text where each component has its own unigram model, or xz."""
         self.prepare()
-        size, bits = self.manifest["vocab_size"], {"unigram_bits_per_byte": 0.0, "xz_bits_per_byte": 0.0}
+        size, bits = self.manifest["vocab_size"], dict.fromkeys(NAMES, 0.0)
         for name, held_out in self.component_bytes.items():
             for key, value in yardsticks(self._documents[name], self._blocks[name], size, held_out).items():
                 bits[key] = None if value is None or bits[key] is None else bits[key] + value * held_out

@@ -24,6 +24,11 @@ def available_processes() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def most_processes() -> int:
+    """Return how many processes can be meant, on this machine or a larger one that it submits to."""
+    return max(256, 4 * available_processes())
+
+
 def ordered_map(make_worker: Callable[[], Callable], items: Iterable, processes: int) -> Iterator:
     """Yield `make_worker()(item)` for each item, in order; each process makes its worker once.
 

@@ -5,14 +5,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_pipeline import documents
-from data_pipeline.fingerprint import content_identity, read_manifest
+from data_pipeline.fingerprint import read_manifest
 from data_pipeline.hub import is_path, use_cache_where_unreachable
+from data_pipeline.identity import SAMPLE, content_identity, settings_identity
 from data_pipeline.progress import Stage
+from data_pipeline.settings import check_whole
 
 END_OF_TEXT = "<|endoftext|>"
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
@@ -46,15 +49,11 @@ class ByteLevelBPE:
     train_bytes: int = 64 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        if self.vocab_size <= len(ALPHABET):
-            raise ValueError(
-                f"tokenizer.vocab_size={self.vocab_size}: bytes and {END_OF_TEXT} alone take {len(ALPHABET) + 1}"
-            )
-        if self.train_bytes <= 0:
-            raise ValueError(f"tokenizer.train_bytes={self.train_bytes}: give a positive number of bytes")
+        check_whole("tokenizer.vocab_size", self.vocab_size, len(ALPHABET) + 1)  # bytes and END_OF_TEXT
+        check_whole("tokenizer.train_bytes", self.train_bytes, 1)
 
-    def identity(self, documents_folder: Path | None) -> dict:
-        """Settings, and the documents it is trained on."""
+    def identity(self, documents_folder: Path | None, by: str = SAMPLE) -> dict:
+        """Settings, and the documents it is trained on, whose folder is named by their content."""
         return {"byte_level_bpe": asdict(self), "documents": documents_folder and documents_folder.name}
 
     def build(self, documents_folder: Path | None) -> PreTrainedTokenizerFast:
@@ -100,8 +99,12 @@ class Pretrained:
     path: str
     revision: str | None = None
 
-    def identity(self, documents_folder: Path | None) -> dict:
-        """Settings, and the content of a local folder's files that make the tokenizer."""
+    def identity(self, documents_folder: Path | None, by: str = SAMPLE) -> dict:
+        """Settings, and the content of a local folder's files that make the tokenizer; all of them are read.
+
+        Args:
+            by: EARLIER also has the folder's path.
+        """
         folder = self._folder()
         if folder is None:
             return {"pretrained": asdict(self), "files": content_identity(Path(), [])}
@@ -110,7 +113,7 @@ class Pretrained:
             content = content_identity(folder, files)
         except OSError as error:
             raise ValueError(f"tokenizer.path={self.path} cannot be read: {error}") from error
-        return {"pretrained": asdict(self), "files": content, "config": _config_values(folder)}
+        return {"pretrained": settings_identity(self, by, "path"), "files": content, "config": _config_values(folder)}
 
     def build(self, documents_folder: Path | None) -> PreTrainedTokenizerFast:
         """Load. Raises ValueError naming `tokenizer.path` and what is missing."""
@@ -147,6 +150,31 @@ class Pretrained:
 def document_start(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the id of the token put before each document: bos, or else eos (GPT-2 has one token for both)."""
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+
+
+def end_tokens(model: Any, tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Return the ids of the tokens that end a generated text: the model's generation settings may name several."""
+    named = model.generation_config.eos_token_id
+    return {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
+
+
+def add_document_start(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Make `tokenizer(text)` begin with the start token, as every document of text did in training.
+
+    The rule is kept in tokenizer.json, so saved tokenizers follow it in plain transformers too. Chat templates write
+    their own special tokens, and are tokenized without this one.
+    """
+    first = document_start(tokenizer)
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    if tokenizer("a")["input_ids"] == [first, *bare]:
+        return
+    token, backend = tokenizer.convert_ids_to_tokens(first), tokenizer.backend_tokenizer
+    template = processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, first)]
+    )
+    # One that adds no tokens may still adjust offsets: keep it. One that adds others was not used in training.
+    keep = backend.post_processor is not None and tokenizer("a")["input_ids"] == bare
+    backend.post_processor = processors.Sequence([backend.post_processor, template]) if keep else template
 
 
 def _config_values(folder: Path) -> dict:

@@ -12,7 +12,8 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from data_pipeline.cleaning.windows import normalized, windows
-from data_pipeline.fingerprint import file_identity, prepared_folder
+from data_pipeline.fingerprint import prepared_folder
+from data_pipeline.identity import file_identity
 
 ENDINGS = (".json", ".jsonl", ".txt", ".md")
 JSON_BYTES = 512 * 1024 * 1024  # a .json file is parsed whole

@@ -11,10 +11,12 @@ import pyarrow.parquet as pq
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from data_pipeline import checksums
 from data_pipeline.begun_folder import SETTINGS
 from data_pipeline.card import write_card
 from data_pipeline.cleaning.record import merge_records
 from data_pipeline.corpus.layout import Layout
+from data_pipeline.corpus.reading import check_problems
 from data_pipeline.corpus.recipe import Recipe
 from data_pipeline.documents import SPLITS
 from data_pipeline.files import write_whole
@@ -30,11 +32,16 @@ class Finish(PipelineStep):
     def __init__(self, recipe: Recipe, layout: Layout) -> None:
         super().__init__()
         self.samples, self.bytes_per_token, self.recorded = recipe.samples, recipe.bytes_per_token, len(recipe.cleaning)
-        self.layout = layout
+        self.layout, self.most_skipped = layout, recipe.most_skipped
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Write card and manifest; nothing comes out. Raises ValueError where no document is left."""
+        """Write card and manifest; nothing comes out.
+
+        Raises:
+            ValueError: most records of a source were skipped, or no document is left.
+        """
         layout = self.layout
+        check_problems(layout.problems, self.most_skipped)
         written = layout.work / "corpus"
         if written.exists():
             shutil.rmtree(layout.documents, ignore_errors=True)
@@ -59,7 +66,7 @@ class Finish(PipelineStep):
 def contents(documents: Path) -> dict:
     """Return {"categories": {name: {split: counts, "sources": {source: counts}}}, "files": [counts of each]}.
 
-    Counts are {"documents", "bytes"}; bytes are UTF-8 bytes of text.
+    Of each file also the size and checksum. Counts are {"documents", "bytes"}; bytes are UTF-8 bytes of text.
     """
     categories, files = {}, []
     for folder in sorted(path for path in documents.iterdir() if path.is_dir()):
@@ -70,7 +77,8 @@ def contents(documents: Path) -> dict:
                 for total in (counts, found[split], found["sources"].setdefault(source, _none())):
                     total["documents"] += rows
                     total["bytes"] += size
-            files.append({"file": f"documents/{folder.name}/{path.name}", **counts})
+            name = f"{folder.name}/{path.name}"
+            files.append({"file": f"documents/{name}", **counts, "written": checksums.entries(documents, [name])[name]})
         found["sources"] = dict(sorted(found["sources"].items()))
         categories[folder.name] = found
     return {"categories": categories, "files": files}

@@ -10,6 +10,7 @@ from data_pipeline.corpus.layout import Layout
 from data_pipeline.corpus.plan import phases
 from data_pipeline.corpus.recipe import named, read_recipe
 from data_pipeline.fingerprint import read_manifest
+from data_pipeline.identity import EARLIER, SAMPLE
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,14 @@ def run(cfg: Any) -> None:
     folder = BegunFolder(Path(recipe.output).expanduser().absolute(), "corpus")
     recipe = dataclasses.replace(recipe, output=str(folder.path))
     executor = instantiate(cfg.executor, _convert_="all")
-    files = {}
+    files, earlier = {}, {}
     for name, source in recipe.sources.items():
         with named(name):
-            files[name] = source.identity()
+            files[name], earlier[name] = (source.identity(by) for by in (SAMPLE, EARLIER))
     planned = phases(recipe)
-    shared = {key: value for key, value in settings.items() if key != "output"}
+    shared = {key: value for key, value in settings.items() if key not in ("output", "most_skipped")}
     with folder.held("run"):
-        folder.begin({**shared, "files": files})
+        folder.begin({**shared, "files": files}, {**shared, "files": earlier})
         if folder.manifest.exists():
             logger.info("%s is finished: nothing is left to do", folder.key)
             return

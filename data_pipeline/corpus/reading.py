@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from datatrove.data import Document, DocumentsPipeline
@@ -28,12 +30,12 @@ class PrepareSources(PipelineStep):
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """Prepare one source; nothing comes out. Raises ValueError, naming the key, where there is nothing to read."""
         name, source = list(self.sources.items())[rank]
-        folder, problems = Path(self.scratch, name), Problems(self.strict, "corpus.strict")
+        folder, problems = Path(self.scratch, name), _problems_of(name, self.strict)
         folder.mkdir(parents=True, exist_ok=True)
         with named(name):
             source.prepare(folder, problems)
             source.parts(folder)
-        write_problems(self.problems, f"prepare-{rank:05d}", problems)
+        write_problems(self.problems, f"prepare-{rank:05d}", {name: problems}, Counter())
 
 
 class ReadSources(PipelineStep):
@@ -55,14 +57,17 @@ class ReadSources(PipelineStep):
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Yield a task's documents, and write what could not be read when all have been."""
-        problems = Problems(self.strict, "corpus.strict")
+        found: dict[str, Problems] = {}
+        documents: Counter[str] = Counter()
         for name, part in self._parts()[rank::world_size]:
+            problems = found.setdefault(name, _problems_of(name, self.strict))
             with named(name):
                 for document in self.sources[name].read(part, Path(self.scratch, name), problems):
+                    documents[name] += 1
                     finished = self._finished(name, document, problems)
                     if finished is not None:
                         yield finished
-        write_problems(self.problems, f"read-{rank:05d}", problems)
+        write_problems(self.problems, f"read-{rank:05d}", found, documents)
 
     def _parts(self) -> list[tuple[str, str]]:
         return [
@@ -84,7 +89,33 @@ class ReadSources(PipelineStep):
         return made
 
 
-def write_problems(folder: str, name: str, problems: Problems) -> None:
-    """Write what could not be read to `folder/name.json`."""
-    content = {"counts": dict(problems.counts), "lines": problems.lines}
+def _problems_of(name: str, strict: bool) -> Problems:
+    return Problems(strict, "corpus.strict", f"corpus.sources.{name}")
+
+
+def write_problems(folder: str, name: str, found: Mapping[str, Problems], documents: Counter[str]) -> None:
+    """Write what could not be read, and of each source how many documents were, to `folder/name.json`."""
+    counts = sum((problems.counts for problems in found.values()), Counter())
+    content = {
+        "counts": dict(counts),
+        "lines": [line for problems in found.values() for line in problems.lines],
+        "sources": {
+            source: {"documents": documents[source], "counts": dict(problems.counts), "causes": problems.causes}
+            for source, problems in found.items()
+        },
+    }
     write_whole(Path(folder, f"{name}.json"), json.dumps(content, indent=1) + "\n")
+
+
+def check_problems(folder: Path, most_skipped: float) -> None:
+    """Raise ValueError, naming the source, where more than `most_skipped` of its records could not be read."""
+    found: dict[str, Problems] = {}
+    documents: Counter[str] = Counter()
+    for path in sorted(folder.glob("read-*.json")):
+        for name, part in json.loads(path.read_text(encoding="utf-8")).get("sources", {}).items():
+            problems = found.setdefault(name, _problems_of(name, strict=False))
+            problems.counts.update(part["counts"])
+            problems.causes = {**part["causes"], **problems.causes}
+            documents[name] += part["documents"]
+    for name, problems in found.items():
+        problems.check(documents[name], most_skipped, "corpus")

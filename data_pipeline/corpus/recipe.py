@@ -9,7 +9,7 @@ from typing import Any
 from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.cleaning.duplicates import Stage
-from data_pipeline.settings import check_whole
+from data_pipeline.settings import check_share, check_whole
 from data_pipeline.sources.parts import SourceInParts
 
 Cleaning = PipelineStep | Callable[..., list[Stage]]
@@ -24,7 +24,8 @@ class Recipe:
     `cleaning`: in their order, steps (one pipeline passes a document through those that follow each other) and
     functions `(folder, tasks) -> list[Stage]`. `categories`: of a source's documents, in place of what the source says.
     `tasks`: pieces that the work of every phase is cut into, each read by one process. `validation_fraction`: of the
-    documents, by a hash of their raw text. `samples`: documents kept and dropped that the card shows for each step.
+    documents, by a hash of their raw text. `most_skipped`: of a source's records, before the job stops. `samples`:
+    documents kept and dropped that the card shows for each step.
     """
 
     output: str
@@ -35,6 +36,7 @@ class Recipe:
     validation_fraction: float
     samples: int
     bytes_per_token: float
+    most_skipped: float
     strict: bool
 
 
@@ -49,6 +51,7 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
         raise ValueError(
             f"corpus.validation_fraction={settings['validation_fraction']}: give a fraction between 0 and 1"
         )
+    check_share("corpus.most_skipped", settings["most_skipped"])
     if settings["bytes_per_token"] <= 0:
         raise ValueError(f"corpus.bytes_per_token={settings['bytes_per_token']}: give a positive number; 4 is usual")
     sources = {name: source for name, source in (settings.get("sources") or {}).items() if source is not None}
@@ -78,6 +81,7 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
         validation_fraction=float(settings["validation_fraction"]),
         samples=settings["samples"],
         bytes_per_token=float(settings["bytes_per_token"]),
+        most_skipped=settings["most_skipped"],
         strict=bool(settings["strict"]),
     )
 

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.batches import IGNORED
-from data_pipeline.datamodule import TokenData, check_positive
 from data_pipeline.documents import SPLITS
 from data_pipeline.fingerprint import prepared_folder, read_manifest
+from data_pipeline.identity import EARLIER
 from data_pipeline.instructions.packing import PACKINGS
 from data_pipeline.instructions.records import Record, Records
 from data_pipeline.instructions.rendering import AlpacaTemplate, ChatTemplate, Example
 from data_pipeline.instructions.storage import SequenceWriter, StoredSequences
 from data_pipeline.progress import Stage
+from data_pipeline.settings import check_whole, is_number
+from data_pipeline.token_data import TokenData
 from data_pipeline.tokenizer import Pretrained
+from data_pipeline.yardsticks import unigram_bits
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +48,11 @@ class InstructionData(TokenData):
     text that the targets of the held-out examples decode to, without special tokens.
     """
 
+    documents_have_start = False  # an example begins as its template says
+
     def __init__(
         self,
-        path: str,
+        path: str | int | Path,
         tokenizer: Pretrained,
         data_dir: str | Path = "data",
         split: str = "train",
@@ -65,9 +70,10 @@ class InstructionData(TokenData):
         validation_fraction: float | None = None,
         seed: int = 0,
         num_workers: int = 0,
+        full_hash: bool = False,
     ) -> None:
         super().__init__(
-            data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers
+            data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers, full_hash
         )
         for key, value in (("template", template), ("loss_on", loss_on), ("packing", packing)):
             if value not in CHOICES[key]:
@@ -93,7 +99,7 @@ class InstructionData(TokenData):
         """
         if self.fingerprint is not None:
             return
-        records = self.records.identity()
+        records, earlier = (self.records.identity(by) for by in (self.identified_by, EARLIER))
         tokenizer = self._prepare_tokenizer(self.tokenizer, None)
         if self.hf_tokenizer.eos_token_id is None:
             raise ValueError(
@@ -111,7 +117,8 @@ class InstructionData(TokenData):
             "lengths": [self.sequence_length, self.validation_length],
             "held_out": [self.validation_records, self.validation_fraction],
         }
-        self._folder = prepared_folder(self.data_dir, "instructions", identity, self._build)
+        earlier = {**identity, "records": earlier}
+        self._folder = prepared_folder(self.data_dir, "instructions", identity, self._build, earlier)
         self.manifest = read_manifest(self._folder)
         self.train_sequences = self.manifest["train"]["sequences"]
         self.validation_bytes = self.manifest["validation"]["bytes"]
@@ -121,6 +128,15 @@ class InstructionData(TokenData):
     def open(self, split: str, length: int) -> StoredSequences:
         """Return a split's sequences, memory-mapped; `length` is the one that they were packed to."""
         return StoredSequences(self._folder, split)
+
+    def yardsticks(self) -> dict[str, float | None]:
+        """Return the bits per byte of the unigram model of the targets; xz has nothing to say of answers alone."""
+        self.prepare()
+        train, validation = (
+            StoredSequences(self._folder, split).target_counts(self.manifest["vocab_size"]) for split in SPLITS
+        )
+        found = unigram_bits(train, validation) / self.validation_bytes if self.validation_bytes else None
+        return {**super().yardsticks(), "unigram_bits_per_byte": found}
 
     def _build(self, folder: Path) -> dict:
         parts = {split: _Part(self, split, folder) for split in SPLITS}
@@ -244,8 +260,8 @@ def _check_held_out(records: int | None, fraction: float | None) -> None:
             "for the other"
         )
     if records is not None:
-        check_positive(validation_records=records)
-    elif not isinstance(fraction, int | float) or not 0 < fraction < 1:
+        check_whole("data.validation_records", records, 1)
+    elif not is_number(fraction) or not 0 < fraction < 1:
         raise ValueError(f"data.validation_fraction={fraction}: give a fraction between 0 and 1")
 
 

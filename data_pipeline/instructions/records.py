@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 
-from data_pipeline.fingerprint import file_identity
 from data_pipeline.hub import is_path, use_cache_where_unreachable
+from data_pipeline.identity import EARLIER, SAMPLE, file_identity
 from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
 
 FIELDS = ("instruction", "input", "output", "messages")
@@ -103,14 +103,20 @@ class Records:
         if unknown:
             raise ValueError(f"data.columns.{unknown[0]}: no such field; give names for {', '.join(FIELDS)}")
 
-    def identity(self) -> dict:
-        """Settings, and the path, size and time of local files. Raises ValueError where there are none."""
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of local files. Raises ValueError where there are none.
+
+        Args:
+            by: how files are told apart, see `data_pipeline.identity.file_identity`.
+        """
         settings = {"path": self.path, "split": self.split, "revision": self.revision, "columns": dict(self.columns)}
         local = self._local()
         if local is None:
             return settings
         files = [local] if local.is_file() else sorted(path for path in local.rglob("*") if path.is_file())
-        return {**settings, "files": file_identity(files)}
+        if by != EARLIER:
+            del settings["path"]  # the files may lie anywhere
+        return {**settings, "files": file_identity(files, by)}
 
     def __iter__(self) -> Iterator[Record]:
         """Yield the records in order. Raises ValueError, naming `data.path`, for what cannot be read."""

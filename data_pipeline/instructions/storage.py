@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import datasets
+import numpy as np
 from datasets.arrow_writer import ArrowWriter
 from torch.utils.data import Dataset
 
-from data_pipeline.batches import NOTHING, Sequence
+from data_pipeline.batches import IGNORED, NOTHING, Sequence
 
 COLUMNS = datasets.Features(dict.fromkeys(Sequence._fields, datasets.List(datasets.Value("int32"))))
 
@@ -40,6 +41,14 @@ class StoredSequences(Dataset):
 
     def __getitem__(self, index: int) -> Sequence:
         return NOTHING if index == -1 else Sequence(**self._rows[index])
+
+    def target_counts(self, vocab_size: int) -> np.ndarray:
+        """Return how often each token is a target, int64 [vocab_size]."""
+        counts = np.zeros(vocab_size, np.int64)
+        for chunk in self._rows.data.column("targets").chunks:
+            targets = chunk.flatten().to_numpy()
+            counts += np.bincount(targets[targets != IGNORED], minlength=vocab_size)
+        return counts
 
 
 def _path(folder: Path, split: str) -> Path:

@@ -10,8 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from data_pipeline.checksums import checksum, size_of
 from data_pipeline.documents import SPLITS, shards
-from data_pipeline.fingerprint import MANIFEST, file_identity, read_manifest
+from data_pipeline.fingerprint import MANIFEST, read_manifest
+from data_pipeline.identity import SAMPLE, file_identity
 from data_pipeline.progress import Stage
 from data_pipeline.settings import is_number
 
@@ -22,16 +24,20 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Component:
-    """Text of one kind: Parquet files by split, how its bytes count where weights are not given, and a cap."""
+    """Text of one kind: Parquet files by split, how its bytes count where weights are not given, and a cap.
+
+    `written`: of files of a corpus or a rewriting, the sizes and checksums that their job noted.
+    """
 
     name: str
     files: dict[str, list[Path]]
+    written: dict[Path, dict]
     upsample: float | None
     max_epochs: float | None
 
-    def identity(self) -> dict:
-        """What the component's text is made from: files by path, size and time."""
-        return {split: file_identity(self.files[split]) for split in SPLITS}
+    def identity(self, by: str = SAMPLE) -> dict:
+        """What the component's text is made from: files, told apart as `by` says (`identity.file_identity`)."""
+        return {split: file_identity(self.files[split], by) for split in SPLITS}
 
 
 def check_components(corpus: str | None, given: Mapping | None, max_epochs: float | None) -> None:
@@ -101,6 +107,7 @@ def find_components(corpus: str | None, given: Mapping | None, max_epochs: float
         Component(
             str(name),
             text_files(Path(settings["path"]).expanduser(), settings.get("categories"), key),
+            written_files(Path(settings["path"]).expanduser()),
             settings.get("upsample"),
             max_epochs if settings.get("max_epochs") is None else settings["max_epochs"],
         )
@@ -138,6 +145,7 @@ def text_files(path: Path, categories: Iterable[str] | None, key: str) -> dict[s
         _check_finished(path, key)
         folders = [path / "shards"]
     files = {split: [file.resolve() for folder in folders for file in shards(folder, split)] for split in SPLITS}
+    _check_complete(path, folders, {file for split in SPLITS for file in files[split]}, key)
     if not files["train"]:
         where = folders[0] if len(folders) == 1 else path
         raise ValueError(f"{key}: no train-*.parquet in {where}; give a corpus, a rewriting or such files")
@@ -149,16 +157,39 @@ def _check_finished(path: Path, key: str) -> None:
         raise ValueError(f"{key}={path} has no {MANIFEST}: the job that writes it has not ended; run it to its end")
 
 
-def gather_files(files: dict[str, list[Path]], folder: Path) -> dict:
+def written_files(path: Path) -> dict[Path, dict]:
+    """Return the size and checksum of each file of a corpus or a rewriting, as its job noted them; earlier versions
+    noted none."""
+    if not (path / MANIFEST).is_file():
+        return {}
+    manifest = read_manifest(path)
+    listed = [entry for name in ("files", "shards") for entry in manifest.get(name, ()) if isinstance(entry, dict)]
+    return {(path / entry["file"]).resolve(): entry["written"] for entry in listed if "written" in entry}
+
+
+def _check_complete(path: Path, folders: list[Path], found: set[Path], key: str) -> None:
+    """Raise ValueError, naming the file, where one that its job wrote is missing or has another size."""
+    chosen = {folder.resolve() for folder in folders}
+    for file, written in written_files(path).items():
+        size = size_of(file)
+        if file.parent in chosen and (file not in found or size != written["bytes"]):
+            what = "is missing" if size is None else f"is damaged ({size} bytes of {written['bytes']})"
+            raise ValueError(f"{key}={path}: {file} {what}: copy it again, or run the job that wrote it again")
+
+
+def gather_files(files: dict[str, list[Path]], written: dict[Path, dict], folder: Path) -> dict:
     """Make `folder` a documents folder of these files, by links, and return the documents and bytes of each split.
 
     A row's own `split` counts for more than its file's name: what a model has rewritten of a held-out document is held
-    out. Files in which they differ are written anew. Raises ValueError for a file that cannot be read.
+    out. Files in which they differ are written anew. Raises ValueError for a file that cannot be read, or that does not
+    match its checksum in `written`.
     """
     places = _Places(folder)
     with Stage("counting text", "B") as stage:
         for split in SPLITS:
             for path in files[split]:
+                if path in written and checksum(path) != written[path]["sha256"]:
+                    raise ValueError(f"{path} is damaged (it does not match its checksum): write it again")
                 try:
                     counts = _count(path, split)
                     stage.advance(sum(size for _, size in counts.values()))

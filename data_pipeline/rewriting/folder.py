@@ -44,9 +44,9 @@ class OutputFolder(BegunFolder):
         self.left_out = self.path / "left_out"
         self.journals = self.path / "journals"
 
-    def begin(self, settings: dict) -> None:
+    def begin(self, settings: dict, earlier: dict | None = None) -> None:
         """As of every folder that is begun; and make the folders in it."""
-        super().begin(settings)
+        super().begin(settings, earlier)
         for folder in (self.shards, self.left_out, self.journals):
             folder.mkdir(exist_ok=True)
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import SAMPLE, file_identity
 from data_pipeline.sources.json_lines import open_bytes
 from data_pipeline.sources.text_files import json_records
 
@@ -36,9 +36,9 @@ class Corpus:
             found = "no such file or folder" if not self.path.exists() else f"none of {' '.join(ENDINGS)} in it"
             raise ValueError(f"rewrite.input={path}: {found}; give a folder of documents, such as a corpus job writes")
 
-    def identity(self) -> str:
-        """Return a digest of the files' names, sizes and times."""
-        return file_identity(self.files)
+    def identity(self, by: str = SAMPLE) -> str:
+        """Return a digest of the files, told apart as `by` says (`data_pipeline.identity.file_identity`)."""
+        return file_identity(self.files, by)
 
     def units(self, problems: Problems) -> list[Unit]:
         """Return the pieces that are dealt out to tasks, in order."""

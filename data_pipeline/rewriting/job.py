@@ -4,6 +4,7 @@ import json
 import logging
 from typing import Any
 
+from data_pipeline.identity import EARLIER, SAMPLE
 from data_pipeline.rewriting.backends import Backend
 from data_pipeline.rewriting.folder import OutputFolder
 from data_pipeline.rewriting.inputs import Corpus
@@ -39,7 +40,7 @@ def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: obje
     if folder.path.resolve().is_relative_to(source):
         raise ValueError(f"rewrite.output={plan.output} is in rewrite.input={plan.input}: give a folder beside it")
     with folder.held("run"):
-        folder.begin(plan.identity(backend_settings, backend.model))
+        folder.begin(*(plan.identity(backend_settings, backend.model, by) for by in (SAMPLE, EARLIER)))
         if folder.manifest.exists():
             logger.info("rewrite.output=%s is finished: nothing is left to do", plan.output)
             return json.loads((folder.path / SUMMARY).read_text(encoding="utf-8"))

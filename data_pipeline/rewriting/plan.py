@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from data_pipeline.identity import EARLIER, SAMPLE
 from data_pipeline.rewriting.inputs import Corpus
 from data_pipeline.rewriting.screens import Screens
 from data_pipeline.rewriting.styles import Style, read_styles
@@ -33,14 +34,14 @@ class Plan:
     strict: bool
     screen_settings: dict
 
-    def identity(self, backend: Mapping[str, Any], model: str) -> dict:
+    def identity(self, backend: Mapping[str, Any], model: str, by: str = SAMPLE) -> dict:
         """Return what a run that goes on must have in common with the one that began: all that shapes the text.
 
         Of the backend that is the model alone: a run may go on at another address, faster, or with a greater budget.
         """
         keys = ("part_characters", "context_characters", "max_document_characters", "attempts", "chunk_documents")
         return {
-            "input": {"path": self.input, "files": Corpus(self.input).identity()},
+            "input": {**({"path": self.input} if by == EARLIER else {}), "files": Corpus(self.input).identity(by)},
             "styles": {name: asdict(style) for name, style in self.styles.items()},
             "screens": self.screen_settings,
             "backend": {"model": model, "extra": dict(backend.get("extra") or {})},

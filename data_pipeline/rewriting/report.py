@@ -3,6 +3,7 @@
 import html
 import json
 
+from data_pipeline import checksums
 from data_pipeline.begun_folder import SETTINGS
 from data_pipeline.files import write_whole
 from data_pipeline.rewriting.folder import OutputFolder
@@ -21,7 +22,9 @@ def finish(plan: Plan, folder: OutputFolder) -> dict | None:
     styles: dict[str, Tally] = {name: Tally() for name in plan.styles}
     shards = []
     for path, rows, counts in folder.counts():
-        shards.append({"file": str(path.relative_to(folder.path)), "documents": rows, "bytes": path.stat().st_size})
+        name = path.relative_to(folder.path).as_posix()
+        written = checksums.entries(folder.path, [name])[name]
+        shards.append({"file": name, "documents": rows, "bytes": written["bytes"], "written": written})
         for name, tally in counts["styles"].items():
             styles[name].add(tally)
     summary = {

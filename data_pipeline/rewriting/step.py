@@ -3,6 +3,7 @@
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from data_pipeline.identity import EARLIER, SAMPLE
 from data_pipeline.phases import Phase
 from data_pipeline.rewriting.backends import Backend
 from data_pipeline.rewriting.folder import OutputFolder
@@ -36,7 +37,7 @@ class RewriteStep(PipelineStep):
                 f"rewrite.tasks={self.plan.tasks}, but the executor has {world_size}: give the same number"
             )
         folder = OutputFolder(self.plan.output)
-        folder.begin(self.plan.identity(self.backend_settings, self.backend.model))
+        folder.begin(*(self.plan.identity(self.backend_settings, self.backend.model, by) for by in (SAMPLE, EARLIER)))
         if rank not in folder.ended_tasks():
             with self.track_time():
                 Rewriting(self.plan, self.backend, rank).run()

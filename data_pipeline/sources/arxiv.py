@@ -7,13 +7,13 @@ import sqlite3
 import tarfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import BinaryIO
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.latex import decode, latex_markdown
 from data_pipeline.sources.latex_macros import LatexError
 from data_pipeline.sources.parts import SourceInParts
@@ -69,9 +69,12 @@ class Arxiv(SourceInParts):
             raise ValueError("source.categories=[]: name at least one, such as cs.OS")
         object.__setattr__(self, "categories", categories)  # Hydra passes lists of its own type
 
-    def identity(self) -> dict:
-        """Settings, and the path, size and time of the metadata and of every archive."""
-        return {"arxiv": asdict(self), "files": file_identity([self._metadata_file(), *self._archives().values()])}
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of the metadata and of every archive."""
+        return {
+            "arxiv": settings_identity(self, by, "metadata", "sources"),
+            "files": file_identity([self._metadata_file(), *self._archives().values()], by),
+        }
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
         """Put the records of the wanted papers into an index on disk. Raises ValueError where there is none."""

@@ -16,11 +16,11 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.manual_pages import is_alias, read_manual_page
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 
@@ -63,10 +63,10 @@ class Commands(SourceInParts):
             if folder is not None and not Path(folder).expanduser().is_dir():
                 raise ValueError(f"source.{key}={folder}: no such folder; give one, or null to leave these out")
 
-    def identity(self) -> dict:
-        """Settings, and the path, size and time of every page, help text and program."""
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of every page, help text and program."""
         paths = [path for _, path in self._files()] + list(self._programs().values())
-        return {"commands": asdict(self), "files": file_identity(paths)}
+        return {"commands": settings_identity(self, by), "files": file_identity(paths, by)}
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
         """Read every page once, to leave out aliases and what is there twice, and write the parts into `scratch`."""

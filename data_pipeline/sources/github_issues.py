@@ -3,11 +3,11 @@
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.github_events import (
     BUCKET_BYTES,
     NO_ACCOUNT,
@@ -64,9 +64,9 @@ class GithubIssues(SourceInParts):
                 f"source.log_lines={self.log_lines}: give at least 2, one for the head and one for the tail"
             )
 
-    def identity(self) -> dict:
-        """Settings, and the path, size and time of every file. Raises ValueError where a path names none."""
-        return {"github_issues": asdict(self), "files": file_identity(self._files())}
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of every file. Raises ValueError where a path names none."""
+        return {"github_issues": settings_identity(self, by, "paths"), "files": file_identity(self._files(), by)}
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
         """Sort the events of wanted repositories into buckets by their thread."""

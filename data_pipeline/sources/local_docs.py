@@ -7,13 +7,14 @@ import math
 import warnings
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.parallel import ordered_map
+from data_pipeline.settings import check_whole
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 from data_pipeline.sources.roff import plain_text
 
@@ -42,16 +43,16 @@ class LocalDocs(SourceInParts):
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_bytes is not None and self.max_bytes <= 0:
-            raise ValueError(f"data.source.max_bytes={self.max_bytes}: give a positive number of bytes, or null")
+        if self.max_bytes is not None:
+            check_whole("data.source.max_bytes", self.max_bytes, 1)
         if self.packages is not None:  # Hydra passes lists of its own type
             object.__setattr__(self, "packages", list(self.packages))
 
-    def identity(self) -> dict:
+    def identity(self, by: str = SAMPLE) -> dict:
         """Settings, package versions, and the files of the folders. Raises ValueError for a package not installed."""
         versions = [f"{_name(package)} {package.version}" for package in self._distributions()]
         files = [path for _, path in self._folder_files()]
-        return {"local_docs": asdict(self), "versions": versions, "files": file_identity(files)}
+        return {"local_docs": settings_identity(self, by), "versions": versions, "files": file_identity(files, by)}
 
     def documents(self, problems: Problems, processes: int) -> Iterator[Document]:
         """Yield documents until `max_bytes`; files that do not parse are told to `problems`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,14 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from data_pipeline.batches import NOTHING, Sequence
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import EARLIER, SAMPLE, WHOLE, file_identity
 
 if TYPE_CHECKING:
     import zarr
 
 END_OF_TEXT = 50256
 VOCABULARY = 50257
+SAMPLED_DOCUMENTS = 8  # whose tokens tell an array from others
 ARRAYS = {"train": "train.zarr", "validation": "heldout.zarr"}
 
 
@@ -31,17 +33,24 @@ class LongCrawl64:
 
     path: str
 
-    def identity(self) -> dict:
-        """The path, and each array's shape, type and date."""
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Each array's shape, type and layout, and the tokens of some of its documents (WHOLE: of all)."""
         arrays = {split: self.open(split) for split in ARRAYS}
-        return {
+        found = {
             "longcrawl64": {split: [list(array.shape), str(array.dtype)] for split, array in arrays.items()},
             "files": file_identity(
-                file
-                for name in ARRAYS.values()
-                for file in sorted(self._folder(name).glob(".zarray")) + sorted(self._folder(name).glob("zarr.json"))
+                (
+                    file
+                    for name in ARRAYS.values()
+                    for file in sorted(self._folder(name).glob(".zarray"))
+                    + sorted(self._folder(name).glob("zarr.json"))
+                ),
+                by,
             ),
         }
+        if by != EARLIER:
+            found["tokens"] = {split: _digest(array, by) for split, array in arrays.items()}
+        return found
 
     def open(self, split: str) -> zarr.Array:
         """Open an array. Raises ValueError naming `data.source.path` where it is missing or of another layout."""
@@ -65,6 +74,16 @@ class LongCrawl64:
 
     def _folder(self, name: str) -> Path:
         return Path(self.path).expanduser() / name
+
+
+def _digest(array: zarr.Array, by: str) -> str:
+    """Return a SHA-256 of the tokens of documents, evenly spaced from the first to the last."""
+    documents = array.shape[0]
+    count = documents if by == WHOLE else min(documents, SAMPLED_DOCUMENTS)
+    digest = hashlib.sha256()
+    for number in range(count):
+        digest.update(np.asarray(array[(documents - 1) * number // max(1, count - 1)]).tobytes())
+    return digest.hexdigest()
 
 
 class ArraySequences(Dataset):

@@ -4,11 +4,11 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import EARLIER, SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.licences import licence_of_text
 from data_pipeline.sources.markdown_includes import Repository
 from data_pipeline.sources.markdown_pages import UnusableMarkdown, read_page
@@ -63,10 +63,14 @@ class MarkdownDocs(SourceInParts):
         if self.max_file_bytes < 1:
             raise ValueError(f"source.max_file_bytes={self.max_file_bytes}: give a positive number of bytes")
 
-    def identity(self) -> dict:
-        """Settings, and the path, size and time of every page and of all that pages may include."""
-        files = (path for folder in self._folders() for path in _walk(_root(folder), everything=True))
-        return {"markdown_docs": asdict(self), "files": file_identity(files)}
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of every page and of all that pages may include."""
+        folders = self._folders()
+        files = (path for folder in folders for path in _walk(_root(folder), everything=True))
+        found = {"markdown_docs": settings_identity(self, by, "paths"), "files": file_identity(files, by)}
+        if by != EARLIER:  # which folders of their repositories: documents are named by them
+            found["folders"] = [str(folder.relative_to(_root(folder).parent)) for folder in folders]
+        return found
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
         """Write the list of parts into `scratch`: files in order, about PART_BYTES of them in each."""

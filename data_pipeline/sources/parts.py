@@ -8,6 +8,7 @@ from pathlib import Path
 
 from data_pipeline.documents import Document, Problems
 from data_pipeline.files import write_whole
+from data_pipeline.identity import SAMPLE
 
 
 class SourceInParts(ABC):
@@ -20,8 +21,12 @@ class SourceInParts(ABC):
     """
 
     @abstractmethod
-    def identity(self) -> dict:
-        """Return a JSON-able description of settings and input files that changes whenever documents might."""
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Return a JSON-able description of settings and input files that changes whenever documents might.
+
+        Args:
+            by: how files are told apart, see `data_pipeline.identity.file_identity`.
+        """
 
     def prepare(self, scratch: Path, problems: Problems) -> None:  # noqa: B027  (most sources need nothing)
         """Write what reading needs into the folder `scratch`: each file whole, or not at all."""

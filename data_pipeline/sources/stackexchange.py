@@ -4,13 +4,13 @@ import logging
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import EARLIER, SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.html_markdown import markdown
 from data_pipeline.sources.parts import SourceInParts
 from data_pipeline.sources.stackexchange_dump import POSTS, BrokenDumpError, Row, read_dump, read_rows
@@ -51,9 +51,13 @@ class StackExchange(SourceInParts):
         if self.tags is not None:
             object.__setattr__(self, "tags", sorted(str(tag).lower() for tag in self.tags))
 
-    def identity(self) -> dict:
-        """Settings, and the path, size and time of every dump."""
-        return {"stackexchange": asdict(self), "files": file_identity(self.dumps().values())}
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of every dump."""
+        dumps = self.dumps()
+        found = {"stackexchange": settings_identity(self, by, "paths"), "files": file_identity(dumps.values(), by)}
+        if by != EARLIER:  # documents are named by their site, which is a folder's or an archive's name
+            found["sites"] = list(dumps)
+        return found
 
     def dumps(self) -> dict[str, Path]:
         """Return the file of each site, by site. Raises ValueError naming `source.paths` where it names none."""

@@ -3,8 +3,8 @@
 import glob
 import json
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 
@@ -22,6 +22,7 @@ PLAIN = (".txt", ".md")
 JSON_LINES = (".jsonl", ".json")
 ENDINGS = (*(kind + end for kind in (*PLAIN, *JSON_LINES) for end in ("", *COMPRESSED)), ".parquet")
 RECORDS_AT_ONCE = 256
+KEYS_SHOWN = 20  # of a record, where it has not the one with the text
 PART_BYTES = 4 * 1024 * 1024  # of stored, maybe compressed, text
 PARTS = "text_files.jsonl"
 
@@ -48,9 +49,9 @@ class TextFiles(SourceInParts):
             paths = [str(path) for path in self.path] if not isinstance(self.path, Path) else str(self.path)
             object.__setattr__(self, "path", paths)
 
-    def identity(self) -> dict:
-        """Settings, and the path, size and time of every file. Raises ValueError where no file matches."""
-        return {"text_files": asdict(self), "files": file_identity(self.files())}
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of every file. Raises ValueError where no file matches."""
+        return {"text_files": settings_identity(self, by, "path"), "files": file_identity(self.files(), by)}
 
     def files(self) -> list[Path]:
         """Return the files that match, sorted. Raises ValueError naming `data.source.path` where none does."""
@@ -135,7 +136,7 @@ class TextFiles(SourceInParts):
             place = f"{path}: {where}"
             if not isinstance(text, str):
                 found = "no" if self.text_key not in record else f"{type(text).__name__}, not str, in"
-                problems.skip(place, f"{found} column {self.text_key!r}")
+                problems.skip(place, f"{found} column {self.text_key!r}", cause=self._text_key(record))
                 continue
             try:
                 encoded = text.encode()
@@ -155,6 +156,9 @@ class TextFiles(SourceInParts):
                 if piece.strip():
                     yield Document(piece.decode(), f"{identity}#{number}", metadata)
 
+    def _text_key(self, names: Iterable[str]) -> str:
+        return f"text_key={self.text_key} (a record has {', '.join(list(names)[:KEYS_SHOWN]) or 'nothing'})"
+
     def _parquet(self, path: Path, problems: Problems) -> Iterator[tuple[str, dict]]:
         row = 0
         try:
@@ -162,7 +166,8 @@ class TextFiles(SourceInParts):
                 names = file.schema_arrow.names
                 if self.text_key not in names:
                     detail = f"it has {', '.join(names)}: set data.source.text_key"
-                    return problems.skip(str(path), f"no column {self.text_key!r}", detail)
+                    rows, cause = file.metadata.num_rows, self._text_key(names)
+                    return problems.skip(str(path), f"no column {self.text_key!r}", detail, rows, cause)
                 wanted = [name for name in dict.fromkeys((self.text_key, self.id_key, *METADATA)) if name in names]
                 for batch in file.iter_batches(RECORDS_AT_ONCE, columns=wanted):
                     for record in batch.to_pylist():

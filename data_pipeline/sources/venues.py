@@ -4,12 +4,12 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.parallel import available_processes
 from data_pipeline.sources.dblp import dblp_records
 from data_pipeline.sources.json_lines import lines, parse, records
@@ -74,9 +74,12 @@ class Venues(SourceInParts):
             raise ValueError(f"source.pdf_seconds={self.pdf_seconds}: give a positive number of seconds")
         self._venue_list()
 
-    def identity(self) -> dict:
-        """Settings, and the path, size and time of every file. Raises ValueError where a path names none."""
-        return {"venues": asdict(self), "files": file_identity([*self._records(), *self._full_text()])}
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of every file. Raises ValueError where a path names none."""
+        return {
+            "venues": settings_identity(self, by, "records", "full_text"),
+            "files": file_identity([*self._records(), *self._full_text()], by),
+        }
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
         """Write the index: the papers of the wanted venues, and where each one's best text is.

@@ -8,14 +8,14 @@ import logging
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.parallel import available_processes, ordered_map
 from data_pipeline.sources.parts import SourceInParts
 from data_pipeline.sources.sites import Sites
@@ -62,9 +62,13 @@ class Web(SourceInParts):
             if getattr(self, name) < 1:
                 raise ValueError(f"source.{name}={getattr(self, name)}: give a positive number")
 
-    def identity(self) -> dict:
-        """Settings, the extractor's version, and the path, size and time of every file."""
-        return {"web": asdict(self), "trafilatura": version("trafilatura"), "files": file_identity(self.files())}
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, the extractor's version, and the content of every file."""
+        return {
+            "web": settings_identity(self, by, "paths"),
+            "trafilatura": version("trafilatura"),
+            "files": file_identity(self.files(), by),
+        }
 
     def files(self) -> list[Path]:
         """Return the WARC files, sorted. Raises ValueError naming `source.paths` where there is none."""

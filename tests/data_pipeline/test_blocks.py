@@ -15,7 +15,7 @@ from data_pipeline.blocks import Blocks, Packer
 from data_pipeline.documents import texts
 from data_pipeline.encoding import Encoded
 from data_pipeline.sources.text_files import TextFiles
-from data_pipeline.tokenizer import Pretrained, document_start
+from data_pipeline.tokenizer import Pretrained, add_document_start, document_start
 from data_pipeline.yardsticks import target_counts
 
 
@@ -110,6 +110,18 @@ def test_a_large_vocabulary_is_stored_in_32_bits(data, tmp_path, make_data):
     rows = Blocks(wide._blocks_folder, "train")
     assert wide.manifest["dtype"] == "uint32"
     assert max(rows[i][0].max() for i in range(len(rows))) == 69_999
+
+
+def test_a_runs_own_tokenizer_does_not_add_the_start_token_twice(data, tmp_path, make_data):
+    add_document_start(data.hf_tokenizer)
+    data.hf_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    again = make_data(tokenizer=Pretrained(str(tmp_path / "tokenizer")))
+    again.prepare()
+    assert again.hf_tokenizer("the forget gate")["input_ids"][0] == document_start(data.hf_tokenizer)
+    for split in ("train", "validation"):
+        before, after = Blocks(data._blocks_folder, split), Blocks(again._blocks_folder, split)
+        assert len(after) == len(before)
+        assert all((after[i][0] == before[i][0]).all() for i in range(len(before)))
 
 
 def test_text_that_quotes_the_end_of_text_spells_it(make_data, tmp_path):

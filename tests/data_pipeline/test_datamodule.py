@@ -1,4 +1,5 @@
 import functools
+import json
 import lzma
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from data_pipeline.batches import IGNORED
-from data_pipeline.documents import texts
+from data_pipeline.documents import SPLITS, texts
 from data_pipeline.sources.text_files import TextFiles
 from tests.data_pipeline import recording
 
@@ -96,9 +97,12 @@ def test_loaders_draw_nothing_from_the_global_generator(make_data):
 def test_yardsticks_code_the_whole_held_out_text(make_data):
     data = make_data()
     found = data.yardsticks()
-    held_out = "".join(texts(data._documents_folder, "validation")).encode()
+    trained_on, held_out = ("".join(texts(data._documents_folder, split)).encode() for split in SPLITS)
     assert data.validation_bytes == len(held_out)
     assert found["xz_bits_per_byte"] == pytest.approx(8 * len(lzma.compress(held_out, preset=9)) / len(held_out))
+    after = [8 * len(lzma.compress(text, preset=9)) for text in (trained_on + held_out, trained_on)]
+    assert found["xz_after_training_bits_per_byte"] == pytest.approx((after[0] - after[1]) / len(held_out))
+    assert found["xz_after_training_bits_per_byte"] < found["xz_bits_per_byte"]
     train, validation = (
         np.concatenate([b["targets"][0].numpy() for b in loader])
         for loader in (make_data(batch_tokens=64).train_dataloader(), data.val_dataloader())
@@ -109,6 +113,9 @@ def test_yardsticks_code_the_whole_held_out_text(make_data):
     assert found["unigram_bits_per_byte"] == pytest.approx(bits, rel=1e-3)
     assert math.isfinite(bits)
     assert make_data().yardsticks() == found
+    kept = data._blocks_folder / "yardsticks.json"
+    kept.write_text(json.dumps({"unigram_bits_per_byte": 1.0, "xz_bits_per_byte": 1.0}))
+    assert make_data().yardsticks() == found, "an earlier version kept two of them"
 
 
 @pytest.mark.parametrize("name", ["local_docs", "text_files"])

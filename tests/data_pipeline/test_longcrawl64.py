@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -8,8 +9,11 @@ from transformers import PreTrainedTokenizerFast
 
 from data_pipeline.batches import IGNORED
 from data_pipeline.datamodule import LongCrawl64Data
+from data_pipeline.fingerprint import fingerprint
+from data_pipeline.identity import EARLIER
 from data_pipeline.sources.longcrawl64 import END_OF_TEXT, VOCABULARY, LongCrawl64
 from data_pipeline.tokenizer import ByteLevelBPE, Pretrained
+from data_pipeline.yardsticks import NAMES
 
 LENGTH = 256
 
@@ -74,7 +78,7 @@ def test_there_is_no_text_to_measure_against(make):
     data = make()
     data.prepare()
     assert data.validation_bytes is None
-    assert data.yardsticks() == {"unigram_bits_per_byte": None, "xz_bits_per_byte": None}
+    assert data.yardsticks() == dict.fromkeys(NAMES)
     assert data.manifest["train"] == {"documents": 6, "tokens": 6 * LENGTH}
     json.dumps(data.manifest)
 
@@ -84,6 +88,26 @@ def test_the_fingerprint_follows_the_arrays(make):
     first.prepare()
     second.prepare()
     assert first.fingerprint == second.fingerprint
+
+
+def test_arrays_are_told_apart_by_their_tokens_not_by_place_or_time(make, arrays, tmp_path):
+    """A run that an earlier version began, which went by path and time, keeps its fingerprint."""
+    first = make()
+    first.prepare()
+    copied = shutil.copytree(arrays, tmp_path / "copy")
+    again = make(source=LongCrawl64(str(copied)))
+    again.prepare()
+    assert again.fingerprint == first.fingerprint
+    earlier = fingerprint(LongCrawl64(str(arrays)).identity(EARLIER))
+    resumed = make()
+    resumed.resumed = earlier
+    resumed.prepare()
+    assert resumed.fingerprint == earlier != first.fingerprint
+    tokens = zarr.open_array(str(copied / "train.zarr"), mode="r+")
+    tokens[-1, 0] = (int(tokens[-1, 0]) + 1) % 1000
+    changed = make(source=LongCrawl64(str(copied)))
+    changed.prepare()
+    assert changed.fingerprint != first.fingerprint
 
 
 @pytest.mark.parametrize(

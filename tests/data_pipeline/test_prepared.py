@@ -11,11 +11,14 @@ import time
 
 import pytest
 
-from data_pipeline import documents
+from data_pipeline import checksums, documents
+from data_pipeline.begun_folder import BegunFolder
 from data_pipeline.documents import shards, texts
 from data_pipeline.fingerprint import prepared_folder, read_manifest
+from data_pipeline.identity import BLOCK_BYTES, SAMPLE, WHOLE, WHOLE_BYTES, file_identity
 from data_pipeline.parallel import ordered_map
 from data_pipeline.sources.text_files import TextFiles
+from tests.data_pipeline.damage import damaged
 
 
 @pytest.fixture
@@ -66,6 +69,128 @@ def test_a_changed_file_makes_other_data(make, own):
     assert second.fingerprint != first.fingerprint
     total = [sum(d.manifest[s]["documents"] for s in ("train", "validation")) for d in (first, second)]
     assert total == [300, 301]
+
+
+def test_files_are_told_apart_by_content_not_by_place_or_time(make, own, tmp_path, caplog):
+    first = make()
+    first.prepare()
+    os.utime(own / "part.jsonl", (1, 1))
+    moved = own.rename(tmp_path / "elsewhere")
+    copied = shutil.copytree(moved, tmp_path / "deep" / "copy")
+    before = folders(tmp_path / "data")
+    for place in (moved, copied, copied / "part.jsonl"):
+        again = make(source=TextFiles(str(place)))
+        again.prepare()
+        assert again.fingerprint == first.fingerprint
+    assert folders(tmp_path / "data") == before
+
+
+def test_a_sample_sees_what_a_full_hash_sees_but_in_the_middle_of_large_files(tmp_path):
+    path = tmp_path / "large"
+    path.write_bytes(bytes(WHOLE_BYTES + 1))
+    of_zeros = {by: file_identity([path], by) for by in (SAMPLE, WHOLE)}
+    for offset, seen in ((0, (SAMPLE, WHOLE)), (WHOLE_BYTES, (SAMPLE, WHOLE)), (BLOCK_BYTES + 9, (WHOLE,))):
+        content = bytearray(WHOLE_BYTES + 1)
+        content[offset] = 1
+        path.write_bytes(content)
+        assert tuple(by for by in of_zeros if file_identity([path], by) != of_zeros[by]) == seen
+    small = tmp_path / "small"
+    small.write_bytes(bytes(WHOLE_BYTES))
+    before = file_identity([small])
+    small.write_bytes(bytes(BLOCK_BYTES + 9) + b"1" + bytes(WHOLE_BYTES - BLOCK_BYTES - 10))
+    assert file_identity([small]) != before
+
+
+def test_full_hash_is_true_or_false(make):
+    assert make(full_hash=True).identified_by == WHOLE
+    with pytest.raises(ValueError, match=r"data\.full_hash=some: give true or false"):
+        make(full_hash="some")
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut", "flipped"])
+@pytest.mark.parametrize(
+    "file", ["blocks-*/train-00000.arrow", "documents-*/train-00000.parquet", "tokenizer-*/tokenizer.json"]
+)
+def test_what_is_damaged_is_named_and_prepared_again(make, tmp_path, caplog, file, how):
+    make().prepare()
+    [path] = (tmp_path / "data").glob(file)
+    whole = path.read_bytes()
+    damaged(path, how)
+    again = make()
+    again.setup()
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    found = {"deleted": "is missing", "cut": "is truncated or damaged", "flipped": "it does not match its checksum"}
+    assert str(path) in line
+    assert found[how] in line
+    assert line.endswith(": prepared again")
+    assert path.read_bytes() == whole
+
+
+def test_a_damaged_manifest_is_prepared_again(make, tmp_path, caplog):
+    make().prepare()
+    [path] = (tmp_path / "data").glob("blocks-*/manifest.json")
+    damaged(path, "cut")
+    make().prepare()
+    assert f"{path} is truncated or damaged: prepared again" in caplog.messages
+
+
+def test_checksums_are_compared_once_after_a_change(make, tmp_path, monkeypatch):
+    """The files are read again after a copy, and then not until the next one."""
+    make().prepare()
+    shutil.copytree(tmp_path / "data", tmp_path / "copy", copy_function=shutil.copy2)
+    read = []
+    monkeypatch.setattr(checksums, "checksum", lambda path: read.append(path.name) or checksums.content_digest(path))
+    for data_dir, expected in (("data", 0), ("copy", 1), ("copy", 1)):
+        make(data_dir=tmp_path / data_dir).prepare()
+        assert read.count("train-00000.arrow") == expected
+
+
+def forget_checksums(data_dir):
+    """Leave prepared folders as earlier versions wrote them."""
+    for path in data_dir.glob("*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        del manifest["files"]
+        path.write_text(json.dumps(manifest))
+        (path.parent / "checked.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("file", "how", "words"),
+    [
+        ("blocks-*/train-00000.arrow", "deleted", r"train-\*\.arrow are damaged \(0 rows of \d+\): remove the folder"),
+        ("blocks-*/train-00000.arrow", "cut", r"train-\*\.arrow are damaged .*: remove the folder"),
+        ("tokenizer-*/tokenizer.json", "cut", r"tokenizer-\w+ is damaged: remove it"),
+    ],
+)
+def test_damage_to_what_has_no_checksums_is_one_line(make, tmp_path, file, how, words):
+    make().prepare()
+    forget_checksums(tmp_path / "data")
+    make().setup()
+    [path] = (tmp_path / "data").glob(file)
+    damaged(path, how)
+    with pytest.raises(ValueError, match=words) as error:
+        make().setup()
+    assert str(path.parent) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_an_earlier_version_prepared_is_taken_where_it_is(tmp_path):
+    old = prepared_folder(tmp_path, "stage", {"files": "by time"}, lambda folder: {"made": "then"})
+    for _ in range(2):
+        found = prepared_folder(tmp_path, "stage", {"files": "by content"}, pytest.fail, {"files": "by time"})
+        assert found == old
+    new = prepared_folder(tmp_path, "stage", {"files": "by content"}, lambda folder: {}, {"files": "other"})
+    assert new != old
+    assert prepared_folder(tmp_path, "stage", {"files": "by content"}, pytest.fail, {"files": "by time"}) == new
+
+
+def test_a_folder_that_an_earlier_version_began_goes_on(tmp_path):
+    began, now = {"tasks": 2, "files": "by time"}, {"tasks": 2, "files": "by content"}
+    folder = BegunFolder(tmp_path / "corpus", "corpus")
+    folder.begin(began)
+    folder.begin(now, earlier=began)
+    with pytest.raises(ValueError, match=r"corpus\.tasks differs"):
+        folder.begin({**now, "tasks": 3}, earlier={**began, "tasks": 3})
 
 
 def test_duplicates_are_dropped_and_counted(make, own):
@@ -169,7 +294,7 @@ def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path, stage):
     assert len(folders(tmp_path)) == 1
     folder = prepared_folder(tmp_path, "same", {}, lambda folder: {"whole": True})
     assert folders(tmp_path) == [folder.name]
-    assert [p.name for p in folder.iterdir()] == ["manifest.json"]
+    assert {p.name for p in folder.iterdir()} == {"manifest.json", "checked.json"}
     assert read_manifest(folder)["whole"]
 
 

@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 import shutil
@@ -5,10 +6,10 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, processors
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
-from data_pipeline.tokenizer import END_OF_TEXT, ByteLevelBPE, Pretrained
+from data_pipeline.tokenizer import END_OF_TEXT, ByteLevelBPE, Pretrained, add_document_start
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +164,49 @@ def test_a_config_that_cannot_be_read_says_nothing_of_the_tokenizer(folder, conf
 def test_a_tokenizer_of_the_hub_is_its_name_and_revision():
     assert Pretrained("a/b").identity(None) == Pretrained("a/b").identity(None)
     assert len({json.dumps(Pretrained(*of).identity(None)) for of in (("a/b",), ("a/c",), ("a/b", "v1"))}) == 3
+
+
+def gpt2(trained: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    model = json.loads(trained.backend_tokenizer.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    return GPT2Tokenizer(vocab=model["vocab"], merges=merges, unk_token=None)
+
+
+def adding(single: str):
+    """A tokenizer whose own rule puts `single` around a text."""
+
+    def change(trained: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+        changed = copy.deepcopy(trained)
+        changed.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=[(END_OF_TEXT, trained.bos_token_id)]
+        )
+        return changed
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(copy.deepcopy, id="trained here"),
+        pytest.param(gpt2, id="GPT-2"),
+        pytest.param(adding(f"{END_OF_TEXT} $A"), id="adds it already"),
+        pytest.param(adding(f"$A {END_OF_TEXT}"), id="adds an end"),
+    ],
+)
+def test_the_start_token_is_added_once_and_stays_when_saved(trained, tmp_path, kind):
+    tokenizer = kind(trained)
+    start, text = tokenizer.bos_token_id, "the gate é forgets"
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for _ in range(2):
+        add_document_start(tokenizer)
+        assert tokenizer(text)["input_ids"] == [start, *bare]
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded(text)["input_ids"] == [start, *bare]
+    assert loaded(text, add_special_tokens=False)["input_ids"] == bare
+    assert loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True) == text
+    chat = loaded.apply_chat_template([{"role": "user", "content": text}], return_dict=True)
+    assert chat["input_ids"] == [start, *bare]
+    assert Pretrained(str(tmp_path)).build(None)(text)["input_ids"] == [start, *bare]

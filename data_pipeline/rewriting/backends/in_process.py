@@ -81,6 +81,8 @@ class InProcess(Backend):
     def _generate(self, requests: list[Request]) -> list[Answer]:
         import torch
 
+        from data_pipeline.tokenizer import end_tokens
+
         rows = [self._encoded(request.messages) for request in requests]
         limit = getattr(self._network.config, "max_position_embeddings", None) or 1 << 30
         fitting = [n for n, (row, r) in enumerate(zip(rows, requests, strict=True)) if len(row) + r.max_tokens <= limit]
@@ -108,7 +110,7 @@ class InProcess(Backend):
                 f"rewrite.backend.batch_size={self.batch_size}: out of memory with {len(fitting)} answers of up to "
                 f"{new_tokens} tokens at once: give a smaller one"
             ) from error
-        ends = _ends(self._network, self._tokenizer)
+        ends = end_tokens(self._network, self._tokenizer)
         for n, row in zip(fitting, out[:, width:].tolist(), strict=True):
             answers[n] = self._answer(row[: requests[n].max_tokens], ends, len(rows[n]))
         return answers
@@ -133,10 +135,3 @@ class InProcess(Backend):
 
 def _sampling(request: Request) -> tuple[float, float]:
     return request.temperature, request.top_p
-
-
-def _ends(network: Any, tokenizer: Any) -> set[int]:
-    """Return the tokens that end an answer: the generation settings may name several."""
-    named = network.generation_config.eos_token_id
-    listed = named if isinstance(named, list) else [named]
-    return {token for token in (*listed, tokenizer.eos_token_id) if token is not None}

@@ -64,6 +64,7 @@ def make_recipe(output: Path, *paths: Path, cleaning: dict | None = None, **sett
         "validation_fraction": 0.2,
         "samples": 3,
         "bytes_per_token": 4.0,
+        "most_skipped": 0.5,
         "strict": False,
     }
     return Recipe(**{**defaults, **settings})

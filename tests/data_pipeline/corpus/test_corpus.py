@@ -6,6 +6,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 
+from data_pipeline import checksums
 from data_pipeline.cleaning.duplicates import exact_documents
 from data_pipeline.cleaning.masks import Masks
 from data_pipeline.corpus.plan import phases
@@ -31,6 +32,9 @@ def test_documents_come_out_once_masked_and_in_both_splits(texts, tmp_path):
     found = manifest["categories"]["text_files"]
     assert sum(found[split]["documents"] for split in ("train", "validation")) == 60
     assert found["sources"]["text_files"]["bytes"] == sum(len(row["text"].encode()) for row in rows.values())
+    written = {file["file"]: file["written"] for file in manifest["files"]}
+    assert checksums.damage(tmp_path / "out", written) is None
+    assert len(written) == len(list((tmp_path / "out").rglob("*.parquet")))
     assert sum(file["bytes"] for file in manifest["files"]) == sum(row["length"] for row in rows.values())
 
 
@@ -56,6 +60,17 @@ def test_what_cannot_be_read_is_named_and_counted(texts, tmp_path):
     counts = {kind: count for part in found for kind, count in part["counts"].items()}
     assert counts == {"broken JSON": 1, "not UTF-8": 1}
     assert any("jsonl: line 21: broken JSON" in line for part in found for line in part["lines"])
+
+
+def test_a_source_most_of_whose_records_are_skipped_stops_the_job(tmp_path):
+    lines = [{"body": "x"}] * 9 + [{"text": "The server keeps what it was told, and says so. " * 9}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "b.txt").write_text("The cache forgets what nobody has asked for in an hour. " * 9)
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+    words = r"corpus\.sources\.a\.jsonl\.text_key=text \(a record has body\): 90\.0% .* set corpus\.most_skipped=0\.9 "
+    with pytest.raises(ValueError, match=words):
+        build(make_recipe(tmp_path / "out", *paths, cleaning={}))
+    assert build(make_recipe(tmp_path / "out", *paths, cleaning={}, most_skipped=0.9))["categories"]
 
 
 def test_strict_stops_at_the_first_of_them(texts, tmp_path):

@@ -1,5 +1,7 @@
 import functools
 import json
+import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from omegaconf import OmegaConf
 from data_pipeline.batches import IGNORED
 from data_pipeline.instructions.rendering import WITH_INPUT, WITHOUT_INPUT
 from data_pipeline.tokenizer import ByteLevelBPE, Pretrained
+from data_pipeline.yardsticks import NAMES
 from tests.data_pipeline import recording
 from tests.data_pipeline.instructions.conftest import alpaca_records, make_tokenizer
 
@@ -54,13 +57,25 @@ def test_held_out_bytes_are_those_of_the_answers(make_data, packing):
     data.prepare()
     first = alpaca_records(8)
     assert data.validation_bytes == sum(len(row["output"].encode()) for row in first)
-    assert data.yardsticks() == {"unigram_bits_per_byte": None, "xz_bits_per_byte": None}
     assert learned_text(data, rows_of(data, "validation")).count("<|im_end|>") == 8
     everything = make_data(packing=packing, loss_on="all")
     everything.prepare()
     prompts = sum(len((WITH_INPUT if row["input"] else WITHOUT_INPUT).format(**row).encode()) for row in first)
     first_token = len(everything.hf_tokenizer.decode(everything.open("validation", 128)[0].inputs[:1].tolist()))
     assert everything.validation_bytes == data.validation_bytes + prompts - 8 * first_token
+
+
+def test_the_unigram_yardstick_is_of_the_answers_tokens(make_data):
+    data = make_data()
+    data.prepare()
+    counts, held_out = (
+        Counter(token for row in rows_of(data, split) for token in row.targets.tolist() if token != IGNORED)
+        for split in ("train", "validation")
+    )
+    total = counts.total() + len(data.hf_tokenizer)
+    bits = sum(-math.log2((counts[token] + 1) / total) * times for token, times in held_out.items())
+    expected = dict.fromkeys(NAMES) | {"unigram_bits_per_byte": pytest.approx(bits / data.validation_bytes)}
+    assert data.yardsticks() == expected
 
 
 def test_batches_have_the_form_of_all_token_data(make_data):

@@ -1,11 +1,14 @@
 import json
 import os
+import shutil
 
 import pytest
 
+from data_pipeline import checksums
 from data_pipeline.documents import texts
 from data_pipeline.fingerprint import prepared_folder, read_manifest
 from data_pipeline.mixtures.components import find_components, gather_files, text_files
+from tests.data_pipeline.damage import damaged
 from tests.data_pipeline.mixtures.conftest import documents, write_corpus, write_parquet
 
 
@@ -22,7 +25,26 @@ def rewriting(tmp_path):
 
 def gathered(folder, data_dir):
     files = text_files(folder, None, "data.components.x.path")
-    return prepared_folder(data_dir, "documents", str(folder), lambda place: gather_files(files, place))
+    return prepared_folder(data_dir, "documents", str(folder), lambda place: gather_files(files, {}, place))
+
+
+def test_damaged_shards_of_a_corpus_are_named(make_mixture, tmp_path):
+    corpus = write_corpus(tmp_path / "corpus", {"debug": (60, 8), "design": (30, 5)})
+    names = [path.relative_to(corpus).as_posix() for path in corpus.rglob("*.parquet")]
+    files = [{"file": name, "written": entry} for name, entry in checksums.entries(corpus, names).items()]
+    (corpus / "manifest.json").write_text(json.dumps({"files": files}))
+    shard = "documents/debug/train-00001-00000.parquet"
+    for how, words in (
+        ("deleted", "is missing: copy it again"),
+        ("cut", r"is damaged \(\d+ bytes of \d+\): copy it again"),
+        ("flipped", r"is damaged \(it does not match its checksum\): write it again"),
+    ):
+        damaged(shutil.copytree(corpus, tmp_path / how) / shard, how)
+        with pytest.raises(ValueError, match=words) as error:
+            make_mixture(corpus=str(tmp_path / how), data_dir=tmp_path / "data").prepare()
+        assert str(tmp_path / how / shard) in str(error.value)
+    others = make_mixture(corpus=str(tmp_path / "deleted"), components={"debug": None}, data_dir=tmp_path / "data")
+    others.prepare()
 
 
 def test_a_category_of_a_corpus_is_a_component(corpus):

@@ -2,6 +2,7 @@ import functools
 import itertools
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from PIL import Image
 
 from data_pipeline.batches import IGNORED
 from data_pipeline.documents import texts
+from data_pipeline.identity import EARLIER
 from data_pipeline.order import RunOrder
 from tests.data_pipeline import recording
 from tests.data_pipeline.mixtures.conftest import write_corpus, write_parquet
@@ -165,7 +167,7 @@ def test_the_mixtures_folder_has_its_tables_and_its_picture(phased, mixture_dir)
     data = phased()
     data.prepare()
     folder = mixture_dir / f"mixture-{data.fingerprint}"
-    assert {path.name for path in folder.iterdir()} == {"manifest.json", "mixture.md", "mixture.png"}
+    assert {path.name for path in folder.iterdir()} == {"manifest.json", "checked.json", "mixture.md", "mixture.png"}
     table = (folder / "mixture.md").read_text()
     assert (
         "| second | 2.46k | 50.6% (asked: 50.0%) | " in table or "| second | 2.46k | 49.4% (asked: 50.0%) | " in table
@@ -189,6 +191,29 @@ def test_other_weights_make_another_mixture_of_the_same_blocks(make_mixture, mix
     again = make_mixture(phases=[{"weights": {"debug": 5, "design": 1}}], seed=3, micro_batch_size=1)
     again.prepare()
     assert again.fingerprint == second.fingerprint
+
+
+def test_a_moved_corpus_and_one_that_an_earlier_version_prepared_are_not_prepared_again(
+    make_mixture, corpus, tmp_path, monkeypatch, caplog
+):
+    own = shutil.copytree(corpus, tmp_path / "own")
+    make = functools.partial(make_mixture, data_dir=tmp_path / "data")
+    first = make(corpus=str(own))
+    first.identified_by = EARLIER
+    first.prepare()
+    monkeypatch.setattr("data_pipeline.datamodule.write_blocks", lambda *_: pytest.fail("tokenized again"))
+    again = make(corpus=str(own))
+    again.prepare()
+    assert again.fingerprint == first.fingerprint
+    monkeypatch.undo()
+    now = make(corpus=str(own), data_dir=tmp_path / "new")
+    found = now.yardsticks()
+    monkeypatch.setattr("data_pipeline.datamodule.write_blocks", lambda *_: pytest.fail("tokenized again"))
+    moved = make(corpus=str(own.rename(tmp_path / "moved")), data_dir=tmp_path / "new")
+    moved.prepare()
+    assert moved.fingerprint == now.fingerprint
+    assert "train-000000.parquet is missing: prepared again" in caplog.text, "links to where the corpus was"
+    assert moved.yardsticks() == found
 
 
 def test_validation_reads_all_held_out_text_and_tells_whose_it_is(make_mixture):

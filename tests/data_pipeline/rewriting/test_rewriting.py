@@ -216,14 +216,14 @@ class Instant(Backend):
 
 def test_memory_does_not_grow_with_the_number_of_documents(tmp_path):
     peaks, text = [], TEXT * 4
-    for documents in (150, 600):
+    for documents in (600, 2400):  # so many that a chunk more or less, as the collector runs, is small beside the bound
         source = write_corpus(tmp_path / f"in{documents}", documents, text=text)
         plan = read_plan(settings_for(source, tmp_path / f"out{documents}", chunk_documents=32, screens={}))
         tracemalloc.start()
         rewrite(plan, Instant(), {})
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] - peaks[0] < 450 * len(text) / 3  # not even the text, let alone the text and what is made of it
+    assert peaks[1] - peaks[0] < 1800 * len(text) / 3  # not even the text, let alone the text and what is made of it
 
 
 def test_json_lines_are_rewritten_and_broken_records_named(tmp_path, server):

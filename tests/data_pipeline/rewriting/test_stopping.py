@@ -225,6 +225,8 @@ def test_another_model_and_a_changed_input_are_named_but_speed_may_change(tmp_pa
     run_rewriting(source, tmp_path / "out", server, {"concurrency": 3, "timeout_s": 2.0})
     with pytest.raises(ValueError, match=r'rewrite\.backend\.model differs .*"m", now "other"'):
         run_rewriting(source, tmp_path / "out", server, {"model": "other"})
+    source = source.rename(tmp_path / "moved")
+    run_rewriting(source, tmp_path / "out", server)
     (source / "more.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(ValueError, match=r"rewrite\.input\.files differs"):
         run_rewriting(source, tmp_path / "out", server)
@@ -269,7 +271,7 @@ def test_what_interrupts_between_shard_and_journal_changes_nothing(tmp_path, ser
 
 BAD = [
     ({"part_characters": 10}, "rewrite.part_characters=10"),
-    ({"attempts": True}, "rewrite.attempts=True"),
+    ({"attempts": True}, "rewrite.attempts=true"),
     ({"styles": {}}, "rewrite.styles is empty"),
     ({"styles": {"a": {"system": "x", "user": "no field"}}}, "rewrite.styles.a.user lacks the field $text"),
     ({"styles": {"a": {"system": "x", "user": "$text $body"}}}, "rewrite.styles.a.user has the field $body"),

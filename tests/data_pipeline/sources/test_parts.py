@@ -6,7 +6,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from data_pipeline.documents import Document, Problems, gather
+from data_pipeline.documents import Document, Problems
+from data_pipeline.gathering import gather
 from data_pipeline.sources.parts import SourceInParts
 
 CONF = Path(__file__).parents[3] / "conf"
@@ -45,7 +46,7 @@ def test_nothing_of_the_index_is_left_behind(tmp_path, monkeypatch):
 
 
 def test_a_source_in_parts_is_gathered_like_any_other(tmp_path):
-    counts = gather(Numbers(), tmp_path, 0.3, 1, Problems())
+    counts = gather(Numbers(), tmp_path, 0.3, 1, Problems(), most_skipped=0.5)
     assert counts["train"]["documents"] + counts["validation"]["documents"] == 12
 
 

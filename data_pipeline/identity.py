@@ -1,0 +1,82 @@
+"""What tells the files that data is made from apart: their content, not where they lie or when they were written."""
+
+import functools
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.checksums import content_digest, reading, size_of
+
+# How files are told apart. A sample reads SAMPLED_BLOCKS blocks of BLOCK_BYTES of a file over WHOLE_BYTES.
+SAMPLE, WHOLE = "sample", "whole"
+EARLIER = "earlier"  # by path, size and time, as before content was looked at: finds what earlier versions prepared
+WHOLE_BYTES = 1024 * 1024
+SAMPLED_BLOCKS = 16
+BLOCK_BYTES = 16 * 1024
+
+
+def file_identity(paths: Iterable[Path], by: str = SAMPLE) -> str:
+    """Return one digest of files, in the order given.
+
+    Args:
+        by: SAMPLE: size and content, of large files 16 blocks from the first to the last; WHOLE: all content. Both with
+            each file's place within the deepest folder that holds all of them, so that this folder may be moved or
+            copied. EARLIER: path, size and modification time.
+    """
+    paths = [Path(path) for path in paths]
+    digest = hashlib.sha256()
+    if by == EARLIER:
+        for path in paths:
+            status = path.stat()
+            _add(digest, f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n")
+        return digest.hexdigest()
+    absolute = [Path(os.path.abspath(path)) for path in paths]
+    root = Path(os.path.commonpath([path.parent for path in absolute])) if absolute else Path()
+    with reading(sum(size_of(path) or 0 for path in absolute)) as readers:
+        contents = readers.map(functools.partial(_content, by), absolute)
+        for path, content in zip(absolute, contents, strict=True):
+            _add(digest, f"{path.relative_to(root)}\0{content}\n")
+    return f"{by}:{digest.hexdigest()}"
+
+
+def content_identity(folder: Path, paths: Iterable[Path]) -> str:
+    """Return one digest of the (name within `folder`, content) of files, in the order given: all of them are read."""
+    digest = hashlib.sha256()
+    for path in paths:
+        _add(digest, f"{path.relative_to(folder)}\0{content_digest(path)}\n")
+    return digest.hexdigest()
+
+
+def settings_identity(source: Any, by: str, *places: str) -> dict:
+    """Return the fields of a dataclass, without those that only say where its files lie (EARLIER: with them)."""
+    return {name: value for name, value in asdict(source).items() if by == EARLIER or name not in places}
+
+
+def sampled_digest(path: Path) -> str:
+    """Return a SHA-256 of a file's size and content: of all of it up to WHOLE_BYTES, else of evenly spaced blocks."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(f"{size}\n".encode())
+        if size <= WHOLE_BYTES:
+            digest.update(file.read())
+        else:
+            for number in range(SAMPLED_BLOCKS):
+                file.seek((size - BLOCK_BYTES) * number // (SAMPLED_BLOCKS - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _content(by: str, path: Path) -> str:
+    try:
+        return content_digest(path) if by == WHOLE else sampled_digest(path)
+    except PermissionError:  # what reads the text names it, and steps over it
+        return "unreadable"
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def _add(digest: Any, line: str) -> None:
+    digest.update(line.encode(errors="surrogateescape"))

@@ -1,0 +1,78 @@
+"""The values of settings held to type hints: what a function says that its arguments are."""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.settings import is_number, shown
+
+PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+LISTS = (list, tuple, set, frozenset, Sequence, Set)
+MAPPINGS = (dict, Mapping)
+
+
+def check_type(key: str, value: Any, hint: Any) -> None:
+    """Raise ValueError, naming the key, unless a value of a configuration is what a type hint says.
+
+    A whole number is a number, too; true is no number; a number is finite.
+    """
+    if not fits(value, hint):
+        raise ValueError(f"{key}={shown(value)}: give {in_words(hint)}")
+
+
+def type_hints(function: Callable) -> dict[str, Any]:
+    """The type hints of the arguments of a function or a class; none of one that has none, or unreadable ones."""
+    called = function.__init__ if inspect.isclass(function) else function
+    try:
+        return typing.get_type_hints(called)
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a configuration (text, number, switch, null, list or mapping) is what a type hint says."""
+    kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return any(fits(value, each) for each in arguments)
+    if kind is typing.Literal:
+        return value in arguments
+    if kind in LISTS:
+        return isinstance(value, list | tuple) and _elements_fit(value, kind, arguments)
+    if kind in MAPPINGS:
+        return isinstance(value, Mapping) and all(fits(each, (*arguments, Any, Any)[1]) for each in value.values())
+    if kind is float:
+        return is_number(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind is Path:
+        return isinstance(value, str | Path)
+    if kind is None:
+        return value is None
+    return isinstance(value, kind) if inspect.isclass(kind) and kind not in (Any, Callable) else True
+
+
+def in_words(hint: Any) -> str:
+    """What a type hint asks a user to give."""
+    kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        words = list(dict.fromkeys(in_words(each) for each in arguments if each is not typing.Any))
+        words = [word for word in words if word != "its keys"] or words  # a class, which a plain value never is
+        return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    if kind is typing.Literal:
+        return " or ".join(map(shown, arguments))
+    if kind in LISTS:
+        if kind is tuple and Ellipsis not in arguments:
+            return f"a list of {len(arguments)} values"
+        return "a list of text, as [a, b]" if str in arguments else "a list, as [1, 2]"
+    if kind is Path:
+        return PLAIN[str]
+    return PLAIN.get(type(None) if kind is None else kind, "its keys")
+
+
+def _elements_fit(values: Sequence, kind: Any, arguments: tuple) -> bool:
+    if kind is tuple and arguments and Ellipsis not in arguments:
+        return len(values) == len(arguments) and all(map(fits, values, arguments))
+    return all(fits(value, (*arguments, Any)[0]) for value in values)
