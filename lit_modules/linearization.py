@@ -17,7 +17,7 @@ from lit_modules.networks.linear_kl_divergence import (
     linear_kl_divergence,
     linear_top_k_kl,
 )
-from lit_modules.networks.linearized.adapters import fingerprint
+from lit_modules.networks.linearized.fingerprints import fingerprint, has_fingerprint
 from lit_modules.networks.linearized.lora import set_trainable, trainable
 from lit_modules.networks.positions import locate
 from lit_modules.runs import RunStopped
@@ -83,7 +83,7 @@ class Linearization(Training):
         self.teacher_store: TeacherStore | None = None  # asked in the teacher's place
         self.micro_batch = 0  # the one under way, counted from the run's beginning
         self._teacher: list[nn.Module] = []  # in a list: it is no part of this module
-        self._parts: dict[str, list[Tensor]] = {}
+        self._parts: dict[str, Tensor] = {}  # since the last report, by objective: [sum of loss times share, of shares]
 
     def adopt(self, model: Any) -> None:
         """Take the linearized model, LoRA and all, that is to be trained.
@@ -234,7 +234,7 @@ class Linearization(Training):
         share = self.share(batch)
         share = torch.ones((), device=ids.device) if share is None else share
         for name, part in parts.items():
-            self._parts.setdefault(name, []).append(torch.stack((part.detach().float() * share, share)))
+            self._parts[name] = self._parts.get(name, 0.0) + torch.stack((part.detach().float() * share, share))
         return loss
 
     def next_token_loss(
@@ -284,23 +284,37 @@ class Linearization(Training):
 
     def take_metrics(self) -> dict[str, float]:
         """The mean of each objective since the last call, over all ranks."""
-        names = sorted({name for *_, stage in self.stages for name in OBJECTIVES if getattr(stage, name)})
-        sums = torch.zeros(2, len(names), device=self.device)
-        for column, name in enumerate(names):
-            values = self._parts.get(name, [])
-            if values:
-                sums[:, column] = torch.stack(values).sum(0)
+        names = self.objectives()
+        sums = self._part_sums()
         self._parts.clear()
-        total, counts = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
+        total, counts = self.trainer.strategy.reduce(sums, reduce_op="sum").T.tolist()
         found = zip(names, total, counts, strict=True)
         return {f"train/{name}": value / number for name, value, number in found if number}
+
+    def objectives(self) -> list[str]:
+        """The objectives of any stage, in the order in which they are reported."""
+        return sorted({name for *_, stage in self.stages for name in OBJECTIVES if getattr(stage, name)})
+
+    def _part_sums(self) -> Tensor:
+        """`[objectives, 2]`: the sums of this rank since the last report."""
+        zero = torch.zeros(2, device=self.device)
+        return torch.stack([self._parts.get(name, zero) for name in self.objectives()])
+
+    def window(self) -> list[float]:
+        return [*super().window(), *self._part_sums().flatten().tolist()]
+
+    def restore_window(self, sums: list[float]) -> None:
+        super().restore_window(sums)
+        pairs = torch.tensor(sums[2:], device=self.device).reshape(-1, 2)  # older checkpoints have none
+        self._parts = {name: pair for name, pair in zip(self.objectives(), pairs, strict=False) if pair.any()}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["palimpsest"] |= {"before": self.before, "base_weights": self.base_weights}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if checkpoint["palimpsest"].get("base_weights", self.base_weights) != self.base_weights:  # older ones have none
+        began_with = checkpoint["palimpsest"].get("base_weights", self.base_weights)  # older ones have none
+        if began_with != self.base_weights and not has_fingerprint(self.model, began_with):
             raise ValueError(
                 "base: its weights are not those that this run began with: bring them back, or start a new run without "
                 "resume"

@@ -3,54 +3,63 @@
 import contextlib
 import dataclasses
 import inspect
-import itertools
-import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hydra
 import torch
-from filelock import FileLock
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
-from data_pipeline.files import write_whole
-from data_pipeline.settings import check_whole, is_number
-from lit_modules.launching.ranks import ranks
+from data_pipeline.settings import check_keys, check_whole
+from lit_modules import out_of_memory
+from lit_modules.layer_setup import check_softmax_layers, set_up_layers
 from lit_modules.linearization import Linearization as Training
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, load_pretrained
 from lit_modules.networks.linearized.adapters import export_merged, save_adapter
-from lit_modules.networks.linearized.calibration import fit_clusters
 from lit_modules.networks.linearized.conversion import (
     linearized_config,
     read_config,
-    with_softmax_layers,
     without_weights,
 )
 from lit_modules.networks.linearized.lora import add_lora, groups_of, has_lora
-from lit_modules.networks.linearized.sensitivity import choose_layers, every, sensitivity
 from lit_modules.parallel.choosing import count_devices, device_of
 from lit_modules.parallel.strategies import DataParallel, OneDevice
 from lit_modules.results import conclude, measured
 from lit_modules.stages import Stage, check_groups
 from lit_modules.teacher_store import TeacherStore
-from lit_modules.trainer import Parts, build_trainer, set_lengths, train
+from lit_modules.trainer import Parts, build_trainer, rehearse, set_lengths, train
 
 log = logging.getLogger(__name__)
 
-KEPT = "softmax_layers.json"  # in the run's folder: the layers that stay, once they have been chosen
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SENSITIVITY_BATCHES, FITTING_BATCHES = 8, 4  # micro-batches of the train text
 
 
 def run(cfg: DictConfig) -> None:
     """Linearize, train (or go on training), and leave an adapter and a measured model."""
-    train(cfg, build, adopt, finish)
+    with out_of_memory.in_one_line(cfg):
+        train(cfg, build_and_read, adopt, finish)
+
+
+def build_and_read(cfg: DictConfig, folder: Path) -> Parts:
+    """What `build` gives, its module with the base model: what is wrong with that is said before any text is read.
+
+    Raises:
+        ValueError: a setting cannot work; the base model cannot be read, is damaged, or does not fit its tokenizer.
+    """
+    trainer, module, data = build(cfg, folder)
+    module.model = read_base(cfg, data)
+    return trainer, module, data
+
+
+def check_run(cfg: DictConfig, folder: Path) -> None:
+    """Raise ValueError for settings that `run` would refuse, without the devices, the data and the weights it needs."""
+    rehearse(cfg, folder, build)
 
 
 def build(cfg: DictConfig, folder: Path) -> Parts:
@@ -78,13 +87,6 @@ def build(cfg: DictConfig, folder: Path) -> Parts:
     return trainer, module, data
 
 
-def check_keys(name: str, given: Iterable[str], known: list[str]) -> None:
-    """Raise ValueError for a key of the group `name` that there is not."""
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        raise ValueError(f"{name}.{unknown[0]} is not known: give some of {', '.join(known)}")
-
-
 def settings_of(kind: type) -> list[str]:
     """The keys of a dataclass of settings."""
     return [field.name for field in dataclasses.fields(kind)]
@@ -110,9 +112,6 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
         raise ValueError(f"lora={cfg.lora} is not known: give its keys, as lora.rank=8, or null for none")
     if cfg.base is None:
         raise ValueError("base=null: give a pretrained model's folder, or its name on the Hub")
-    lr = cfg.optimizer.get("lr", 1.0)
-    if not is_number(lr) or lr <= 0:
-        raise ValueError(f"optimizer.lr={lr}: give a learning rate above 0")
     if cfg.tokenizer._target_.endswith("ByteLevelBPE"):
         raise ValueError("tokenizer=bpe is trained on text, and base has its own: give tokenizer=pretrained")
     if cfg.trainer.precision == "bf16-true":
@@ -137,38 +136,6 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
     if cfg.lora is not None:
         put_lora(cfg, model)
     check_groups(model, stages)
-
-
-def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> None:
-    """Raise ValueError unless `softmax_layers` is one of its two forms, and keeps some of so many layers, not all; or
-    all its keys are null."""
-    ways = chosen_ways(kept)
-    if OmegaConf.is_dict(kept) and not ways:
-        return
-    if len(ways) != 1 or not ways.keys() <= {"every", "most_sensitive"}:
-        one = "; of several keys set all but one to null, as softmax_layers.every=null" if len(ways) > 1 else ""
-        raise ValueError(
-            f"softmax_layers={kept} is not known: give {{every: 8}}, {{most_sensitive: 2}}, or null and a list as "
-            f"linearization.softmax_layers=[7,15]{one}"
-        )
-    if settings.softmax_layers:
-        raise ValueError("softmax_layers and linearization.softmax_layers are both given: give one of them")
-    ((way, number),) = ways.items()
-    if layers == 1:
-        raise ValueError(
-            f"softmax_layers.{way}={number}: the base has one layer, and one is to be linearized: give null"
-        )
-    least, most = (2, layers) if way == "every" else (1, layers - 1)
-    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-        raise ValueError(
-            f"softmax_layers.{way}={number} of {layers} layers: give a whole number from {least} to {most}"
-        )
-
-
-def chosen_ways(kept: Any) -> dict[str, Any]:
-    """The keys of `softmax_layers` that are not null."""
-    given = OmegaConf.to_container(kept) if OmegaConf.is_dict(kept) else {}
-    return {way: number for way, number in given.items() if number is not None}
 
 
 def base_config(cfg: DictConfig, settings: Linearization) -> PreTrainedConfig:
@@ -218,21 +185,50 @@ def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
     return DataParallel(find_unused_parameters=several)
 
 
-def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
-    """Read the base model, linearize it, put LoRA on it, and give it to the module.
+def read_base(cfg: DictConfig, data: Any) -> LinearizedForCausalLM:
+    """The base model, linearized.
 
     Raises:
-        ValueError: the base model does not fit, or the tokenizer does not fit it.
+        ValueError: it cannot be read, is damaged, or has too few embeddings for the tokenizer.
     """
     settings = hydra.utils.instantiate(cfg.linearization, _convert_="all")
     config = base_config(cfg, settings)
-    needed = data.manifest["vocab_size"]
+    known = config.max_position_embeddings
+    for key in ("sequence_length", "validation_length"):
+        if (length := getattr(data, key)) > known:
+            log.warning(
+                f"data.{key}={length} is more than base={cfg.base} was trained for: beyond {known} tokens "
+                f"(max_position_embeddings) the teacher itself is off; give data.{key}={known} or less"
+            )
+    check_tokenizer(cfg, config)
+    with naming_base(cfg):
+        model = load_pretrained(str(cfg.base), settings, DTYPES[cfg.base_dtype])
+        check_finite(model)
+    return model
+
+
+def check_tokenizer(cfg: DictConfig, config: PreTrainedConfig) -> None:
+    """Raise ValueError for a tokenizer with more tokens than the base model has embeddings."""
+    needed = len(hydra.utils.instantiate(cfg.tokenizer).build(None))
     if needed > config.vocab_size:
         raise ValueError(
-            f"tokenizer: it has {needed} tokens, and base={cfg.base} has embeddings for {config.vocab_size}: "
-            "give the base model's own"
+            f"tokenizer.path={cfg.tokenizer.path} has {needed} tokens, and base={cfg.base} has embeddings for "
+            f"{config.vocab_size}: give the base model's own tokenizer"
         )
-    model = load_base(cfg, settings, config.num_hidden_layers, data, folder)
+
+
+def check_finite(model: LinearizedForCausalLM) -> None:
+    """Raise ValueError, naming the first, for weights that are not finite."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight.detach().sum(dtype=torch.float32)):
+            raise ValueError(
+                f"{name} holds values that are not finite: the model is damaged, or base_dtype too narrow for it"
+            )
+
+
+def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
+    """Choose which layers of the module's model stay, put LoRA on it, and make the module ready to train it."""
+    model = set_up_layers(cfg, module.model, data, folder)
     if cfg.teacher_top_k is not None:
         sequences = math.ceil(cfg.max_tokens / module.batch_tokens) * module.batch_tokens // data.sequence_length
         module.teacher_store = TeacherStore(data, sequences, cfg.teacher_top_k)
@@ -263,86 +259,6 @@ def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
     given = OmegaConf.to_container(cfg.lora, resolve=True)
     check_keys("lora", given, list(inspect.signature(add_lora).parameters)[1:])
     add_lora(model, **given)
-
-
-def load_base(cfg: DictConfig, settings: Linearization, layers: int, data: Any, folder: Path) -> LinearizedForCausalLM:
-    """The base model, linearized but for the layers that stay; a run that goes on keeps those that it chose."""
-    asked, chosen = chosen_ways(cfg.softmax_layers), folder / KEPT
-    if "most_sensitive" in asked:
-        # Of several ranks the first one here measures: each by itself might choose another layer in the last digit.
-        with FileLock(folder / f".{KEPT}.lock"):
-            if not chosen.is_file():
-                return keep_most_sensitive(cfg, load_linearized(cfg, settings, data), data, chosen)
-    if chosen.is_file():
-        settings = dataclasses.replace(settings, softmax_layers=read_choice(chosen))
-    elif "every" in asked:
-        settings = dataclasses.replace(settings, softmax_layers=every(layers, asked["every"]))
-        if ranks().rank == 0:
-            keep_choice(chosen, settings.softmax_layers)
-    return load_linearized(cfg, settings, data)
-
-
-def load_linearized(cfg: DictConfig, settings: Linearization, data: Any) -> LinearizedForCausalLM:
-    """The base model, linearized as the settings say, its maps begun."""
-    with naming_base(cfg):
-        model = load_pretrained(str(cfg.base), settings, DTYPES[cfg.base_dtype])
-        check_finite(model)
-    begin_maps(cfg, model, data)
-    return model
-
-
-def check_finite(model: LinearizedForCausalLM) -> None:
-    """Raise ValueError, naming the first, for weights that are not finite."""
-    for name, weight in model.named_parameters():
-        if not torch.isfinite(weight.detach().sum(dtype=torch.float32)):
-            raise ValueError(
-                f"{name} holds values that are not finite: the model is damaged, or base_dtype too narrow for it"
-            )
-
-
-def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, path: Path) -> LinearizedForCausalLM:
-    """The same model with the layers as softmax attention that lose most, on the first batches of the train text."""
-    found = sensitivity(model, first_batches(cfg, model, data, SENSITIVITY_BATCHES))
-    log.info(
-        "nats per token of train text that each layer loses when it alone is linearized: "
-        + ", ".join(f"{layer}: {loss:.4f}" for layer, loss in enumerate(found.tolist()))
-    )
-    kept = choose_layers(found, chosen_ways(cfg.softmax_layers)["most_sensitive"])
-    keep_choice(path, kept, found.tolist())
-    return with_softmax_layers(model, kept)
-
-
-def keep_choice(path: Path, kept: tuple[int, ...], found: list[float] | None = None) -> None:
-    """Write down which layers stay, for when the run goes on, and for other ranks."""
-    write_whole(path, json.dumps({"kept": list(kept), "sensitivity": found}) + "\n")
-
-
-def read_choice(path: Path) -> list[int]:
-    """Which layers `keep_choice` wrote down. Raises ValueError for another file."""
-    try:
-        return json.loads(path.read_text())["kept"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}: it does not say which layers stay ({error}): start a new run without resume"
-        ) from error
-
-
-def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> None:
-    """Begin feature maps that are fitted to text, where the settings have such."""
-    if model.linearization.feature_map == "clusters":
-        batches = first_batches(cfg, model, data, FITTING_BATCHES)
-        fit_clusters(model, [{key: batch[key] for key in ("input_ids", "cu_seqlens")} for batch in batches])
-
-
-def first_batches(
-    cfg: DictConfig, model: LinearizedForCausalLM, data: Any, number: int
-) -> list[dict[str, torch.Tensor]]:
-    """Arguments of the model for the first micro-batches of the train text, both on the trainer's device."""
-    device = device_of(cfg.trainer.accelerator, cfg.trainer.devices)
-    model.to(device)
-    names = {"input_ids": "input_ids", "shift_labels": "targets", "cu_seqlens": "cu_seqlens"}
-    batches = itertools.islice(data.train_dataloader(), number)
-    return [{name: batch[key].to(device) for name, key in names.items()} for batch in batches]
 
 
 def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:

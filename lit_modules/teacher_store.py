@@ -11,11 +11,13 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
-from data_pipeline.fingerprint import file_identity, prepared_folder
+from data_pipeline.fingerprint import prepared_folder
+from data_pipeline.identity import EARLIER, WHOLE, file_identity
 from data_pipeline.progress import Stage
 from lit_modules.networks.linear_kl_divergence import top_k_log_probabilities
 from lit_modules.networks.linearized import LinearizedForCausalLM
-from lit_modules.networks.linearized.adapters import base_values, fingerprint
+from lit_modules.networks.linearized.adapters import base_values
+from lit_modules.networks.linearized.fingerprints import fingerprint
 from lit_modules.runs import RunStopped
 
 FORMAT = 1  # part of every fingerprint: raise it when the code writes something else from the same inputs
@@ -26,7 +28,7 @@ class TeacherStore:
     """The k likeliest next tokens at each position of a run's training sequences, and their log-probabilities.
 
     Args:
-        data: a `data_pipeline.datamodule.TokenData`, prepared, without a trainer.
+        data: a `data_pipeline.token_data.TokenData`, prepared, without a trainer.
         sequences: that the run reads, those that it reads again counted again.
         k: tokens of each position.
     """
@@ -69,7 +71,8 @@ class TeacherStore:
                 self._write(model, folder)
             return {"sequences": len(self.read), "base": base}
 
-        folder = prepared_folder(self.data.data_dir, "teacher", made_of, build)
+        earlier = {**made_of, "base": files_of(base, EARLIER)}
+        folder = prepared_folder(self.data.data_dir, "teacher", made_of, build, earlier)
         shape = (len(self.read), self.length, self.k)
         self._stored = (
             np.memmap(folder / LOG_PROBABILITIES, np.float16, mode="r", shape=shape),
@@ -115,10 +118,14 @@ class TeacherStore:
         return log_probabilities.to(device), indices.to(device)
 
 
-def files_of(base: str) -> list[str]:
-    """What tells the files of a base model, a folder or a name on the Hub, from others under the same name."""
+def files_of(base: str, by: str = WHOLE) -> list[str]:
+    """What tells the weights of a base model, a folder or a name on the Hub, from others.
+
+    Args:
+        by: how files of a folder are told apart, see `data_pipeline.identity.file_identity`.
+    """
     if Path(base).is_dir():
         files = sorted(path.resolve() for kind in ("*.safetensors", "*.bin") for path in Path(base).glob(kind))
-        return [file_identity(files)]
+        return [file_identity(files, by)]
     config = try_to_load_from_cache(base, "config.json")  # in a folder that is named after the commit
     return [base, Path(config).parent.name] if isinstance(config, str) else [base]

@@ -2,6 +2,7 @@
 
 from lit_modules.caches.attention import AttentionCacheLayer
 from lit_modules.caches.recurrent import RecurrentCacheLayer
+from lit_modules.caches.sliding import SlidingAttentionCacheLayer
 from lit_modules.caches.static import StaticAttentionCacheLayer
 
-__all__ = ["AttentionCacheLayer", "RecurrentCacheLayer", "StaticAttentionCacheLayer"]
+__all__ = ["AttentionCacheLayer", "RecurrentCacheLayer", "SlidingAttentionCacheLayer", "StaticAttentionCacheLayer"]

@@ -111,8 +111,12 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         return held if new.shape[1] <= self.window else torch.cat((held, new[:, : -self.window]), dim=1)
 
     def update(self, states: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
-        """Hold `states`, float32 at least, which so many more tokens have led to; the last thing to do with them."""
-        self.start(states[0])
+        """Hold `states`, float32 at least, which so many more tokens have led to; the last thing to do with them.
+
+        A layer that has a window alone gives none, after `start`.
+        """
+        if states:
+            self.start(states[0])
         if not self.is_counted_elsewhere:
             self.counter += tokens
         return super().update(states, tokens)

@@ -1,15 +1,18 @@
 """The configuration of a Palimpsest network: flat, plain arguments, checked when it is made."""
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
+from data_pipeline.settings import instead
 from lit_modules.networks.mixers import MIXERS
 from lit_modules.networks.mixers.recurrent import RecurrentMixer
 
 FORGET_GATES = ("data_dependent", "data_independent", "fixed", "none")
+MOST_LAYERS = 10_000
 
 
 class PalimpsestConfig(PreTrainedConfig):
@@ -186,6 +189,8 @@ class PalimpsestConfig(PreTrainedConfig):
     def _check_sizes(self) -> None:
         for key in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
             _check_size(key, getattr(self, key))
+        if self.num_layers > MOST_LAYERS:  # each has a name in `mixers`
+            raise ValueError(f"num_layers={self.num_layers} is more than there can be: give at most {MOST_LAYERS}")
         if self.intermediate_size is not None:
             _check_size("intermediate_size", self.intermediate_size)
         if self.hidden_size % self.num_heads:
@@ -198,6 +203,8 @@ class PalimpsestConfig(PreTrainedConfig):
         self._check_keys_and_values()
         for key in ("norm_eps", "initializer_range", "rope_base"):
             _check_positive(key, getattr(self, key))
+        if self.max_position_embeddings is not None:
+            _check_size("max_position_embeddings", self.max_position_embeddings)
 
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, key)
@@ -230,17 +237,20 @@ class PalimpsestConfig(PreTrainedConfig):
     def _check_gate(self) -> None:
         if self.forget_gate not in FORGET_GATES:
             raise ValueError(f"forget_gate={self.forget_gate!r} is not a gate: give one of {', '.join(FORGET_GATES)}")
-        if self.forget_gate in ("data_independent", "fixed"):
-            for key in ("gate_time_min", "gate_time_max"):
-                _check_positive(key, getattr(self, key), f"forget_gate={self.forget_gate} needs it, in tokens")
-            if self.gate_time_max < self.gate_time_min:
-                raise ValueError(
-                    f"gate_time_max={self.gate_time_max} is below gate_time_min={self.gate_time_min}: swap them"
-                )
+        needed = self.forget_gate in ("data_independent", "fixed")
+        for key in ("gate_time_min", "gate_time_max"):
+            if needed or getattr(self, key) is not None:
+                reason = f"forget_gate={self.forget_gate} needs it, in tokens" if needed else "it is a time in tokens"
+                _check_positive(key, getattr(self, key), reason)
+        if needed and self.gate_time_max < self.gate_time_min:
+            raise ValueError(
+                f"gate_time_max={self.gate_time_max} is below gate_time_min={self.gate_time_min}: swap them"
+            )
         if self.prune is not None:
             if self.forget_gate == "none":
                 raise ValueError(f"prune={self.prune} has nothing to prune by: set forget_gate, or prune=null")
-            if isinstance(self.prune, bool) or not -math.inf < self.prune < 0:
+            number = isinstance(self.prune, int | float) and not isinstance(self.prune, bool)
+            if not number or not -math.inf < self.prune < 0:
                 raise ValueError(
                     f"prune={self.prune} is not the log of a share: give one below 0, such as -10, or null"
                 )
@@ -278,7 +288,10 @@ def _check_positive(key: str, value: Any, reason: str = "it must be above 0") ->
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:
-    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: abs(d - wanted))
+    """Looks outwards from what was wanted: to try every number would take minutes for a size of a billion."""
+    wanted = min(wanted, size)
+    near = (d for distance in range(wanted) for d in (wanted - distance, wanted + distance))
+    return next(d for d in near if size % d == 0)
 
 
 def _refuse_unknown_keys(kwargs: dict[str, Any]) -> None:
@@ -294,4 +307,5 @@ def _refuse_unknown_keys(kwargs: dict[str, Any]) -> None:
     for key in kwargs:
         known = key in hugging_face or hasattr(base, key)
         if not known and not key.startswith("_"):
-            raise ValueError(f"{key}={kwargs[key]!r} is not a key of a model: see lit_modules/networks/config.py")
+            names = [name for name in inspect.signature(PalimpsestConfig).parameters if name != "kwargs"]
+            raise ValueError(f"{key}={kwargs[key]!r} is not a key of a model: {instead(key, names)}")

@@ -1,11 +1,14 @@
 """How large a model is, and how much arithmetic a token costs."""
 
+import copy
 from typing import NamedTuple
 
 import torch
 
 from lit_modules.networks.causal_lm import PalimpsestForCausalLM
 from lit_modules.networks.config import PalimpsestConfig
+
+SIZES = ("hidden_size", "num_layers", "intermediate_size", "augmented_query_dim", "vocab_size")
 
 
 class ParameterCount(NamedTuple):
@@ -36,6 +39,31 @@ def count_parameters(model: PalimpsestForCausalLM) -> ParameterCount:
     shared = model.lm_head.weight is model.model.embed_tokens.weight
     embedding = 0 if shared else model.model.embed_tokens.weight.numel()
     return ParameterCount(total, embedding, total - embedding - head, head)
+
+
+def planned_parameters(config: PalimpsestConfig) -> int:
+    """Count the parameters of a model that is not made: of each kind of block one is, on the meta device.
+
+    Raises:
+        ValueError: a matrix is larger than torch can count.
+    """
+    counts = {}
+    for mixer in dict.fromkeys(config.mixers):
+        one = copy.deepcopy(config)
+        one.num_layers, one.mixers = 1, [mixer]
+        try:
+            with torch.device("meta"):
+                model = PalimpsestForCausalLM(one)
+        except RuntimeError as error:  # "Storage size calculation overflowed"
+            raise ValueError(f"{sizes_of(config)}: one matrix takes 8 EiB or more: lower one of them") from error
+        block = sum(parameter.numel() for parameter in model.model.layers.parameters())
+        counts[mixer], others = block, count_parameters(model).total - block
+    return others + sum(counts[mixer] for mixer in config.mixers)
+
+
+def sizes_of(config: PalimpsestConfig) -> str:
+    """The keys and values that a model's size follows from."""
+    return ", ".join(f"model.{key}={getattr(config, key)}" for key in SIZES if getattr(config, key) is not None)
 
 
 def flops_per_token(config: PalimpsestConfig, length: int) -> int:

@@ -11,7 +11,7 @@ from transformers.utils import logging
 def load_whole(
     model_class: Any, source: str, may_lack: Callable[[PreTrainedModel], Iterable[str]] | None = None, **arguments: Any
 ) -> PreTrainedModel:
-    """What `model_class.from_pretrained` reads, which by itself would draw what is not there, and say so in a table.
+    """What `model_class.from_pretrained` reads, which by itself draws what is not there and drops what does not fit.
 
     Args:
         model_class: a class of models, or AutoModelForCausalLM.
@@ -20,7 +20,8 @@ def load_whole(
         arguments: of `from_pretrained`.
 
     Raises:
-        ValueError: there are no weights, or they cannot be read, or do not fit config.json.
+        ValueError: there are no weights, or they cannot be read, or do not fit config.json: one has too few, too many
+            or other tensors.
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of what does not fit is one line below
@@ -39,4 +40,10 @@ def load_whole(
     missing = sorted(set(found["missing_keys"]) - set(may_lack(model) if may_lack else ()))
     if missing:
         raise ValueError(f"{source} lacks {len(missing)} of the model's weights, the first is {missing[0]}")
+    unexpected = sorted(found["unexpected_keys"])
+    if unexpected:
+        raise ValueError(
+            f"{source} has {len(unexpected)} tensors that a {type(model).__name__} of its config.json does not use, "
+            f"the first is {unexpected[0]}: mend config.json, or remove the tensors"
+        )
     return model

@@ -1,12 +1,14 @@
 """A trained linearization on disk: the adapter beside its base model, and the merged model without it.
 
 The folder of an adapter holds what peft writes (`adapter_config.json`, `adapter_model.safetensors`, so that
-`PeftModel.from_pretrained(linearized_model, folder)` reads it), `linearization.json` (the base model, the settings)
-and, where the linearization has parameters of its own, `linearization.safetensors`. The base model is not in it.
+`PeftModel.from_pretrained(linearized_model, folder)` reads it), `linearization.json` (the base model and its dtype, the
+settings) and, where the linearization has new parameters, `linearization.safetensors`. The base model is not in it.
+
+LoRA that was trained on a linearized model makes the stock model wrong. Tensors are named so that peft finds none of
+them there: it warns, with these names, and the stock model stays as it is.
 """
 
 import copy
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,16 @@ from lit_modules import runs
 from lit_modules.networks.linearized import lora
 from lit_modules.networks.linearized.conversion import load_pretrained
 from lit_modules.networks.linearized.families import PREFIX
-from lit_modules.networks.linearized.models import LinearizedForCausalLM
+from lit_modules.networks.linearized.fingerprints import fingerprint, has_fingerprint
+from lit_modules.networks.linearized.models import ADAPTER_PREFIX, LinearizedForCausalLM
 from lit_modules.networks.linearized.settings import Linearization
 
 RECORD = "linearization.json"
 PARAMETERS = "linearization.safetensors"
 LORA_CONFIG, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 PEFT_PREFIX = "base_model.model."  # of the names in LORA_WEIGHTS: where a PeftModel holds the model
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, FORMAT)  # 1: without base_dtype and ADAPTER_PREFIX
 
 IDENTITY = (
     "hidden_size",
@@ -43,9 +47,6 @@ IDENTITY = (
     "vocab_size",
     "rope_parameters",
 )
-
-SAMPLED_ROWS = 4
-"""Of each weight in a fingerprint."""
 
 
 def export_merged(model: LinearizedForCausalLM, tokenizer: Any, folder: str | Path) -> Path:
@@ -81,7 +82,7 @@ def save_adapter(model: LinearizedForCausalLM, folder: str | Path, *, base: str)
         if lora.has_lora(model):
             weights = get_peft_model_state_dict(model, adapter_name=lora.ADAPTER, save_embedding_layers=False)
             save_file(
-                {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in weights.items()},
+                {PEFT_PREFIX + ADAPTER_PREFIX + name: tensor.contiguous() for name, tensor in weights.items()},
                 partial / LORA_WEIGHTS,
                 metadata={"format": "pt"},
             )
@@ -93,6 +94,7 @@ def save_adapter(model: LinearizedForCausalLM, folder: str | Path, *, base: str)
         record = {
             "format": FORMAT,
             "base": base,
+            "base_dtype": str(model.dtype).removeprefix("torch."),
             "base_identity": {**identity(model.config), "weights": fingerprint(model)},
             "linearization": model.linearization.to_dict(),
             "files": sorted(file.name for file in partial.iterdir()),
@@ -102,13 +104,13 @@ def save_adapter(model: LinearizedForCausalLM, folder: str | Path, *, base: str)
 
 
 def load_adapted(
-    folder: str | Path, *, base: str | None = None, dtype: torch.dtype | str = "auto", merge: bool = False
+    folder: str | Path, *, base: str | None = None, dtype: torch.dtype | str | None = None, merge: bool = False
 ) -> LinearizedForCausalLM:
     """The model that `save_adapter` wrote: the base model linearized as it was, with its parameters and LoRA.
 
     Args:
         base: where the base model is now; by default, where it was.
-        dtype: of the base model's weights; "auto": as they are stored.
+        dtype: of the base model's weights; None: the one that the adapter was trained with; "auto": as they are stored.
         merge: fold LoRA in.
 
     Raises:
@@ -118,6 +120,7 @@ def load_adapted(
     record = read_record(folder)
     source = record["base"] if base is None else base
     check_identity(record, base_config(source, folder), source, folder)  # before gigabytes are read
+    dtype = record["base_dtype"] if dtype is None else dtype
     model = put_on(load_pretrained(source, record["linearization"], dtype), folder)
     return lora.merge(model) if merge and lora.has_lora(model) else model
 
@@ -128,15 +131,20 @@ def put_on(model: LinearizedForCausalLM, folder: str | Path) -> LinearizedForCau
 
     Raises:
         ValueError: the adapter was made for another base model or other settings; a file is missing or damaged; the
-            model has LoRA.
+            model has LoRA, or is not linearized.
     """
     folder = Path(folder)
     record = read_record(folder)
+    if not isinstance(model, LinearizedForCausalLM):
+        raise ValueError(
+            f"{folder} belongs on a linearized model, and this is a {type(model).__name__}: give what load_pretrained "
+            "or linearize returns, or use load_adapted"
+        )
     if lora.has_lora(model):
         raise ValueError(f"{folder} cannot be put onto a model that has LoRA: merge it before")
     check_settings(record["linearization"], model.linearization, folder)
     check_identity(record, model.config, "the model", folder)
-    if record["base_identity"]["weights"] != fingerprint(model):
+    if not has_fingerprint(model, record["base_identity"]["weights"]):
         raise ValueError(f"{folder} was made for {record['base']}, and this model has its shape but other weights")
     if PARAMETERS in record["files"]:
         own = read_tensors(folder / PARAMETERS)
@@ -145,7 +153,10 @@ def put_on(model: LinearizedForCausalLM, folder: str | Path) -> LinearizedForCau
     elif model.new_parameters():
         raise ValueError(f"{folder} lacks {PARAMETERS}, which its settings need")
     if LORA_WEIGHTS in record["files"]:
-        weights = read_tensors(folder / LORA_WEIGHTS)
+        weights = {
+            name.replace(PEFT_PREFIX + ADAPTER_PREFIX, PEFT_PREFIX, 1): tensor
+            for name, tensor in read_tensors(folder / LORA_WEIGHTS).items()
+        }
         lora.inject(model, read_lora_config(folder))
         # peft's own way into the model knows the adapter's name and prefix; it says nothing of what is not there.
         expected = get_peft_model_state_dict(model, adapter_name=lora.ADAPTER, save_embedding_layers=False)
@@ -165,8 +176,9 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is no adapter of a linearized model: it has no {RECORD}")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record["format"] != FORMAT:
-            raise ValueError(f"its format is {record['format']}, and this version reads {FORMAT}")
+        if record["format"] not in READABLE:
+            raise ValueError(f"its format is {record['format']}, and this version reads {READABLE[0]} to {FORMAT}")
+        record.setdefault("base_dtype", "auto")
         record["linearization"] = Linearization(**record["linearization"])
         missing = [name for name in record["files"] if not (folder / name).is_file()]
         _ = record["base"], record["base_identity"]["weights"]
@@ -205,27 +217,6 @@ def base_values(config: PreTrainedConfig) -> dict[str, Any]:
     aside = ("architectures", "dtype", "linearization", "name_or_path", "transformers_version", "use_cache")
     values = {key: value for key, value in config.to_dict().items() if not key.startswith("_") and key not in aside}
     return {**values, "model_type": config.model_type.removeprefix(PREFIX)}
-
-
-@torch.no_grad()
-def fingerprint(model: LinearizedForCausalLM) -> str:
-    """A hash of a few numbers of every weight of the base model: with LoRA or without, however it is linearized.
-
-    The same in float32 and bfloat16, and in float16 where the weights are stored in 16 bits.
-    """
-    new = model.new_parameters()
-    weights = {
-        name.replace(".base_layer.", "."): parameter
-        for name, parameter in model.named_parameters()
-        if ".lora_" not in name and name not in new
-    }
-    rows = []
-    for _, weight in sorted(weights.items()):
-        matrix = weight if weight.ndim > 1 else weight[None]
-        rows.append(matrix[:: -(-len(matrix) // SAMPLED_ROWS)].flatten().bfloat16())
-    rounded = torch.cat(rows).cpu()
-    rounded[rounded.abs() < torch.finfo(torch.float16).smallest_normal] = 0  # float16 has these less exactly
-    return hashlib.sha256(rounded.view(torch.int16).numpy().tobytes()).hexdigest()
 
 
 def check_identity(record: dict[str, Any], config: PreTrainedConfig, name: str, folder: Path) -> None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kernels import forgetting_attention
+from lit_modules.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized import lora_projections
 from lit_modules.networks.linearized.families import family_of, head_counts
 from lit_modules.networks.positions import Positions
@@ -49,9 +50,17 @@ class SubstitutedAttention(nn.Module):
         self.mode = "student"
         self.transfer_loss: Tensor | None = None
 
-    def new_cache(self) -> CacheLayerMixin:
-        """An empty cache for this layer."""
+    def new_cache(self, capacity: int | None = None) -> CacheLayerMixin:
+        """An empty cache for this layer.
+
+        Args:
+            capacity: tokens that it will see at most, in storage that never moves; None: any number.
+        """
         raise NotImplementedError
+
+    def takes(self, cache: CacheLayerMixin) -> bool:
+        """Whether a cache is of the kind that this layer fills."""
+        return isinstance(cache, LinearizedCacheLayer)
 
     def student(
         self,

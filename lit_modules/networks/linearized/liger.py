@@ -26,7 +26,7 @@ from lit_modules.networks.linearized.gates import (
     gated,
     pool,
 )
-from lit_modules.networks.linearized.ring_attention import ring_attention
+from lit_modules.networks.linearized.ring_attention import cached_window_attention
 from lit_modules.networks.linearized.settings import Linearization
 from lit_modules.networks.linearized.windows import window_attention
 from lit_modules.networks.mixers.recurrent import takes_steps
@@ -46,8 +46,9 @@ class LigerAttention(SubstitutedAttention):
 
     def __init__(self, attention: nn.Module, config: PreTrainedConfig, settings: Linearization):
         super().__init__(attention, config, settings)
-        width = gate_width(settings, self.heads.dim)
-        maps_keys, maps_queries = settings.gate not in ("slots", "hgrn2"), settings.gate != "slots"
+        width = gate_width(settings, self.heads.dim) if settings.has_state else 0
+        maps_queries = settings.has_state and settings.gate != "slots"
+        maps_keys = maps_queries and settings.gate != "hgrn2"
         self.q_feature_map = self._feature_map(self.heads.query) if maps_queries else None
         self.k_feature_map = self._feature_map(self.heads.key) if maps_keys else None
         self.gate_width, random = width, settings.gate_source == "random"
@@ -62,8 +63,8 @@ class LigerAttention(SubstitutedAttention):
     def _feature_map(self, heads: int) -> nn.Module | None:
         return make_feature_map(self.settings.feature_map, heads, self.heads.dim)
 
-    def new_cache(self) -> LinearizedCacheLayer:
-        """An empty cache of this layer's states and ring."""
+    def new_cache(self, capacity: int | None = None) -> LinearizedCacheLayer:
+        """An empty cache of this layer's states and ring, whatever the capacity."""
         return LinearizedCacheLayer(self.settings.window, self.settings.sinks)
 
     def student(
@@ -79,8 +80,10 @@ class LigerAttention(SubstitutedAttention):
         """Both branches, weighted; as `SubstitutedAttention.student`."""
         if cache is not None:
             cache.start(k)
-            if self._is_whole_step(q, k, v, positions, cache):
-                return self._whole_step(q, k, v, positions, position_embeddings, cache)
+        if not self.settings.has_state:
+            return self._window_alone(q, k, v, positions, position_embeddings, cache)
+        if cache is not None and self._is_whole_step(q, k, v, positions, cache):
+            return self._whole_step(q, k, v, positions, position_embeddings, cache)
         if self.settings.delayed:
             inputs = self._delayed_inputs(hidden, q, k, v, positions, position_embeddings, cache)
         else:
@@ -160,6 +163,21 @@ class LigerAttention(SubstitutedAttention):
         late = (later(x, window).masked_fill(early.view(*early.shape, *(1,) * (x.ndim - 2)), 0) for x in inputs[1:])
         return type(inputs)(inputs.q, *late)
 
+    def _window_alone(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Positions,
+        position_embeddings: Rotary,
+        cache: LinearizedCacheLayer | None,
+    ) -> Tensor:
+        """The window, weighted, where there is no state."""
+        out = self._window(q, k, v, positions, position_embeddings, cache)
+        if cache is not None:
+            cache.update((), q.shape[1])
+        return (self.settings.window_weight * out).to(out.dtype)
+
     def _window(
         self,
         q: Tensor,
@@ -171,10 +189,8 @@ class LigerAttention(SubstitutedAttention):
     ) -> Tensor:
         """Softmax attention in the window, after what the ring holds and into it."""
         q, k = self.rotate(q, k, position_embeddings)
-        if cache is not None and cache.ring_keys is not None:
-            return ring_attention(q, k, v, cache, kv_start=positions.kv_start, scale=self.scale)
         if cache is not None:
-            cache.append(k, v, positions.kv_start)
+            return cached_window_attention(q, k, v, cache, positions=positions, scale=self.scale)
         window, sinks = self.settings.window, self.settings.sinks
         return window_attention(q, k, v, window=window, sinks=sinks, positions=positions, scale=self.scale)
 

@@ -106,8 +106,8 @@ class LolcatsAttention(SubstitutedAttention):
         self.gate_shift = GateShift(self.heads.key) if settings.learned_gate_shift else None
         self.window_weight = JointWeights(self.heads.query, settings)
 
-    def new_cache(self) -> LinearizedCacheLayer:
-        """An empty cache of the state and the ring."""
+    def new_cache(self, capacity: int | None = None) -> LinearizedCacheLayer:
+        """An empty cache of the state and the ring, whatever the capacity."""
         return LinearizedCacheLayer(self.settings.window, self.settings.sinks)
 
     def student(

@@ -8,6 +8,7 @@ from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from data_pipeline.settings import check_whole
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
 ADAPTER = "default"  # peft's name for the one adapter
@@ -50,8 +51,7 @@ def add_lora(
     Raises:
         ValueError: a projection that the model does not have, a rank or a dropout out of range, LoRA that is there.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"lora.rank={rank} is not a rank: give a whole number, 1 or more")
+    check_whole("lora.rank", rank, 1, model.config.hidden_size)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
         raise ValueError(f"lora.alpha={alpha}: give a number above 0")
     if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:

@@ -1,7 +1,10 @@
 """Pretrained families with their attention replaced, as Hugging Face models of their own."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +23,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers import initialization as init
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lit_modules.caches import AttentionCacheLayer, StaticAttentionCacheLayer
-from lit_modules.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.language_modelling import LanguageModelling
 from lit_modules.networks.linearized.base import MODES, SubstitutedAttention
 from lit_modules.networks.linearized.families import check_config
@@ -38,6 +39,10 @@ MIXERS = {"liger": LigerAttention, "lolcats": LolcatsAttention, "joint": Lolcats
 
 ATTENTION = "linearized"
 """The attention implementation that linearized models name: their layers call none, and no mask is made for it."""
+
+
+ADAPTER_PREFIX = "trained_on_the_linearized_model."
+"""Of the names of an adapter's tensors, so that peft does not put them onto a stock model."""
 
 
 def _never_called(*args, **kwargs):
@@ -58,6 +63,9 @@ class LinearizedForCausalLM(LanguageModelling):
         "feature_map",
         *(f"self_attn.{name}" for name in ("gate_proj", "gate_shift", "weights", "window_weight", "output_norm")),
     )
+
+    # By which peft renames an adapter's tensors as it reads them.
+    _checkpoint_conversion_mapping: ClassVar[dict[str, str]] = {"^" + re.escape(ADAPTER_PREFIX): ""}
 
     def __init__(self, config: PreTrainedConfig):
         settings = self.linearization_of(config)
@@ -105,6 +113,14 @@ class LinearizedForCausalLM(LanguageModelling):
             if name.partition(".")[0] not in attention.taken
         }
 
+    def load_adapter(self, peft_model_id: str | Path | None = None, *args: Any, **options: Any) -> Any:
+        """Hugging Face's; a folder that `save_adapter` wrote is loaded, and checked, by `put_on`."""
+        from lit_modules.networks.linearized import adapters  # which are of this model
+
+        if peft_model_id is not None and (Path(peft_model_id) / adapters.RECORD).is_file():
+            return adapters.put_on(self, peft_model_id)
+        return super().load_adapter(peft_model_id, *args, **options)
+
     def no_decay_parameters(self) -> set[str]:
         """Names of the parameters without weight decay: norms, biases, and what scales or shifts whole heads."""
         vectors = {name for name, parameter in self.named_parameters() if parameter.ndim < 2 or name.endswith(".bias")}
@@ -114,16 +130,10 @@ class LinearizedForCausalLM(LanguageModelling):
         """An empty cache for `past_key_values`.
 
         Args:
-            capacity: tokens that layers of softmax attention will hold at most, in storage that never moves; None: in
-                storage that grows.
+            capacity: tokens that it will see at most, in storage that never moves; None: layers of softmax attention
+                have storage that grows, as far as their window reaches.
         """
-        layers = [attention.new_cache() for attention in self.attentions()]
-        if capacity is not None:
-            layers = [
-                layer if isinstance(layer, LinearizedCacheLayer) else StaticAttentionCacheLayer(capacity)
-                for layer in layers
-            ]
-        return Cache(layers=layers)
+        return Cache(layers=[attention.new_cache(capacity) for attention in self.attentions()])
 
     def stack(
         self,
@@ -176,7 +186,8 @@ class LinearizedForCausalLM(LanguageModelling):
                 "past_key_values in training with gradient checkpointing would be filled twice: call eval() first"
             )
         given, attentions = past_key_values.layers, self.attentions()
-        if len(given) != len(attentions) or not all(map(_fits, given, attentions)):
+        fits = (attention.takes(layer) for attention, layer in zip(attentions, given, strict=False))
+        if len(given) != len(attentions) or not all(fits):
             raise ValueError(
                 f"past_key_values is a {type(past_key_values).__name__} of other layers than this model's: "
                 "pass None, or what model.new_cache() returns"
@@ -234,12 +245,6 @@ class LinearizedForCausalLM(LanguageModelling):
         finally:
             for layer, (own, checkpointing) in zip(layers, before, strict=True):
                 layer.self_attn.mode, layer.gradient_checkpointing = own, checkpointing
-
-
-def _fits(cache: CacheLayerMixin, attention: SubstitutedAttention) -> bool:
-    """Whether the layer of a cache is of the kind that this layer fills."""
-    kept = isinstance(attention, SoftmaxAttention)
-    return isinstance(cache, (AttentionCacheLayer, StaticAttentionCacheLayer) if kept else LinearizedCacheLayer)
 
 
 def _rotary_index(positions: Positions) -> Tensor:

@@ -4,9 +4,21 @@ import torch
 from torch import Tensor
 
 from lit_modules.caches.linearized import LinearizedCacheLayer
+from lit_modules.networks.linearized.windows import window_attention
+from lit_modules.networks.positions import Positions
 
 LARGEST_BLOCK = 256
 """New tokens whose scores are held at a time."""
+
+
+def cached_window_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: LinearizedCacheLayer, *, positions: Positions, scale: float
+) -> Tensor:
+    """Attention in a cache's window and to its sinks, after what its ring holds and into it; as `ring_attention`."""
+    if cache.ring_keys is not None:
+        return ring_attention(q, k, v, cache, kv_start=positions.kv_start, scale=scale)
+    cache.append(k, v, positions.kv_start)
+    return window_attention(q, k, v, window=cache.window, sinks=cache.sinks, positions=positions, scale=scale)
 
 
 def ring_attention(

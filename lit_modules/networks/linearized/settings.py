@@ -49,8 +49,9 @@ class Linearization:
             a learned map and of its negative; "relu", a learned map and a rectifier; "clusters", of a joint mixer: keys
             as shares of clusters, queries as what the clusters' centers weigh to them; "none". HGRN2 maps queries only,
             slots map nothing.
-        state_weight, window_weight: alpha and beta. Under one normalization their ratio counts, and the window's,
-            between 0 and 1, is learned for each head in any case.
+        state_weight, window_weight: alpha and beta. A constant alpha of 0 is the window alone: no state is computed or
+            cached. Under one normalization their ratio counts, and the window's, between 0 and 1, is learned for each
+            head in any case.
         learned_weights: learn alpha and beta, from these values, for each "layer" or each "head"; None: constant.
         learned_gate_shift: learn what is added to the gate's logits, from 0, for each head.
         window: tokens that the sliding window sees, the token itself included; 0: no window.
@@ -122,6 +123,8 @@ class Linearization:
                 f"linearization.gate={self.gate} has no logits: leave out linearization.gate_source=random and "
                 "linearization.learned_gate_shift=true"
             )
+        if self.mixer == "liger" and not self.has_state:
+            self._check_window_alone()
         if self.feature_map == "clusters" and (self.mixer != "joint" or self.gate in ("gla", "hgrn2", "rwkv6")):
             raise ValueError(
                 f"linearization.feature_map=clusters with linearization.mixer={self.mixer} and linearization.gate="
@@ -129,6 +132,20 @@ class Linearization:
             )
         if self.mixer != "liger":
             self._check_one_normalization()
+
+    def _check_window_alone(self) -> None:
+        """Refuse parameters of a state that is never computed."""
+        for name, unused in {
+            "gate_source": self.gate_source == "random",
+            "learned_gate_shift": self.learned_gate_shift,
+            "feature_map": self.feature_map in ("learned", "relu"),
+            "output_norm": self.output_norm,
+        }.items():
+            if unused:
+                raise ValueError(
+                    f"linearization.{name}={getattr(self, name)} belongs to a state, and linearization.state_weight="
+                    f"{self.state_weight} has none: leave it out, or give linearization.learned_weights=head"
+                )
 
     def _check_one_normalization(self) -> None:
         mixer = f"linearization.mixer={self.mixer}"
@@ -146,6 +163,11 @@ class Linearization:
             )
         if not self.state_weight > 0:
             raise ValueError(f"linearization.state_weight={self.state_weight} with {mixer}: give more than 0")
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a recurrence: not where its weight is a constant 0, which leaves the window alone."""
+        return bool(self.state_weight or self.learned_weights)
 
     @property
     def gate_temperature(self) -> float:

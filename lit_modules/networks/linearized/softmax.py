@@ -1,18 +1,32 @@
 """The layers that stay softmax attention, on this project's kernels and caches."""
 
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
-from lit_modules.caches import AttentionCacheLayer
+from lit_modules.caches import AttentionCacheLayer, SlidingAttentionCacheLayer, StaticAttentionCacheLayer
+from lit_modules.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
+from lit_modules.networks.linearized.ring_attention import cached_window_attention
 from lit_modules.networks.positions import Positions
 
 
 class SoftmaxAttention(SubstitutedAttention):
     """The stock layer's attention, with whatever adapters its projections have."""
 
-    def new_cache(self) -> AttentionCacheLayer:
-        """An empty cache of all keys and values."""
-        return AttentionCacheLayer()
+    def new_cache(self, capacity: int | None = None) -> CacheLayerMixin:
+        """An empty cache of all keys and values, or of those that the stock layer's window reaches."""
+        window = self.sliding_window
+        if capacity is None:
+            return AttentionCacheLayer() if window is None else SlidingAttentionCacheLayer(window)
+        if window is None or capacity <= window:
+            return StaticAttentionCacheLayer(capacity)
+        return LinearizedCacheLayer(window)
+
+    def takes(self, cache: CacheLayerMixin) -> bool:
+        """Whether a cache holds all that this layer sees."""
+        if isinstance(cache, SlidingAttentionCacheLayer | LinearizedCacheLayer):
+            return cache.window == self.sliding_window
+        return isinstance(cache, AttentionCacheLayer | StaticAttentionCacheLayer)
 
     def student(
         self,
@@ -22,14 +36,22 @@ class SoftmaxAttention(SubstitutedAttention):
         v: Tensor,
         positions: Positions,
         position_embeddings: Rotary,
-        cache: AttentionCacheLayer | None,
+        cache: CacheLayerMixin | None,
     ) -> Tensor:
         """Attention over the whole document, or the stock layer's window; as `SubstitutedAttention.student`."""
         q, k = self.rotate(q, k, position_embeddings)
         if cache is None:
             return self.softmax_attention(q, k, v, positions)
+        if isinstance(cache, LinearizedCacheLayer):
+            cache.start(k)
+            out = cached_window_attention(q, k, v, cache, positions=positions, scale=self.scale)
+            cache.update((), q.shape[1])
+            return out
+        _, first = cache.get_mask_sizes(q.shape[1])
         # A cache of fixed room says how much of it is held.
         keys, values, held = cache.update(k, v)
+        if first and positions.kv_start is not None:  # counted from the first key that is still held
+            positions = positions._replace(kv_start=(positions.kv_start - first).clamp(min=0))
         return self.softmax_attention(q, keys, values, positions, kv_end=held)
 
     def _difference(self, *args) -> None:

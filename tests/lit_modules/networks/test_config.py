@@ -31,7 +31,7 @@ from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
         ({"norm_eps": 0}, "norm_eps=0 is not a positive number"),
         ({"mixers": ["attention"], "num_layers": 2}, "mixers has 1 names for num_layers=2"),
         ({"mixers": ["attention", "atention"], "num_layers": 2}, "mixers names 'atention', which is not registered"),
-        ({"num_head": 8}, "num_head=8 is not a key of a model"),
+        ({"num_head": 8}, r"num_head=8 is not a key of a model: did you mean num_heads\?"),
         ({"num_hidden_layers": 8}, "num_hidden_layers=8 is not a key of a model"),
         ({"pad_token_id": 100, "vocab_size": 64}, "pad_token_id=100 is not a token: vocab_size=64"),
     ],

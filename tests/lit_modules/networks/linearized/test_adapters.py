@@ -1,5 +1,6 @@
 """LoRA, and what is saved of a linearized model: adapters beside their base model, and merged exports."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from lit_modules import generate, runs
 from lit_modules.networks.linearized import adapters
 from lit_modules.networks.linearized.conversion import load_pretrained
+from lit_modules.networks.linearized.fingerprints import fingerprint
 from lit_modules.networks.linearized.lora import merge, set_trainable, trainable
 from lit_modules.networks.linearized.settings import Linearization
 from tests.conftest import ROOT
@@ -45,6 +47,9 @@ def test_lora_is_added_saved_loaded_and_merged_in_every_family(bases, tmp_path, 
     adapters.save_adapter(model, tmp_path / "adapter", base=str(bases[family]))
     assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), expected)
     assert torch.equal(logits(PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()), expected)
+    plain = load_pretrained(str(bases[family]), SETTINGS, torch.float32).eval()
+    plain.load_adapter(tmp_path / "adapter")
+    assert torch.equal(logits(plain.eval()), expected)
     names = set(merge(model).state_dict())
     assert names == set(load_pretrained(str(bases[family]), SETTINGS, torch.float32).state_dict())
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
@@ -103,9 +108,49 @@ def test_a_compiled_model_is_exported_after_a_pass_that_left_tensors_with_a_hist
 def test_an_adapter_goes_onto_its_base_model_in_another_dtype(bases, tmp_path):
     model = adapted(bases["llama"], dtype=torch.bfloat16)
     adapters.save_adapter(model, tmp_path / "adapter", base=str(bases["llama"]))
-    assert adapters.load_adapted(tmp_path / "adapter").dtype == torch.float32  # as the base model is stored
-    same = adapters.load_adapted(tmp_path / "adapter", dtype=torch.bfloat16).eval()
-    assert torch.equal(logits(same), logits(model))
+    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), logits(model))
+    other = adapters.load_adapted(tmp_path / "adapter", dtype="auto").eval()
+    assert other.dtype == torch.float32  # as the base model is stored
+    assert not torch.equal(logits(other), logits(model).float())
+
+
+def test_the_stock_model_stays_as_it_is_under_an_adapter_and_peft_warns(bases, tmp_path):
+    adapters.save_adapter(adapted(bases["llama"]), tmp_path / "adapter", base=str(bases["llama"]))
+    stock = AutoModelForCausalLM.from_pretrained(bases["llama"]).eval()
+    expected = logits(stock)
+    with pytest.warns(UserWarning, match="Found missing adapter keys while loading the checkpoint"):
+        found = PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
+    assert torch.equal(logits(found), expected)
+
+
+def test_an_adapter_of_an_earlier_version_goes_onto_its_base_and_no_other(bases, tmp_path):
+    model = adapted(bases["llama"])
+    folder = adapters.save_adapter(model, tmp_path / "adapter", base=str(bases["llama"]))
+    record = json.loads((folder / adapters.RECORD).read_text())
+    record["base_identity"]["weights"] = fingerprint_of_an_earlier_version(bases["llama"])
+    del record["base_dtype"]
+    (folder / adapters.RECORD).write_text(json.dumps(record | {"format": 1}))
+    weights = load_file(folder / adapters.LORA_WEIGHTS)
+    earlier = {name.replace("trained_on_the_linearized_model.", ""): tensor for name, tensor in weights.items()}
+    assert not earlier.keys() & weights.keys()
+    save_file(earlier, folder / adapters.LORA_WEIGHTS)
+    assert torch.equal(logits(adapters.load_adapted(folder).eval()), logits(model))
+    assert "other weights" in refusal(folder, base=str(write_base(tmp_path / "alike", seed=7)))
+
+
+def fingerprint_of_an_earlier_version(base):
+    """Of four rows of each weight."""
+    weights = [weight for _, weight in sorted(AutoModelForCausalLM.from_pretrained(base).state_dict().items())]
+    rows = [weight if weight.ndim == 1 else weight[:: len(weight) // 4].flatten() for weight in weights]
+    rounded = torch.cat(rows).bfloat16()
+    rounded[rounded.abs() < torch.finfo(torch.float16).smallest_normal] = 0
+    return hashlib.sha256(rounded.view(torch.int16).numpy().tobytes()).hexdigest()
+
+
+def test_a_stock_model_takes_no_adapter(saved, bases):
+    stock = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    with pytest.raises(ValueError, match="belongs on a linearized model, and this is a LlamaForCausalLM: give"):
+        adapters.put_on(stock, saved)
 
 
 def test_an_export_generates_in_a_fresh_process_after_one_import(bases, tmp_path, tokenizer):
@@ -223,13 +268,13 @@ def test_a_truncated_file_is_named(saved, tmp_path, name):
 def test_a_later_format_and_a_lost_tensor_are_named(saved, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    folder = copied(saved, tmp_path, format=2)
-    assert "format is 2" in refusal(folder)
+    folder = copied(saved, tmp_path, format=3)
+    assert "format is 3, and this version reads 1 to 2" in refusal(folder)
     (folder / adapters.RECORD).write_bytes((saved / adapters.RECORD).read_bytes())
     weights = load_file(folder / adapters.LORA_WEIGHTS)
     lost = min(weights)
     save_file({name: tensor for name, tensor in weights.items() if name != lost}, folder / adapters.LORA_WEIGHTS)
-    assert f"{lost.removeprefix(adapters.PEFT_PREFIX)} is missing" in refusal(folder)
+    assert f"{lost.removeprefix(adapters.PEFT_PREFIX + adapters.ADAPTER_PREFIX)} is missing" in refusal(folder)
 
 
 def test_a_model_without_lora_has_nothing_to_merge(bases):
@@ -321,11 +366,19 @@ def test_a_base_of_which_any_part_has_other_weights_is_refused(saved, bases, tmp
     assert "other weights" in refusal(saved, base=str(tmp_path / "other"))
 
 
+@pytest.mark.parametrize("row", [5, -1])
+def test_a_changed_row_of_one_weight_is_another_base(bases, row):
+    model = load_pretrained(str(bases["llama"]), SETTINGS, torch.float32)
+    before = fingerprint(model)
+    model.model.layers[1].mlp.up_proj.weight.data[row] *= 1.5
+    assert fingerprint(model) != before
+
+
 def test_a_fused_projection_is_part_of_what_tells_bases_apart(bases):
     model = load_pretrained(str(bases["phi3"]), SETTINGS, torch.float32)
-    before = adapters.fingerprint(model)
+    before = fingerprint(model)
     model.model.layers[1].self_attn.qkv_proj.weight.data *= 1.5
-    assert adapters.fingerprint(model) != before
+    assert fingerprint(model) != before
 
 
 def test_a_base_with_other_rotations_is_refused_by_the_name_of_the_setting(saved, bases, tmp_path):
@@ -362,16 +415,16 @@ def test_a_fingerprint_is_of_the_base_alone(bases):
     """Not of LoRA, what is trained, the settings, or the dtype; in float16 if the weights are stored in 16 bits."""
     stored = load_pretrained(str(bases["llama"]), SETTINGS, torch.bfloat16)
     stored.lm_head.weight.data.mul_(1e-5)  # such as float16 has with fewer digits
-    expected = adapters.fingerprint(stored)
-    assert adapters.fingerprint(stored.half()) == expected
-    of_float32 = adapters.fingerprint(load_pretrained(str(bases["llama"]), SETTINGS, torch.float32))
+    expected = fingerprint(stored)
+    assert fingerprint(stored.half()) == expected
+    of_float32 = fingerprint(load_pretrained(str(bases["llama"]), SETTINGS, torch.float32))
     for settings, dtype in ((LEARNED, torch.bfloat16), (LOLCATS, torch.float32), (SETTINGS, torch.bfloat16)):
         model = adapted(bases["llama"], settings, dtype=dtype)
         found = trainable(model, ["lora"])["lora"] + list(model.new_parameters())
         with torch.no_grad():
             for name in found:
                 model.get_parameter(name).add_(1.0)
-        assert adapters.fingerprint(model) == of_float32
+        assert fingerprint(model) == of_float32
 
 
 def test_an_adapter_of_a_base_that_was_named_from_here_is_loaded_from_elsewhere(bases, tmp_path, monkeypatch):

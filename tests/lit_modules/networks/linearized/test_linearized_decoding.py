@@ -22,6 +22,8 @@ OPTIONS = {
     "delayed_in_parts": {"delayed": True, "feature_map": "learned", "output_norm": True, "sinks": 1},
     "delayed_random_gates": {"delayed": True, "gate_source": "random", "sinks": 1},
     "delayed_rotated": {"delayed": True, "rotate_state": True, "sinks": 1},
+    "window_alone": {"state_weight": 0.0, "window_weight": 1.0},
+    "window_alone_with_sinks": {"state_weight": 0.0, "window_weight": 0.7, "sinks": 2},
     "hybrid": {"softmax_layers": (0,), "sinks": 1},
     "temperature": {"temperature": 3.0},
     "shifted": {"learned_gate_shift": True, "temperature": 2.0},
@@ -45,9 +47,9 @@ def build(linearized, **settings):
     return linearized("qwen3", **{"window": WINDOW, "num_slots": 4} | settings)
 
 
-def decoded(model, ids, mask, bounds) -> torch.Tensor:
+def decoded(model, ids, mask, bounds, cache=None) -> torch.Tensor:
     """Logits of tokens read in pieces that end at `bounds`."""
-    cache = model.new_cache()
+    cache = model.new_cache() if cache is None else cache
     parts = [
         model(ids[:, a:b], attention_mask=None if mask is None else mask[:, :b], past_key_values=cache).logits
         for a, b in zip([0, *bounds], bounds, strict=False)
@@ -77,6 +79,7 @@ def test_decoding_equals_the_parallel_pass(gate, option, linearized, ids):
 
 PROMPTED = {
     "window": {},
+    "window alone": {"state_weight": 0.0, "window_weight": 1.0, "sinks": 2},
     "sinks": {"sinks": 2},
     "delayed": {"delayed": True},
     "delayed with sinks": {"delayed": True, "sinks": 2, "gate": "hgrn2"},
@@ -146,6 +149,51 @@ def test_the_cache_does_not_grow(options, linearized, ids):
 
 
 @torch.no_grad()
+def test_a_window_alone_computes_and_caches_no_state(linearized, ids, monkeypatch):
+    model = build(linearized, state_weight=0.0, window_weight=1.0, sinks=2, delayed=True)
+    for operation in ("gated", "gated_recurrence", "gated_recurrence_step", "liger_step", "windowed_step"):
+        monkeypatch.delattr(liger, operation)
+    cache = model.new_cache()
+    for piece in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
+        model(piece, past_key_values=cache)
+    assert [layer.states for layer in cache.layers] == [(), ()]
+    assert [layer.late for layer in cache.layers] == [(), ()]
+
+
+@pytest.mark.parametrize("capacity", [None, LENGTH], ids=["growing", "static"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])  # of Qwen2 the second layer alone has a window
+@torch.no_grad()
+def test_a_softmax_layer_caches_no_more_than_its_window(family, capacity, linearized, ids):
+    model = linearized(family, window=4, softmax_layers=(0, 1))
+    window = model.attentions()[1].sliding_window
+    pieces = [1, 2, window + 1, window + 2, LENGTH]
+    for mask, bounds in ((PADDING, range(1, LENGTH + 1)), (PADDING, pieces), (None, pieces)):
+        real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+        expected = model(ids, attention_mask=mask, use_cache=False).logits[real]
+        cache = model.new_cache(capacity)
+        assert_close(decoded(model, ids, mask, list(bounds), cache)[real], expected, **CLOSE)
+        layer = cache.layers[1]
+        held, most = (layer.keys, window - 1) if capacity is None else (layer.ring_keys, window)
+        assert held.shape[1] == most
+        assert held.untyped_storage().nbytes() <= 2 * window * held[:, :1].nbytes
+
+
+@torch.no_grad()
+def test_a_cache_of_a_window_gives_back_what_it_still_knows(linearized, ids):
+    model = linearized("mistral", window=4, softmax_layers=(0, 1))
+    cache = model(ids[:, :5]).past_key_values
+    cache.crop(3)
+    expected = model(ids, use_cache=False).logits[:, 3:]
+    assert_close(model(ids[:, 3:], past_key_values=cache).logits, expected, **CLOSE)
+    with pytest.raises(ValueError, match=r"crop\(-2\) takes back 2 of 13 tokens, and a window of 6 no longer has"):
+        cache.crop(-2)
+    cache.reset()
+    assert_close(model(ids[:, :1], past_key_values=cache).logits, model(ids[:, :1]).logits, **CLOSE)
+    cache.crop(-1)
+    assert cache.get_seq_length() == 0
+
+
+@torch.no_grad()
 def test_the_state_is_float32_in_a_bfloat16_model(linearized, ids):
     model = build(linearized).bfloat16()
     cache = model(ids).past_key_values
@@ -158,8 +206,13 @@ def test_the_state_is_float32_in_a_bfloat16_model(linearized, ids):
 
 @pytest.mark.parametrize(
     "options",
-    [{"sinks": 1}, {"delayed": True, "sinks": 1}, {"delayed": True, "gate": "slots"}],
-    ids=["fused", "delayed", "in_parts"],
+    [
+        {"sinks": 1},
+        {"delayed": True, "sinks": 1},
+        {"delayed": True, "gate": "slots"},
+        {"state_weight": 0.0, "window_weight": 1.0, "sinks": 1},
+    ],
+    ids=["fused", "delayed", "in_parts", "window_alone"],
 )
 @torch.no_grad()
 def test_a_step_reads_its_place_from_the_device_alone(options, linearized, ids):

@@ -1,0 +1,68 @@
+"""What tells the weights of one base model from another's, with LoRA or without, however they are linearized."""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_modules.networks.linearized.models import LinearizedForCausalLM
+
+WHOLE = "whole:"
+"""What fingerprints of all numbers begin with; earlier versions had those of SAMPLED_ROWS rows of each weight."""
+
+NUMBERS_AT_ONCE = 2**24
+SAMPLED_ROWS = 4
+SMALLEST = int(torch.tensor(torch.finfo(torch.float16).smallest_normal).bfloat16().view(torch.int16))
+
+
+def fingerprint(model: LinearizedForCausalLM) -> str:
+    """A hash of every weight of the base model, rounded to bfloat16.
+
+    The same in float32 and bfloat16, and in float16 where the weights are stored in 16 bits.
+    """
+    weights = _weights(model)
+    with ThreadPoolExecutor() as pool:  # numpy and hashlib leave the other threads their time
+        digests = pool.map(_digest, weights.values())
+        lines = [f"{name} {digest}\n" for name, digest in zip(weights, digests, strict=True)]
+    return WHOLE + hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def has_fingerprint(model: LinearizedForCausalLM, recorded: str) -> bool:
+    """Whether a model's base has the weights that `fingerprint`, of this version or an earlier one, was taken of."""
+    return recorded == (fingerprint(model) if recorded.startswith(WHOLE) else _sampled(model))
+
+
+def _weights(model: LinearizedForCausalLM) -> dict[str, Tensor]:
+    """The base model's weights by their names without LoRA, sorted."""
+    new = model.new_parameters()
+    found = {
+        name.replace(".base_layer.", "."): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name and name not in new
+    }
+    return dict(sorted(found.items()))
+
+
+def _digest(weight: Tensor) -> str:
+    found = hashlib.sha256()
+    rows = max(1, NUMBERS_AT_ONCE // max(1, weight[0].numel()))
+    for part in weight.split(rows):
+        found.update(_rounded(part).data)
+    return found.hexdigest()
+
+
+def _sampled(model: LinearizedForCausalLM) -> str:
+    """What earlier versions wrote down."""
+    found = hashlib.sha256()
+    for weight in _weights(model).values():
+        matrix = weight if weight.ndim > 1 else weight[None]
+        found.update(_rounded(matrix[:: -(-len(matrix) // SAMPLED_ROWS)]).data)
+    return found.hexdigest()
+
+
+def _rounded(numbers: Tensor) -> np.ndarray:
+    """The bits of `numbers` in bfloat16, int16; 0 for those that float16 has less exactly."""
+    bits = numbers.bfloat16().contiguous().view(torch.int16).cpu().numpy()
+    return bits * ((bits & 0x7FFF) >= SMALLEST)
