@@ -5,6 +5,7 @@ Nothing heavy is imported here: `palimpsest --help` and a mistake in an override
 
 import contextlib
 import importlib.metadata
+import inspect
 import os
 import re
 import sys
@@ -18,30 +19,40 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from data_pipeline.files import FULL_DISK
 from lit_modules import runs
-from lit_modules.launching import begin, failures
+from lit_modules.launching import arguments, begin, failures
+from lit_modules.launching.command_line import check_command_line
 from lit_modules.launching.ranks import ranks
+from lit_modules.launching.supervision import supervise
 
+HERE = Path(__file__).resolve().parent
+INSTALLED_CONF = HERE / "palimpsest_conf"  # the name that conf/ has in a wheel
+CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else HERE / "conf"
 USER_ERROR = 2
 OURS = (ValueError, runs.RunStopped, runs.Said)
 
 
 def main() -> None:
     """Run the command line. A user's mistake ends in one line on stderr and exit status 2."""
+    supervise()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what went wrong instead of printing half of it
     begin.register_resolvers()
     with one_line_errors():
         refuse_the_other_kernels_package()
+        sys.argv[1:] = arguments.prepared(sys.argv[1:], CONF)
+        check_command_line(sys.argv[1:], CONF)
         compose_and_run()
 
 
-@hydra.main(version_base="1.3", config_path=str(Path(__file__).resolve().parent / "conf"), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose_and_run(cfg: DictConfig) -> None:
     """Call the function that `job._target_` names with the composed configuration."""
     with one_line_errors():  # here as well as in main: what leaves this function, Hydra comments on in lines of its own
         if cfg.job.makes_a_run:
             begin_and_run(cfg, Path(HydraConfig.get().runtime.output_dir))
         else:
+            begin.check_switches(cfg)
             job(cfg)(cfg)
 
 
@@ -49,6 +60,7 @@ def begin_and_run(cfg: DictConfig, folder: Path) -> None:
     """Call a job that makes a run, on each of the run's ranks; a run that is refused leaves no folder."""
     begun = False
     try:
+        begin.check_switches(cfg)
         begun = begin.begin(cfg, folder)
         if begun:
             with failures.first_one_tells(folder, cfg.debug, mistake):
@@ -61,11 +73,18 @@ def begin_and_run(cfg: DictConfig, folder: Path) -> None:
 
 
 def job(cfg: DictConfig) -> Callable[[DictConfig], None]:
-    """The function that `job._target_` names. Raises ValueError if there is none."""
+    """The function that `job._target_` names. Raises ValueError if there is none, or one that is not a job."""
     try:
-        return hydra.utils.get_method(cfg.job._target_)
-    except (ImportError, HydraException) as error:
+        found = hydra.utils.get_method(cfg.job._target_)
+        names = list(inspect.signature(found).parameters)
+    except (ImportError, HydraException, ValueError) as error:
         raise ValueError(f"job._target_={cfg.job._target_} cannot be called: {error}") from error
+    if names != ["cfg"]:
+        raise ValueError(
+            f"job._target_={cfg.job._target_} is not a job: give a function of one argument, cfg, such as "
+            "lit_modules.pretrain.run, or choose one with job=..."
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -78,7 +97,7 @@ def one_line_errors() -> Iterator[None]:
             print(f"palimpsest: interrupted{interrupt}", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        known = ours(error)
+        known = full_disk(error) or ours(error)
         if any(argument.lower() == "debug=true" for argument in sys.argv[1:]):
             raise
         if isinstance(known, runs.Said):
@@ -92,6 +111,15 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(1 if isinstance(known, runs.RunStopped) else USER_ERROR)
 
 
+def full_disk(error: Exception) -> runs.RunStopped | None:
+    """The line for a disk, or a quota, that is used up; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in FULL_DISK:
+        return None
+    return runs.RunStopped(
+        f"{error.filename or 'a file'} could not be written ({error.strerror}): make room, then retry"
+    )
+
+
 def mistake(error: Exception) -> str | None:
     """The line for a user's mistake; None for any other error."""
     if isinstance(error, HydraException | OmegaConfBaseException | ValueError | yaml.YAMLError):
@@ -99,7 +127,7 @@ def mistake(error: Exception) -> str | None:
     extra = extra_with(error.name or "") if isinstance(error, ModuleNotFoundError) else None
     if extra is None:
         return None
-    mend = f"it belongs to an extra: run `pip install 'palimpsest-lm[{extra}]'`, or -e '.[{extra}]' in a checkout"
+    mend = f"it belongs to an extra: run `pip install 'palimpsest-lm[{extra}]'`"
     return f"the package {error.name} is not installed; {mend}"
 
 
@@ -130,8 +158,8 @@ def refuse_the_other_kernels_package() -> None:
 
 def one_line(error: Exception) -> str:
     """The error's message on one line, with the configuration key that Hydra was building, if any."""
-    if isinstance(error.__cause__, MissingMandatoryValue):  # Hydra built what lacks it
-        error = error.__cause__
+    if isinstance(error.__cause__, MissingMandatoryValue) or not str(error):  # Hydra built what lacks it, or wraps it
+        error = error.__cause__ or error
     key = getattr(error, "full_key", None)
     text = str(error)
     if isinstance(error, MissingMandatoryValue):
@@ -142,8 +170,15 @@ def one_line(error: Exception) -> str:
     elif isinstance(error, OmegaConfBaseException):
         known = ours(error)  # says all there is to say
         key, text = (None, str(known)) if known else (key, error.msg or text.splitlines()[0])
+    elif merged := re.fullmatch(r"Error merging override ([^=]*)=(.*)", text, re.DOTALL):  # a list in a mapping's place
+        key, value = merged.groups()
+        text = f"{key}={value} is not known: it has keys, give them as {key}.NAME=VALUE, or null for none"
     line = " ".join(text.split())
-    return f"{key}: {line}" if key and key not in line else line
+    if missing := re.match(r"Key '([^']+)' is not in struct", line):  # a group that was left out
+        return f"{key or missing[1]} is missing: the job needs it"
+    if not key or key in line:
+        return line
+    return f"{key}.{line}" if re.match(r"\w+=", line) else f"{key}: {line}"
 
 
 def ours(error: BaseException | None) -> Exception | None:

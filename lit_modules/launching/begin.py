@@ -10,8 +10,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from data_pipeline.files import write_whole
+from data_pipeline.setting_types import check_type
 from lit_modules import runs
-from lit_modules.launching import failures, logs, meeting, verdicts
+from lit_modules.callbacks import restarts
+from lit_modules.launching import failures, logs, meeting, supervision, verdicts
+from lit_modules.launching.choices import choices
 from lit_modules.launching.ranks import Ranks, ranks
 
 log = logging.getLogger(__name__)
@@ -22,12 +25,15 @@ STARTED = "started.json"  # {"job"}: the start that a run goes on with by itself
 def register_resolvers() -> None:
     """Give conf/ the functions that choose folders and files, with one answer for all ranks of a run. A choice is made
     once: hence the cache."""
-    for function in (run_folder, sweep_folder, hydra_folder, logs.log_file, gpus_per_node):
+    for function in (run_folder, sweep_folder, runs.sweep_run, hydra_folder, logs.log_file, gpus_per_node, choices):
         OmegaConf.register_new_resolver(function.__name__, function, use_cache=True, replace=True)
 
 
 def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume: str | None) -> str:
     """As runs.run_folder, one for all ranks; a start that was requeued goes on in the folder that it began."""
+    check_type("job.makes_a_run", makes_a_run, bool)
+    check_type("runs_dir", runs_dir, str)
+    check_type("resume", resume, str | None)
     if not makes_a_run:
         return "."
     here = ranks()
@@ -41,6 +47,7 @@ def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume:
 
 def sweep_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str:
     """As runs.sweep_folder, one for all ranks."""
+    check_type("runs_dir", runs_dir, str)
     return meeting.one_folder(lambda: runs.sweep_folder(runs_dir, experiment, resume))
 
 
@@ -59,22 +66,35 @@ def begun_by(here: Ranks, parent: Path) -> Path | None:
     if here.job is None or here.attempt == 0 or not parent.is_dir():
         return None
     for folder in sorted((each for each in parent.iterdir() if each.is_dir()), key=lambda f: f.name, reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads((folder / STARTED).read_text(encoding="utf-8")).get("job") == here.job:
-                return folder
+        if started_by(folder) == here.job:
+            return folder
     return None
+
+
+def started_by(folder: Path) -> str | None:
+    """The name of the start, as `Ranks.job`, that a run was last started by; None where nothing is known."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / STARTED).read_text(encoding="utf-8")).get("job")
+    return None
+
+
+def check_switches(cfg: DictConfig) -> None:
+    """Raise ValueError for a switch of the command that is neither true nor false."""
+    for key in ("debug", "dry_run"):
+        check_type(key, cfg[key], bool)
 
 
 def begin(cfg: DictConfig, folder: Path) -> bool:
     """Bring this rank to where its job can begin, with trainer.devices and trainer.num_nodes as they were started.
 
-    Returns whether there is anything left to do: not for a requeued run that has finished.
+    Returns whether there is anything left to do: not for a run that has finished, requeued or of a resumed sweep.
 
     Raises:
         ValueError: the ranks cannot run together, or their number is not the one asked for.
         runs.Said: the same, on the ranks whose mistake another one says.
     """
     here = ranks()
+    supervision.tell_folder(folder)
     if cfg.dry_run:
         raise ValueError("dry_run=true prints the script of a launcher: give -m hydra/launcher=slurm as well")
     if here.launcher == "lightning" and here.rank > 0:
@@ -82,12 +102,14 @@ def begin(cfg: DictConfig, folder: Path) -> bool:
         return True
     verdicts.agree(cfg, folder)
     logs.speak_in_own_log(folder, here)
-    if here.attempt > 0 and (folder / runs.SUMMARY).is_file():
+    if (here.attempt > 0 or cfg.resume is not None) and (folder / runs.SUMMARY).is_file():
         if here.rank == 0:
-            log.info(f"run: {folder} has finished; nothing is left of this job, which was requeued")
+            log.info(f"run: {folder} has finished; nothing is left to do")
         return False
     if here.rank == 0:
         failures.set_aside(folder)
+        if here.attempt == 0:
+            restarts.forget(folder)
         if here.job is not None:
             when = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
             write_whole(folder / STARTED, json.dumps({"job": here.job, "attempt": here.attempt, "at": when}) + "\n")

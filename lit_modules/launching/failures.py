@@ -12,7 +12,7 @@ from lit_modules import runs
 from lit_modules.launching.logs import say_on_terminal, write_traceback
 from lit_modules.launching.ranks import ranks
 
-FAILED = "failed.json"  # {"rank", "world_size", "host", "error", "mistake", "log"}
+FAILED = "failed.json"  # {"rank", "world_size", "host", "error", "mistake", "log"}, of a killed rank also "killed"
 
 
 def mistake(error: BaseException) -> str | None:
@@ -80,6 +80,8 @@ def record(
 def told(found: dict[str, Any]) -> str:
     """A record in one line."""
     where = f"rank {found['rank']} of {found['world_size']} on {found['host']}"
+    if found.get("killed"):
+        return f"{where} {found['error']}; its log is {found['log']}"
     if not found["mistake"]:
         return f"{where} failed first: {found['error']}; its log is {found['log']}"
     return found["error"] if found["rank"] == 0 else f"{found['error']} ({where})"

@@ -17,8 +17,27 @@ def log_file(folder: str, job_name: str) -> str:
     return f"{folder}/{job_name}.log" if here.rank == 0 else f"{folder}/{here.log}"
 
 
-class LogFile(logging.FileHandler):
+class DropsWhatDiskRefuses:
+    """Comes before a handler of the logging module among the bases of a class: a message that its file or terminal does
+    not take is lost, without the traceback that Python prints. Whoever writes what matters reports a full disk."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class Terminal(DropsWhatDiskRefuses, logging.StreamHandler):
+    """The terminal's handler; its output may be redirected to a file."""
+
+
+class LogFile(DropsWhatDiskRefuses, logging.FileHandler):
     """A file handler that makes the file's folder when it has something to write, and not before."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file could not be opened
+            self.handleError(record)
 
     def _open(self) -> TextIO:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +53,7 @@ def speak_in_own_log(folder: Path, here: Ranks) -> None:
     path = folder / here.log
     path.parent.mkdir(parents=True, exist_ok=True)
     for handler in list(logging.root.handlers):
-        if type(handler) is logging.StreamHandler:  # the terminal's; the file's is a class below it
+        if isinstance(handler, Terminal):
             logging.root.removeHandler(handler)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -61,4 +80,3 @@ def write_traceback(error: BaseException) -> None:
     for handler in logging.root.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.emit(record)
-            handler.flush()

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import io
 import os
+import re
 import shutil
 import signal
 import time
@@ -21,9 +22,12 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, pic
 from submitit.slurm.slurm import SlurmExecutor
 
 from lit_modules import runs
-from lit_modules.launching import queue
+from lit_modules.launching import queue, rehearsal
+from lit_modules.launching.begin import started_by
 from lit_modules.launching.failures import first_failed
+from lit_modules.launching.launcher_settings import check_launcher
 
+STARTED_BY_SLURM = re.compile(r"slurm (?P<job>\d+)\..*")  # as Ranks.job names a start
 OF_THE_LAUNCHER = ("_target_", "submitit_folder", "max_num_timeout")  # what does not go to submitit's parameters
 
 
@@ -41,10 +45,12 @@ class Task:
 
     def __call__(self, *arguments: Any) -> Any:
         from lit_modules.launching.begin import register_resolvers
+        from lit_modules.launching.supervision import supervise
 
         # submitit's handlers would requeue the job and swallow SIGTERM; the run sets its own when it trains
         for number in (signal.SIGTERM, signal.SIGCONT, JobEnvironment._usr_sig()):
             signal.signal(number, signal.SIG_DFL)
+        supervise()
         os.environ["HYDRA_FULL_ERROR"] = "1"
         register_resolvers()
         return self.launch(*arguments)
@@ -60,11 +66,16 @@ class Submission(SlurmExecutor):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         try:
-            check_settings(self.config)
+            check_launcher(self.config, self.settings_known())
         except ValueError:
             self.discard()
             raise
         super().__init__(*arguments, **settings)
+
+    @classmethod
+    def settings_known(cls) -> set[str]:
+        """The names of all settings that the launcher takes."""
+        return {*OF_THE_LAUNCHER, *cls._equivalence_dict(), *cls._valid_parameters()}
 
     @classmethod
     def name(cls) -> str:
@@ -82,8 +93,14 @@ class Submission(SlurmExecutor):
             KeyboardInterrupt: the user does not wait any longer.
         """
         sweep = Path(self.config.hydra.sweep.dir).absolute()
-        for delayed in delayed_submissions:
-            delayed.function = Task(delayed.function)
+        try:
+            folders = [sweep / runs.sweep_run(str(sweep), delayed.args[2]) for delayed in delayed_submissions]
+            for delayed, folder in zip(delayed_submissions, folders, strict=True):
+                rehearsal.check_run(delayed.function, delayed.args[0], folder)
+                delayed.function = Task(delayed.function)
+        except Exception:
+            self.discard()
+            raise
         if self.config.dry_run:
             self.print_script(len(delayed_submissions))
             self.discard()
@@ -92,6 +109,7 @@ class Submission(SlurmExecutor):
             self.discard()
             queue.ask("sbatch")
         try:
+            refuse_what_is_queued(folders)
             with contextlib.redirect_stderr(io.StringIO()):  # where submitit repeats what sbatch says
                 jobs = super()._internal_process_submissions(delayed_submissions)
             numbers = [job.job_id for job in jobs]
@@ -101,10 +119,7 @@ class Submission(SlurmExecutor):
             if isinstance(error, ValueError):
                 raise
             raise ValueError(queue.refused(str(error), self.config.hydra.launcher)) from error
-        folders = {
-            job.job_id: sweep / str(delayed.args[2]) for job, delayed in zip(jobs, delayed_submissions, strict=True)
-        }
-        self.wait(jobs, folders)
+        self.wait(jobs, {job.job_id: folder for job, folder in zip(jobs, folders, strict=True)})
         return jobs
 
     def discard(self) -> None:
@@ -150,6 +165,18 @@ class Submission(SlurmExecutor):
             raise runs.RunStopped(many + "; ".join(lines))
 
 
+def refuse_what_is_queued(folders: list[Path]) -> None:
+    """Raise ValueError for a run to be resumed whose job is still queued or running: two jobs would have one folder."""
+    for folder in folders:
+        start = STARTED_BY_SLURM.fullmatch(started_by(folder) or "")
+        state = start and (queue.states([start["job"]]) or {}).get(start["job"])
+        if state and state.word not in queue.ENDED:
+            raise ValueError(
+                f"resume: {folder} is that of SLURM job {start['job']}, which is {state.word.lower()}: wait for it, or "
+                f"cancel it first (scancel {start['job']})"
+            )
+
+
 def say(job: str, state: queue.State) -> None:
     """Say that a job's state has changed."""
     why = f" ({state.reason})" if state.reason not in ("", "None") else ""
@@ -184,26 +211,3 @@ def last_words(job: Any) -> str | None:
     lines = [line.strip() for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
     mine = [line.removeprefix("palimpsest: ") for line in lines if line.startswith("palimpsest: ")]
     return (mine or lines or [None])[-1]
-
-
-def check_settings(config: DictConfig) -> None:
-    """Raise ValueError for what submitit would only complain of in its own way."""
-    launcher = config.hydra.launcher
-    for name in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task"):
-        value, needed = launcher[name], name in ("nodes", "tasks_per_node")
-        if (needed or value is not None) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            follows = " (it follows trainer.devices)" if name in ("tasks_per_node", "gpus_per_node") else ""
-            raise ValueError(f"hydra.launcher.{name}={value}: give a whole number, 1 or more{follows}")
-    if launcher.mem_gb is not None and not isinstance(launcher.mem_gb, int | float):
-        raise ValueError(f"hydra.launcher.mem_gb={launcher.mem_gb}: give a number of gigabytes")
-    if not isinstance(launcher.time, str):
-        raise ValueError(f'hydra.launcher.time={launcher.time}: give it in quotes, such as "24:00:00"')
-    known = {*OF_THE_LAUNCHER, *Submission._equivalence_dict(), *Submission._valid_parameters()}
-    strange = [name for name in launcher if name not in known]
-    if strange:
-        raise ValueError(f"hydra.launcher.{strange[0]}: there is no such setting; give {', '.join(sorted(known))}")
-    if config.trainer.num_nodes not in (1, launcher.nodes):
-        raise ValueError(
-            f"trainer.num_nodes={config.trainer.num_nodes} is not hydra.launcher.nodes={launcher.nodes}: leave "
-            "trainer.num_nodes out, it follows"
-        )

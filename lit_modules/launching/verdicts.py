@@ -8,8 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from data_pipeline.parallel import most_processes
+from data_pipeline.settings import check_whole, shown
 from lit_modules import runs
 from lit_modules.launching import meeting
 from lit_modules.launching.failures import host
@@ -28,6 +30,8 @@ def take_the_launchers_numbers(trainer: DictConfig, here: Ranks) -> None:
     Raises:
         ValueError: what they do say is not what was started.
     """
+    check_whole("trainer.num_nodes", trainer.num_nodes, 1)
+    check_devices(trainer.accelerator, trainer.devices)
     if not here.from_outside:
         if trainer.num_nodes != 1:
             raise ValueError(
@@ -53,6 +57,20 @@ def take_the_launchers_numbers(trainer: DictConfig, here: Ranks) -> None:
             f"{here.launcher} started {here.world_size} on {here.nodes} node{'s' * (here.nodes > 1)}: give "
             f"{here.launcher} {options[here.launcher].format(trainer.num_nodes, found)}, or trainer.devices="
             f"{here.local_size} trainer.num_nodes={here.nodes}"
+        )
+
+
+def check_devices(accelerator: str, asked: Any) -> None:
+    """Raise ValueError unless trainer.devices is a number of devices, auto, or of GPUs the numbers of some or all."""
+    asked = list(asked) if OmegaConf.is_list(asked) else asked
+    given = asked.strip(",").split(",") if isinstance(asked, str) else asked if isinstance(asked, list) else []
+    numbered = bool(given) and all(str(each).strip().isdigit() for each in given)
+    if asked == "auto" or (accelerator != "cpu" and (numbered or asked in (-1, "-1"))):
+        return
+    if not isinstance(asked, int) or isinstance(asked, bool) or not 1 <= asked <= most_processes():
+        gpus = "" if accelerator == "cpu" else ", the numbers of GPUs as [0,1]"
+        raise ValueError(
+            f"trainer.devices={shown(asked)}: give a whole number from 1 to {most_processes()}{gpus}, or auto"
         )
 
 

@@ -1,5 +1,6 @@
 """The command line: help, what is refused before any data is read, and how."""
 
+import errno
 import importlib.metadata
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_expe
         (["callbacks.position_loss.window=100"], "callbacks.position_loss.window=100"),
         (["callbacks.checkpoints.keep_last=0"], "callbacks.checkpoints.keep_last=0"),
         (["resume=runs/nowhere"], "palimpsest: resume=runs/nowhere"),
-        (["-m", "resume=auto"], "resume=auto"),
+        (["-m", "resume=runs/nowhere"], "resume=runs/nowhere is not the folder of a run or of a sweep"),
         (["trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val=-1"),
         (["trainer.gradient_clip_val=abc"], "trainer.gradient_clip_val=abc"),
         (["trainer.devices=abc"], "trainer"),
@@ -76,7 +77,9 @@ def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_expe
         (["seed=-1"], "seed=-1"),
         (["logger=wandb", "logger.wandb.mode=sometimes"], "logger.wandb.mode=sometimes"),
         (["job._target_=nope.run"], "job._target_=nope.run"),
-        (["modle.num_heads=2"], "modle"),
+        (["job._target_=os.getcwd"], "job._target_=os.getcwd is not a job: give a function of one argument, cfg"),
+        (["modle.num_heads=2"], "palimpsest: modle is not known: did you mean model?"),
+        (["+max_token=5"], "palimpsest: max_token is not known: did you mean max_tokens?"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused_in_one_line_that_names_the_key(run, command, overrides, said):
@@ -116,6 +119,7 @@ def test_every_experiment_composes_and_builds_its_parts(path):
     from lit_modules.launching import begin
     from lit_modules.linearize import build_stage
     from lit_modules.networks import PalimpsestForCausalLM
+    from lit_modules.trainer import check_settings
 
     begin.register_resolvers()
     experiment = path.relative_to(ROOT / "conf" / "experiment").with_suffix("")
@@ -126,6 +130,7 @@ def test_every_experiment_composes_and_builds_its_parts(path):
         cfg.base = "/given"
     if "source" in cfg.data and OmegaConf.is_missing(cfg.data.source, "path"):
         cfg.data.source.path = "/given"
+    check_settings(cfg)
     data = hydra.utils.instantiate(cfg.data)
     assert data.accumulation(1) * data.micro_batch_size * data.sequence_length == cfg.data.batch_tokens
     schedule = hydra.utils.instantiate(cfg.schedule)
@@ -154,3 +159,15 @@ def test_a_package_that_is_missing_is_one_line_that_names_the_extra(capsys, modu
 def test_a_module_of_no_extra_keeps_its_traceback():
     with pytest.raises(ModuleNotFoundError), palimpsest.one_line_errors():
         raise ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
+
+
+def test_a_full_disk_ends_a_start_in_one_line(run, command, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "config.yaml")
+
+    monkeypatch.setattr(palimpsest.begin, "begin", full)
+    found = run()
+    assert found.status == 1
+    assert (
+        found.err == "palimpsest: config.yaml could not be written (No space left on device): make room, then retry\n"
+    )

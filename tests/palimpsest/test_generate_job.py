@@ -1,6 +1,8 @@
 """`job=generate` on a run, an export, and what is neither."""
 
+import io
 import json
+import sys
 
 import pytest
 
@@ -53,6 +55,19 @@ def test_a_file_of_prompts_gives_what_each_gives_alone(run, trained, tmp_path):
     assert [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()] == records
 
 
+def test_a_prompt_is_the_same_text_on_the_command_line_in_a_file_and_on_standard_input(
+    run, trained, tmp_path, monkeypatch
+):
+    text = 'What\'s up, "${x}"?\n\ttrue: def f(x):'
+    found = generate(run, trained, f"prompt={text}", "temperature=0")
+    assert found.status == 0, found.err
+    assert found.out.startswith(text)
+    (tmp_path / "prompt.txt").write_text(f"{text}\n")
+    assert generate(run, trained, f"prompt_file={tmp_path}/prompt.txt", "temperature=0").out == found.out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{text}\n".encode())))
+    assert generate(run, trained, "prompt_file=-", "temperature=0").out == found.out
+
+
 def test_an_unfinished_run_generates_from_its_newest_checkpoint(run, trained, tmp_path):
     import shutil
 
@@ -75,6 +90,17 @@ def test_generating_leaves_no_files(run, trained, command):
     [
         ([], "prompt="),
         (["prompt=a", "prompts_file=b"], "prompt="),
+        (["prompt=a", "prompt_file=b"], "prompt_file="),
+        (["prompt_file=/nonexistent.txt"], "prompt_file=/nonexistent.txt"),
+        (["prompt=Hello,", "world"], "world is not key=value: put quotes around the whole prompt"),
+        (["prompt=a", "output=o.jsonl"], "output=o.jsonl is for prompts_file=FILE"),
+        (["prompt=a", "batch_size=2"], "batch_size=2 is for prompts_file=FILE"),
+        (
+            ["prompt=a", "max_tokens=5"],
+            "max_tokens=5 changes nothing with job=generate: leave it out; did you mean max_",
+        ),
+        (["prompt=a", "model.num_layers=2"], "model.num_layers=2 changes nothing with job=generate"),
+        (["prompt=a", "data=alpaca"], "data=alpaca changes nothing with job=generate"),
         (["prompts_file=/nonexistent.txt"], "prompts_file=/nonexistent.txt"),
         (["prompt=a", "temperature=-1"], "temperature=-1"),
         (["prompt=a", "top_p=0"], "top_p=0"),
@@ -85,7 +111,7 @@ def test_generating_leaves_no_files(run, trained, command):
         (["prompt=a", "temperature=abc"], "temperature=abc"),
         (["prompt=a", "top_k=1.5"], "top_k=1.5"),
         (["prompts_file=5"], "prompts_file=5"),
-        (["prompt=a", "output=/proc/nowhere/o.jsonl"], "output=/proc/nowhere/o.jsonl"),
+        ([f"prompts_file={__file__}", "output=/proc/nowhere/o.jsonl"], "output=/proc/nowhere/o.jsonl"),
     ],
 )
 def test_what_cannot_be_generated_from_is_refused_in_one_line(run, trained, overrides, said):

@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lit_modules import checkpoints, runs
+from lit_modules.trainer import start_of
 from tests.conftest import PICTURES, Command
 
 FIGURES = ("loss.png", "position_loss.png", "forget_gates.png")
@@ -42,7 +43,7 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 def unbroken(tmp_path_factory, workplace) -> Path:
     """One run from start to end, in a process of its own."""
     command = Command(workplace, tmp_path_factory.mktemp("unbroken"))
-    process = command.start("+tags=[unbroken]", *PICTURES)
+    process = command.start(*PICTURES)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     folder = newest(command)
@@ -55,12 +56,14 @@ def test_a_run_leaves_what_the_readme_says(unbroken):
     assert summary["tokens"] == 10240
     assert summary["skipped_steps"] == 0
     assert 0 < summary["bits_per_byte"] < 8
-    assert 0 < summary["xz_bits_per_byte"] < 8
+    assert 0 < summary["xz_after_training_bits_per_byte"] < summary["xz_bits_per_byte"] < 8
     assert 0 < summary["unigram_bits_per_byte"] < 8
     for name in FIGURES:
         with Image.open(unbroken / "figures" / name) as image:
             assert min(image.size) > 200
-    assert (unbroken / "figures" / "position_loss.csv").is_file()
+    table = (unbroken / "figures" / "position_loss.csv").read_text().splitlines()
+    assert table[0] == "context_tokens,loss,tokens"
+    assert table[1].startswith("1,")
     assert [p.name for p in sorted((unbroken / "checkpoints").iterdir())] == [
         "best",
         "step_00000016",
@@ -78,7 +81,8 @@ def test_a_run_leaves_what_the_readme_says(unbroken):
 
 def test_the_terminal_shows_progress_and_ends_with_what_came_out(unbroken):
     out = (unbroken / "terminal.txt").read_text()
-    for said in ("tokens/s", " left", "bits per byte", "xz -9", "token unigram", "a sample of its writing", "figures/"):
+    yardsticks = ("xz -9 after training text", "xz -9 of this text alone", "token unigram")
+    for said in ("tokens/s", " left", "bits per byte", *yardsticks, "a sample of its writing", "figures/"):
         assert said in out
     assert "Traceback" not in out
     assert "torch.distributed" not in out
@@ -98,7 +102,7 @@ def test_bits_per_byte_and_the_held_out_loss_are_the_same_number(unbroken, workp
     held_out = held_out_documents(workplace)
     assert sum(len(text.encode()) for text in held_out) == summary["validation_bytes"]
     # rows of 128 tokens, in which every document starts anew, as the model was measured
-    stream = [t for text in held_out for t in (tokenizer.bos_token_id, *tokenizer(text)["input_ids"])]
+    stream = [t for text in held_out for t in tokenizer(text)["input_ids"]]
     total, count = 0.0, 0
     for start in range(0, len(stream) - 1, 128):
         row = stream[start : start + 129]
@@ -143,7 +147,7 @@ def test_a_run_killed_at_arbitrary_moments_ends_with_the_same_weights_bit_for_bi
 
     for low in (1, 8, 14):
         step, delay = draw.randint(low, low + 4), draw.uniform(0, 0.05)
-        process = command.start("resume=auto", "+tags=[unbroken]", start_new_session=True)
+        process = command.start("resume=auto", start_new_session=True)
 
         def moment(folder, step=step, delay=delay):
             path = folder / "metrics.csv"
@@ -156,7 +160,7 @@ def test_a_run_killed_at_arbitrary_moments_ends_with_the_same_weights_bit_for_bi
 
         kill_at(process, mine, moment)
         killed.append((step, delay, process.returncode))
-    process = command.start("resume=auto", "+tags=[unbroken]", start_new_session=True)
+    process = command.start("resume=auto", start_new_session=True)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert sum(status == -signal.SIGKILL for _, _, status in killed) >= 2, killed
@@ -203,11 +207,11 @@ def test_resume_after_the_model_was_changed_is_refused_by_name_and_changes_nothi
 
 
 def test_a_truncated_checkpoint_is_said_and_the_previous_one_taken_and_the_end_is_the_same(run, command, unbroken):
-    folder = stop_early(run, command, "+tags=[unbroken]")
+    folder = stop_early(run, command)
     last = checkpoints.newest(folder / "checkpoints")
     shard = last / "__0_0.distcp"
     os.truncate(shard, shard.stat().st_size // 2)
-    found = run("resume=auto", "+tags=[unbroken]")
+    found = run("resume=auto")
     assert found.status == 0, found.err
     assert f"{last.name}/{shard.name} is truncated" in found.out
     assert "resumed from step_00000004\n" in found.out
@@ -215,8 +219,8 @@ def test_a_truncated_checkpoint_is_said_and_the_previous_one_taken_and_the_end_i
 
 
 def test_a_resumed_run_may_have_another_micro_batch(run, command, unbroken):
-    folder = stop_early(run, command, "+tags=[unbroken]")
-    found = run("resume=auto", "+tags=[unbroken]", "data.micro_batch_size=2")
+    folder = stop_early(run, command)
+    found = run("resume=auto", "data.micro_batch_size=2")
     assert found.status == 0, found.err
     mine, theirs = (json.loads((f / "summary.json").read_text()) for f in (folder, unbroken))
     assert mine["steps"] == theirs["steps"]
@@ -243,7 +247,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(run, command):
 
 
 def test_two_processes_train_on_the_same_global_batches_as_one(command, unbroken):
-    process = command.start("trainer.devices=2", "strategy=ddp", "+tags=[unbroken]", "data.micro_batch_size=4")
+    process = command.start("trainer.devices=2", "strategy=ddp", "data.micro_batch_size=4")
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     (folder,) = command.runs()  # one run, one folder
@@ -262,6 +266,7 @@ def test_wandb_offline_has_config_metrics_figures_and_goes_on_after_a_resume(com
     wandb.finish()
     found = run(*settings, "resume=auto")
     assert found.status == 0, found.err
+    wandb.finish()  # as the end of the command's process does: until then not all need be written
     offline = sorted((folder / "wandb").glob("offline-run-*"))
     assert len(offline) == 2
     assert len({p.name.split("-", 3)[3] for p in offline}) == 1, "the same run's id"
@@ -272,7 +277,7 @@ def test_wandb_offline_has_config_metrics_figures_and_goes_on_after_a_resume(com
     assert media >= {"loss", "position", "forget"}
 
 
-def test_a_sweep_has_a_folder_and_in_it_a_run_for_each_value(run, command):
+def test_a_sweep_has_a_folder_and_in_it_a_run_for_each_value_and_is_resumed_as_a_whole(run, command):
     settings = ("max_tokens=1024", "schedule.warmup_tokens=0", "callbacks.samples.prompts=[]")
     found = run("-m", "model.forget_gate=data_dependent,none", *settings)
     assert found.status == 0, found.err
@@ -281,6 +286,13 @@ def test_a_sweep_has_a_folder_and_in_it_a_run_for_each_value(run, command):
     for number, gate in enumerate(("data_dependent", "none")):
         assert OmegaConf.load(sweep / str(number) / "config.yaml").model.forget_gate == gate
         assert (sweep / str(number) / "summary.json").is_file()
+    (sweep / "1" / "summary.json").unlink()  # as if that run had been cancelled
+    found = run("-m", "model.forget_gate=data_dependent,none", "resume=auto", *settings)
+    assert found.status == 0, found.err
+    assert f"run: {sweep}/0 has finished; nothing is left to do" in found.out
+    assert f"run: {sweep}/1, resumed from step_00000002" in found.out
+    assert (sweep / "1" / "summary.json").is_file()
+    assert command.runs() == [sweep]
 
 
 def test_the_best_checkpoint_stays_the_best_after_a_resume(run, command, monkeypatch):
@@ -298,7 +310,7 @@ def test_the_best_checkpoint_stays_the_best_after_a_resume(run, command, monkeyp
     assert checkpoints.step_folders(best.parent)[0] == (10, best.resolve()), "and is spared when older ones go"
 
 
-def test_an_interrupt_ends_in_one_line_that_says_how_to_go_on(command):
+def test_ctrl_c_saves_a_checkpoint_and_one_line_says_how_to_resume(command):
     process = command.start("max_tokens=1024000", "validate_every_tokens=1024000")
     for line in process.stdout:
         if " · lr " in line:  # of training; what prepares the text has a rate of its own
@@ -306,7 +318,10 @@ def test_an_interrupt_ends_in_one_line_that_says_how_to_go_on(command):
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "palimpsest: interrupted; resume=auto goes on from the last checkpoint" in out
+    (folder,) = command.runs()
+    last = checkpoints.newest_whole(folder / "checkpoints")
+    said = f"after step {checkpoints.step_of(last)}: the checkpoint is {last}; resume=auto goes on from there"
+    assert [line for line in out.splitlines() if "resume=auto" in line] == [f"interrupted (SIGINT) {said}"]
     assert "Traceback" not in out
 
 
@@ -345,3 +360,10 @@ def test_the_summary_is_of_all_the_held_out_text_when_the_last_validation_read_o
     assert "over 256 tokens" in found.out
     summary, other = (json.loads((folder / "summary.json").read_text()) for folder in (newest(command), unbroken))
     assert summary["validation_tokens"] == other["validation_tokens"] > 256
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_from_step_0(tmp_path):
+    assert start_of(tmp_path, None) == "", "a new run"
+    (tmp_path / runs.CONFIG).touch()
+    assert start_of(tmp_path, tmp_path / "checkpoints" / "step_00000020") == ", resumed from step_00000020"
+    assert start_of(tmp_path, None) == f", which has no checkpoint in {tmp_path}/checkpoints: it starts from step 0"

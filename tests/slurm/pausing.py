@@ -11,23 +11,27 @@ SECONDS = 120  # that a test may take
 
 
 class Pauses(lightning.Callback):
-    """At the beginning of a step, in the first attempt of a job: says in `folder` that it waits, until a test says go.
+    """At the beginning of a step of an attempt of a job: says in `folder` that it waits, until a test says go.
 
     Args:
-        folder: where `waits-<rank>` appears, and `go` is waited for.
-        step: how many steps are whole by then.
+        folder: where `waits-<rank>` appears, and `go` is waited for; in the second attempt `waits-<rank>-1` and `go-1`.
+        step: how many steps are whole by then; a list of them for the first attempts.
         rank: the one that waits; null for all.
     """
 
-    def __init__(self, folder: str, step: int, rank: int | None = None) -> None:
-        self.folder, self.step, self.rank = Path(folder), step, rank
+    def __init__(self, folder: str, step: int | list[int], rank: int | None = None) -> None:
+        self.folder, self.rank = Path(folder), rank
+        self.steps = [step] if isinstance(step, int) else step
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        waits = self.folder / f"waits-{trainer.global_rank}"
-        again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0" or waits.exists()
-        if again or trainer.global_step != self.step or self.rank not in (None, trainer.global_rank):
+        attempt = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        mark = f"-{attempt}" if attempt else ""
+        waits = self.folder / f"waits-{trainer.global_rank}{mark}"
+        if waits.exists() or attempt >= len(self.steps) or self.rank not in (None, trainer.global_rank):
+            return
+        if trainer.global_step != self.steps[attempt]:
             return
         waits.write_text(str(os.getpid()))
         deadline = time.monotonic() + SECONDS
-        while not (self.folder / "go").exists() and time.monotonic() < deadline:
+        while not (self.folder / f"go{mark}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)

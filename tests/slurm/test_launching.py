@@ -74,19 +74,26 @@ def test_two_nodes_share_a_run_and_end_with_the_loss_of_one_process(
     assert loss(folder) == pytest.approx(loss(command.runs()[-1]), rel=1e-4)
 
 
-def test_a_sweep_is_an_array_and_the_runs_that_fail_are_named(
+def test_a_sweep_is_an_array_and_the_runs_that_fail_are_named_and_resumed(
     slurm: Cluster, command: Command, run: Callable[..., Finished]
 ) -> None:
-    found = run(*LAUNCHER, *SHORT, BREAKS[0], "+callbacks.breaks.rank=0,1", "seed=1,2")
+    overrides = (*LAUNCHER, *SHORT, "checkpoint_every_tokens=512", BREAKS[0], "+callbacks.breaks.rank=0,1")
+    found = run(*overrides)
     assert found.status == 1
     (sweep,) = command.runs()
-    assert [(sweep / str(number) / "summary.json").is_file() for number in range(4)] == [False, False, True, True]
+    assert [(sweep / str(number) / "summary.json").is_file() for number in range(2)] == [False, True]
     (line,) = spoken(found.err)
-    assert line.startswith("palimpsest: 2 of 4 runs failed: job ")
-    assert line.count("rank 0 of 1 on node") == 2
+    assert line.startswith("palimpsest: 1 of 2 runs failed: job ")
+    assert "rank 0 of 1 on node" in line
     assert f"ArithmeticError: the third step is too much; its log is {sweep}/0/palimpsest.log" in line
     job = line.split("job ")[1].partition("_")[0]
-    assert sorted(slurm.states(job)) == ["COMPLETED", "COMPLETED", "FAILED", "FAILED"]
+    assert sorted(slurm.states(job)) == ["COMPLETED", "FAILED"]
+    found = run(*overrides, "+callbacks.breaks.step=99", "resume=auto")
+    assert found.status == 0, found.err
+    assert command.runs() == [sweep]
+    assert ", resumed from step_0000000" in (sweep / "0" / "palimpsest.log").read_text()
+    assert (sweep / "0" / "summary.json").is_file()
+    assert "has finished; nothing is left to do" in (sweep / "1" / "palimpsest.log").read_text()
 
 
 def test_under_srun_the_first_rank_that_fails_speaks_alone(slurm: Cluster, command: Command) -> None:
@@ -125,8 +132,7 @@ def test_torchrun_goes_on_in_the_same_folder_when_it_starts_the_ranks_again(comm
             ("hydra.launcher.partition=nowhere",),
             "hydra.launcher.partition=nowhere: sbatch refuses the job: invalid partition specified: nowhere",
         ),
-        (("hydra.launcher.time=soon",), "hydra.launcher.time=soon: sbatch refuses the job: Invalid --time"),
-        (("hydra.launcher.nodes=3",), "hydra.launcher.nodes=3, "),
+        (("hydra.launcher.nodes=3", "data.batch_tokens=768"), "hydra.launcher.nodes=3, "),
         (("hydra.launcher.time=2:00:00",), "hydra.launcher.time=2:00:00: SLURM would never begin the job (Partition"),
         (("hydra.launcher.nodes=2", "trainer.num_nodes=3"), "trainer.num_nodes=3 is not hydra.launcher.nodes=2"),
     ],

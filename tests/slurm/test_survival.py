@@ -1,6 +1,7 @@
 """Runs on two nodes that are requeued, warned of the time limit, hung, or lose a node: each goes on by itself, and ends
 with the losses of a run that was left alone."""
 
+import contextlib
 import csv
 import json
 import os
@@ -20,12 +21,12 @@ SCRIPT = f"""#!/bin/sh
 export GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 WANDB_MODE=offline PYTHONPATH={ROOT}
 exec srun --kill-on-bad-exit=1 {sys.executable} {ROOT}/palimpsest.py "$@"
 """
-# Twelve steps, a row of metrics.csv each; checkpoints at 4, 8 and 12, and after the validations at 6 and 12.
+# Twelve steps, training losses at 1, 5, 10 and 12; checkpoints at 4, 8 and 12, and after the validations at 6 and 12.
 SHORT = (
     "max_tokens=6144",
     "validate_every_tokens=3072",
     "checkpoint_every_tokens=2048",
-    "log_every_tokens=512",
+    "log_every_tokens=2560",
     "callbacks.samples.prompts=[]",
 )
 
@@ -99,7 +100,7 @@ def alone(slurm: Cluster, workplace: Path, tmp_path_factory: pytest.TempPathFact
 def start(slurm: Cluster, command: Command, tmp_path: Path) -> Callable[..., Job]:
     """Start a run that waits at a step, and return it once it does."""
 
-    def call(*overrides: str, step: int = 6, rank: int | None = None) -> Job:
+    def call(*overrides: str, step: int | list[int] = 6, rank: int | None = None) -> Job:
         pauses = ("_target_=tests.slurm.pausing.Pauses", f"folder={tmp_path}", f"step={step}")
         pauses += () if rank is None else (f"rank={rank}",)
         job = Job(slurm, command, tmp_path / "job", *overrides, *(f"+callbacks.pauses.{setting}" for setting in pauses))
@@ -110,16 +111,27 @@ def start(slurm: Cluster, command: Command, tmp_path: Path) -> Callable[..., Job
     return call
 
 
-def test_a_run_that_is_requeued_saves_and_goes_on(alone: Job, start, tmp_path: Path) -> None:
-    job = start()
-    job.slurm.ask("scontrol", "requeue", job.number)
+def test_a_rank_that_is_killed_is_named_and_the_run_restarts_and_one_that_is_requeued_saves(
+    alone: Job, start, tmp_path: Path
+) -> None:
+    job = start(step=[6, 8])
+    job.until(lambda: (job.run / "checkpoints" / "step_00000006").is_dir())  # it is written beside the training
+    os.kill(int((tmp_path / "waits-1").read_text()), signal.SIGKILL)
     (tmp_path / "go").touch()
+    job.until(lambda: all((tmp_path / f"waits-{rank}-1").exists() for rank in (0, 1)))
+    assert spoken(job.out) == [
+        f"palimpsest: rank 1 of 2 on node2 was killed (out of memory?); SLURM job {job.number} is queued again and "
+        f"goes on from the last checkpoint; its log is {job.run}/logs/rank_00001.log"
+    ]
+    job.slurm.ask("scontrol", "requeue", job.number)
+    (tmp_path / "go-1").touch()
     job.ends()
     assert job.losses() == alone.losses()
     log = job.log()
-    assert f"preempted (SIGTERM) after step 7: the checkpoint is {job.run}/checkpoints/step_00000007;" in log
+    assert ", resumed from step_00000006" in log
+    assert f"preempted (SIGTERM) after step 9: the checkpoint is {job.run}/checkpoints/step_00000009;" in log
     assert f"where SLURM queues job {job.number} again it goes on from there" in log
-    assert ", resumed from step_00000007" in log
+    assert ", resumed from step_00000009" in log
 
 
 def test_a_run_warned_of_the_time_limit_requeues_itself(alone: Job, start, tmp_path: Path) -> None:
@@ -158,10 +170,21 @@ def test_a_run_that_loses_a_node_goes_on_when_the_node_is_back(alone: Job, start
     assert ", resumed from step_00000006" in job.log()
 
 
-def kill_node(slurm: Cluster, task: int) -> None:
-    """Kill node2's daemon, and the task on it with what SLURM has put over the task, as when its power fails."""
-    step = int(Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
+def kill_node(slurm: Cluster, rank: int) -> None:
+    """Kill node2's daemon, and the rank on it with the task above it and SLURM's own above that, as when its power
+    fails."""
+    task = parent_of(rank)
+    step = parent_of(task)
     slurm.daemons["node2"].kill()
     slurm.daemons["node2"].wait()
-    os.kill(step, signal.SIGKILL)
-    os.kill(task, signal.SIGKILL)
+    for process in (step, task, rank):
+        with contextlib.suppress(ProcessLookupError):  # a rank ends with the task above it
+            os.kill(process, signal.SIGKILL)
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def spoken(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("palimpsest: ")]

@@ -24,7 +24,9 @@ def started(monkeypatch):
 
 @pytest.fixture
 def cfg():
-    return OmegaConf.create({"dry_run": False, "trainer": {"devices": 1, "num_nodes": 1, "accelerator": "cpu"}})
+    return OmegaConf.create(
+        {"dry_run": False, "resume": None, "trainer": {"devices": 1, "num_nodes": 1, "accelerator": "cpu"}}
+    )
 
 
 def test_a_requeued_start_goes_on_in_its_folder_and_another_start_has_its_own(started, cfg, tmp_path):

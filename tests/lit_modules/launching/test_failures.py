@@ -1,5 +1,6 @@
 """The first rank that failed, and the logs of the others."""
 
+import contextlib
 import json
 import logging
 import subprocess
@@ -89,7 +90,7 @@ def test_all_that_another_rank_says_is_in_its_log_and_its_failure_on_the_termina
     code = (
         "import logging, os, sys, pathlib; from lit_modules.launching import logs; "
         "from lit_modules.launching.ranks import ranks; folder = sys.argv[1]; "
-        "handlers = [logging.StreamHandler(), logs.LogFile(logs.log_file(folder, 'palimpsest'))]; "
+        "handlers = [logs.Terminal(), logs.LogFile(logs.log_file(folder, 'palimpsest'))]; "
         "logging.basicConfig(handlers=handlers, level='INFO', format='%(message)s'); "
         "logs.speak_in_own_log(pathlib.Path(folder), ranks()); "
         "print('printed', flush=True); logging.info('logged'); os.write(2, b'from a library\\n'); "
@@ -112,3 +113,17 @@ def test_a_traceback_goes_into_the_log_file_and_not_to_the_terminal(tmp_path, ca
         handler.close()
     assert "ArithmeticError: too much" in (tmp_path / "palimpsest.log").read_text()
     assert capsys.readouterr().err == ""
+
+
+def test_what_a_full_disk_does_not_take_of_a_log_is_lost_without_a_traceback(tmp_path, capfd):
+    (tmp_path / "a-file").touch()
+    record = logging.makeLogRecord({"msg": "said"})
+    with open("/dev/full", "w") as full:
+        no_folder = logs.LogFile(tmp_path / "a-file" / "log", delay=True)
+        for handler in (logs.LogFile("/dev/full"), logs.Terminal(full), no_folder):
+            handler.handle(record)
+        with contextlib.suppress(OSError):
+            full.close()
+    assert capfd.readouterr().err == ""
+    logs.Terminal(None).handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+    assert "Logging error" in capfd.readouterr().err, "what is wrong in the program is still seen"

@@ -1,11 +1,13 @@
 """`job=linearize` as a user meets it: a small pretrained model in, a run with an adapter and an export out."""
 
 import csv
+import io
 import itertools
 import json
 import math
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import hydra
 import pytest
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from lit_modules import checkpoints, runs
+from lit_modules import checkpoints, layer_setup, runs
 from lit_modules import linearize as job
 from lit_modules.networks.linearized import load_pretrained
 from tests.data_pipeline.mixtures.conftest import write_corpus
@@ -130,9 +132,9 @@ def test_lolcats_aligns_feature_maps_then_trains_lora_and_a_broken_run_ends_with
     assert float(held_out[8]) > float(held_out[6])
     for step in (3, 7):  # in the middle of each stage
         stopping(step)
-        assert linearize(*TWO_STAGES, "+tags=[broken]", "resume=auto", experiment="lolcats/llm").status != 0
+        assert linearize(*TWO_STAGES, "resume=auto", experiment="lolcats/llm").status != 0
     stopping(0)
-    finished = linearize(*TWO_STAGES, "+tags=[broken]", "resume=auto", experiment="lolcats/llm")
+    finished = linearize(*TWO_STAGES, "resume=auto", experiment="lolcats/llm")
     assert finished.status == 0, finished.err
     assert "resumed from step_00000006" in finished.out
     _, broken = command.runs("lolcats/llm")
@@ -162,9 +164,12 @@ def test_new_parameters_that_no_stage_trains_are_named_and_recovery_needs_a_teac
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] *= 30  # it is sure of what is wrong
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
     finished = linearize(f"base={folder}", "linearization.learned_weights=head", "max_tokens=512")
     assert finished.status == 0, finished.err
     assert "no stage trains them: add scalars to stages.finetuning.train" in finished.err + finished.out
+    assert f"data.sequence_length=64 is more than base={folder} was trained for" in finished.err + finished.out
     assert "recovery: none to tell" in finished.out
     assert "recovery" not in summary(folder_of())
 
@@ -186,7 +191,7 @@ def test_stored_tokens_of_the_teacher_train_as_the_teacher_itself_does(linearize
     assert linearize(*KL).status == 0
     nearing = [float(value) for value in column(command.runs("liger/gla")[0], "train/kl").values()]
     assert sum(nearing[-3:]) < 0.9 * sum(nearing[:3])
-    top_k = (*KL, "teacher_top_k=320", "+tags=[stored]")
+    top_k = (*KL, "teacher_top_k=320")
     stopping(5)
     assert linearize(*top_k).status != 0
     (stored,) = (command.folder / "data").glob("teacher-*")
@@ -214,18 +219,25 @@ def test_stored_tokens_of_the_teacher_train_as_the_teacher_itself_does(linearize
 def test_instructions_are_learned_and_measured_on_their_answers(linearize, folder_of, records, overrides, monkeypatch):
     read = []
     monkeypatch.setattr(job, "load_pretrained", lambda *args: read.append(args) or load_pretrained(*args))
-    finished = linearize(
+    settings = (
         *overrides,
-        "softmax_layers={most_sensitive: 1}",
+        "softmax_layers.most_sensitive=1",
         "trainer.precision=bf16-mixed",
         "base_dtype=bfloat16",
         "activation_checkpointing=full",
         "max_tokens=2048",
-        data=alpaca(records),
     )
+    with monkeypatch.context() as killed:
+        killed.setattr(runs, "hold", lambda folder: io.StringIO())  # a process that is killed lets go of its run
+        killed.setattr(layer_setup, "sensitivity", Mock(side_effect=KeyboardInterrupt))
+        assert linearize(*settings, data=alpaca(records)).status == 130
+    read.clear()
+    finished = linearize(*settings, f"resume={folder_of()}", data=alpaca(records))
     assert finished.status == 0, finished.err
     assert len(read) == 1, "the base model is read once"
     folder, found = folder_of(), summary(folder_of())
+    unigram = found["unigram_bits_per_byte"] * math.log(2) * found["validation_bytes"] / found["validation_tokens"]
+    assert f"recovery: none to tell, token frequencies alone have {unigram:.4f}" in finished.out
     kept = json.loads((folder / "softmax_layers.json").read_text())
     config = json.loads((folder / "export" / "config.json").read_text())
     assert config["linearization"]["softmax_layers"] == kept["kept"]

@@ -8,6 +8,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.palimpsest.linearize.conftest import alpaca
 
@@ -41,6 +42,7 @@ LISTED = "llama, mistral, qwen2, qwen3, phi3"
         ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": None}, "num_attention_heads=3"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2, "head_dim": 8}, "num_key_value_heads=2"),
         ({"num_hidden_layers": 4}, "lacks 9 of the model's weights"),
+        ({"num_hidden_layers": 2}, "has 9 tensors that a LinearizedLlamaForCausalLM of its config.json does not use"),
         ({"vocab_size": 310}, "of shape [320, 32], and its config.json means [310, 32]"),
         ({"model_type": 7}, LISTED),
         ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
@@ -51,7 +53,9 @@ LISTED = "llama, mistral, qwen2, qwen3, phi3"
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_base_model_that_cannot_be_linearized_is_refused_in_one_line(linearize, command, changed_base, change, said):
-    refused(linearize(changed_base(**change)), command, said)
+    finished = linearize(changed_base(**change))
+    refused(finished, command, said)
+    assert finished.out == "", "text was read first"
 
 
 @pytest.mark.parametrize(
@@ -77,9 +81,10 @@ def test_a_base_model_that_cannot_be_linearized_is_refused_in_one_line(linearize
         (["linearization.softmax_layers=[0,1,2]"], "linearization.softmax_layers=[0, 1, 2] are all"),
         (["linearization.gate=lstm"], "linearization.gate=lstm"),
         (["+linearization.alpha=1"], "linearization.alpha is not known"),
-        (["softmax_layers=[1]"], "softmax_layers=[1] is not known"),
+        (["softmax_layers=[1]"], "softmax_layers=[1] is not known: it has keys"),
+        (["softmax_layers=1"], "softmax_layers=1 is not known: it has keys, such as softmax_layers.every"),
         (["softmax_layers={every: 2, most_sensitive: 1}"], "as softmax_layers.every=null"),
-        (["softmax_layers={every: 8}"], "softmax_layers.every=8"),
+        (["softmax_layers.every=8"], "softmax_layers.every=8 of 3 layers: give a whole number from 2 to 3"),
         (["softmax_layers={most_sensitive: 4}"], "softmax_layers.most_sensitive=4"),
         (["teacher_top_k=8"], "teacher_top_k=8"),
         (["teacher_top_k=1000", "stages.finetuning.kl=1"], "teacher_top_k=1000"),
@@ -122,6 +127,17 @@ def test_a_damaged_base_model_ends_before_it_is_trained(linearize, base, tmp_pat
     assert finished.status == status
     assert said in finished.err
     assert finished.err.count("\n") == 1
+    assert (finished.out == "") == (value is torch.nan), "what is no number is found before text is read"
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_before_text_is_read(linearize, command, base, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "larger")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<{number}>" for number in range(21)])
+    tokenizer.save_pretrained(folder)
+    finished = linearize(f"tokenizer.path={folder}")
+    refused(finished, command, f"tokenizer.path={folder} has 321 tokens, and base={base} has embeddings for 320: give")
+    assert finished.out == ""
 
 
 @pytest.mark.parametrize(

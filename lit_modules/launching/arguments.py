@@ -1,0 +1,58 @@
+"""The command line before Hydra parses it: a prompt is text, and the current folder's conf/ is searched too."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.types import Quote, QuotedString
+
+PROMPT = "prompt="
+OWN_CONF = Path("conf")
+
+
+def prepared(arguments: Sequence[str], conf: Path) -> list[str]:
+    """Return what to give Hydra in place of `arguments`.
+
+    Args:
+        conf: the project's own folder of settings.
+
+    Raises:
+        ValueError: a prompt was cut at its spaces, since the shell saw no quotes around it.
+    """
+    check_prompt_is_whole(arguments)
+    quoted = [PROMPT + quote(text_of(each)) if each.startswith(PROMPT) else each for each in arguments]
+    return [*own_settings(arguments, conf), *quoted]
+
+
+def check_prompt_is_whole(arguments: Sequence[str]) -> None:
+    for before, argument in itertools.pairwise(arguments):
+        if before.startswith(PROMPT) and "=" not in argument and not argument.startswith(("-", "~")):
+            raise ValueError(
+                f"{argument} is not key=value: put quotes around the whole prompt, as in prompt='Hello, world', "
+                "or give prompt_file=FILE (prompt_file=- for standard input)"
+            )
+
+
+def text_of(argument: str) -> str:
+    """The text that `prompt=...` means: what follows as it is, or the inside of one pair of quotes around all of it."""
+    text = argument.removeprefix(PROMPT)
+    for mark in ("'", '"'):
+        inside = re.fullmatch(rf"{mark}((?:[^{mark}\\]|\\.)*){mark}", text, re.DOTALL)
+        if inside:
+            return re.sub(rf"(\\+)(?={mark}|$)", lambda run: run[1][: len(run[1]) // 2], inside[1])
+    return text
+
+
+def quote(text: str) -> str:
+    """Write a text so that Hydra and OmegaConf read it as it is, with no interpolation in it."""
+    plain = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
+    return QuotedString(plain, Quote.single).with_quotes()
+
+
+def own_settings(arguments: Sequence[str], conf: Path) -> list[str]:
+    """The flag that adds conf/ of the current folder, unless it is the project's own or another folder is given."""
+    given = any(each.partition("=")[0] in ("--config-dir", "-cd") for each in arguments)
+    if given or not OWN_CONF.is_dir() or OWN_CONF.samefile(conf):
+        return []
+    return ["--config-dir", str(OWN_CONF.absolute())]

@@ -1,0 +1,42 @@
+"""The ranks that Lightning starts on one machine: one that is killed is named."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from lit_modules.launching.supervision import watch
+
+
+class Launcher(_SubprocessScriptLauncher):
+    """Lightning's launcher, whose own watch over the ranks kills rank 0 without a word when another one ends."""
+
+    over = False  # whether this process ends the others itself
+
+    def launch(
+        self, function: Callable, *arguments: Any, trainer: lightning.Trainer | None = None, **settings: Any
+    ) -> Any:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            folder = Path(trainer.default_root_dir)
+            threading.Thread(target=watch, args=(self.procs, folder, lambda: self.over), daemon=True).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*arguments, **settings)
+
+    def kill(self, signum: int) -> None:
+        self.over = True
+        super().kill(signum)
+
+
+class NamesKilledRanks:
+    """Comes before a Lightning strategy of several processes among the bases of a class: `Launcher` starts them."""
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)

@@ -1,0 +1,39 @@
+"""The choices of conf/'s groups: for the help, and for what to say of one that there is not."""
+
+import re
+from pathlib import Path
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import MissingConfigException
+
+from data_pipeline.settings import nearest
+from lit_modules.launching.files import Files
+
+FEW = 12  # choices that fit into a message
+
+
+def choices(group: str) -> str:
+    """The choices of a group in a line, for the help."""
+    sources = GlobalHydra.instance().config_loader().get_sources()
+    return ", ".join(Files([Path(source.path) for source in sources if source.scheme() == "file"]).choices(group))
+
+
+def missing_choice(files: Files, error: MissingConfigException) -> str:
+    """What to say of a choice that there is not."""
+    path = error.missing_cfg_file or ""
+    named = re.search(r"Available options in '([^']+)'", str(error))
+    group = named[1] if named else path.rpartition("/")[0]
+    name = path.removeprefix(f"{group}/")
+    there = sorted({*(error.options or ()), *files.choices(group)})
+    inside = [choice for choice in there if choice.startswith(f"{name}/")]
+    if inside:
+        return f"{group}={name} is a folder: give one of {', '.join(inside)}"
+    if group.startswith("experiment/"):
+        return f"{group} is not a group: write `override /{group.removeprefix('experiment/')}: {name}`"
+    near = nearest(name, there, 3)
+    mend = "palimpsest --help lists the choices"
+    if len(there) <= FEW:
+        mend = f"give one of {', '.join(there)}"
+    elif near:
+        mend = f"did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?"
+    return f"{group}={name}: there is no {path}: {mend}"

@@ -1,0 +1,196 @@
+"""The command line's configuration, composed and checked before the run has a folder."""
+
+import argparse
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf.errors import OmegaConfBaseException
+
+from data_pipeline.settings import nearest
+from lit_modules.launching.choices import FEW, missing_choice
+from lit_modules.launching.files import GLOBAL, Files, put
+from lit_modules.launching.known_keys import Composition
+
+CONFIG = "config"  # the name of the primary file
+SEARCH_PATH = "hydra.searchpath"
+ONLY_TELL = ("-h", "--help", "--hydra-help", "--version", "-i", "--info", "-sc", "--shell-completion")
+BODIES = ("experiment/", "local/")  # files that give keys, and declare none
+
+
+def check_command_line(given: Sequence[str], conf: Path) -> None:
+    """Raise ValueError for keys that nothing reads, values where keys belong, and choices that there are not.
+
+    What Hydra itself refuses is left to it.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-path", "-cp")
+    flags, others = parser.parse_known_args(given)
+    if flags.config_name or flags.config_path or any(each.partition("=")[0] in ONLY_TELL for each in others):
+        return
+    lines = [each for each in others if each.startswith("~") or (not each.startswith("-") and "=" in each)]
+    if flags.config_dir:
+        lines.append(f"{SEARCH_PATH}=[file://{os.path.abspath(flags.config_dir)}]")
+    with hydra.initialize_config_dir(str(conf), version_base="1.3"):
+        loader, files = GlobalHydra.instance().config_loader(), Files([conf])
+        try:
+            overrides = OverridesParser.create(loader).parse_overrides(lines)
+            added = [path for each in overrides if each.key_or_group == SEARCH_PATH for path in each.value()]
+            files.folders += [Path(path.removeprefix("file://")) for path in added]
+            for variant in variants(overrides, loader, files):
+                composition(loader, files, variant).check()
+        except MissingConfigException as error:
+            raise ValueError(missing_choice(files, error)) from error
+        except ConfigCompositionException as error:
+            refuse_unknown_group(files, error)
+        except (HydraException, OmegaConfBaseException):
+            return
+
+
+def variants(overrides: list[Override], loader: ConfigLoader, files: Files) -> Iterator[list[Override]]:
+    """The overrides without their sweeps: the first value of each, then each further choice of a group by itself."""
+    values = [[f"{each.get_key_element()}={value}" for value in swept(each)] or [each.input_line] for each in overrides]
+    first = [each[0] for each in values]
+    lines = [first]
+    for place, each in enumerate(values):
+        if is_choice(overrides[place], files):
+            lines += [[*first[:place], value, *first[place + 1 :]] for value in each[1:]]
+    return (OverridesParser.create(loader).parse_overrides(each) for each in lines)
+
+
+def swept(override: Override) -> list[str]:
+    """The values that a sweep goes through; none for an override that is no sweep."""
+    return list(override.sweep_string_iterator()) if override.is_discrete_sweep() else []
+
+
+def is_choice(override: Override, files: Files) -> bool:
+    """Whether an override is of a group's choice, not of a key's value."""
+    return files.is_group(override.key_or_group) and not isinstance(override.value(), dict)
+
+
+def composition(loader: ConfigLoader, files: Files, overrides: list[Override]) -> Composition:
+    """What the overrides make of conf/, and what conf/ itself declares. A key that there is not is added.
+
+    Raises:
+        ValueError: a group has a value that is not a choice, or an experiment's keys would stand below the key
+            `experiment`, where nothing reads them.
+    """
+    chosen = [each for each in overrides if is_choice(each, files)]
+    for each in chosen:
+        check_choice(each, files)
+    lines = [each.input_line for each in overrides if each in chosen or each.key_or_group == SEARCH_PATH]
+    found = loader.compute_defaults_list(CONFIG, lines, RunMode.RUN)
+    for each in found.defaults:
+        if each.config_path.startswith(BODIES) and each.package.partition(".")[0] in ("experiment", "local"):
+            raise ValueError(f"{each.config_path}.yaml: give it the first line `{GLOBAL}`")
+    given = files.merged((each.config_path, each.package) for each in found.defaults)
+    for each in overrides:
+        if each not in chosen and not each.is_delete():
+            put(given, re.split(r"[.\[\]]+", each.key_or_group.rstrip("]")), each.value())
+    declared = declared_keys(files, found, {f"{each.key_or_group}/{each.value()}" for each in chosen if each.is_add()})
+    elsewhere = Elsewhere(loader, files, lines, found)
+    return Composition(
+        given=given | {"hydra": launcher(given)},
+        declared=declared | {"hydra": launcher(declared)},
+        choices=elsewhere.choices,
+        keys_of_others=elsewhere.keys_of_others,
+        is_shared=elsewhere.is_shared,
+    )
+
+
+def check_choice(override: Override, files: Files) -> None:
+    """Raise ValueError for a choice of a group that is neither a name nor a list of names."""
+    if not override.is_delete() and not isinstance(override.value(), str | list):
+        some = ", ".join(files.choices(override.key_or_group)[:FEW])
+        mend = f"give {override.get_key_element().lstrip('+')}=CHOICE, such as {some}" if some else "it has keys"
+        raise ValueError(f"{override.input_line} is not a choice: {mend}")
+
+
+def declared_keys(files: Files, found: Any, added: set[str]) -> dict[str, Any]:
+    """What the files of conf/ say, without those of experiments and of the machine.
+
+    Args:
+        added: files of groups that the command line adds; they have their place in what is there without them.
+    """
+    own, with_added = (
+        files.merged((each.config_path, each.package) for each in found.defaults if not comes_from(each, found, among))
+        for among in (added, set())
+    )
+    declared = {key: with_added[key] for key in own}
+    for group in (*files.groups(CONFIG), *files.groups(f"job/{found.overrides.known_choices.get('job')}")):
+        if "/" not in group and not f"{group}/".startswith(BODIES):
+            declared.setdefault(group, None)  # one that is left out has no keys
+    return declared
+
+
+class Elsewhere:
+    """What keys there are besides those of the jobs and choices that the command line makes."""
+
+    def __init__(self, loader: ConfigLoader, files: Files, lines: list[str], found: Any) -> None:
+        self.loader, self.files, self.lines = loader, files, lines
+        self.bodies = [each.config_path for each in found.defaults if each.config_path.startswith(BODIES)]
+        self.choices = found.overrides.known_choices
+
+    def is_shared(self, key: str) -> bool:
+        """Whether a key of another job may be there: a machine's own file is for all jobs, and an experiment for its
+        own job and those that look at it, such as job=plan."""
+        writers = [path for path in self.bodies if key in self.files.body(path)]
+        if any(path.startswith("local/") for path in writers):
+            return any(key in keys for keys in self.files.job_keys().values())
+        if not writers:
+            return False
+        alone = [line for line in self.lines if line.startswith(("experiment=", SEARCH_PATH))]
+        made_for = self.loader.compute_defaults_list(CONFIG, alone, RunMode.RUN).overrides.known_choices["job"]
+        return key in self.files.job_keys()[made_for]
+
+    def keys_of_others(self, group: str, place: str) -> dict[str, list[str]]:
+        """The keys of a node in the other choices of its group."""
+        below = place.removeprefix(group.replace("/", ".")).strip(".")
+        others = [choice for choice in self.files.choices(group) if choice != self.choices[group]]
+        if group == "job":
+            return {choice: self.files.job_keys()[choice] for choice in others}
+        return {choice: self.files.keys(f"{group}/{choice}", below) for choice in others}
+
+
+def launcher(tree: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration says of Hydra's launcher; the rest of `hydra` Hydra checks by itself."""
+    return {"launcher": tree["hydra"].get("launcher", {})} if isinstance(tree["hydra"], dict) else {}
+
+
+def comes_from(file: Any, found: Any, added: set[str]) -> bool:
+    """Whether an experiment, a machine's own file, or a group that the command line adds has brought in a file."""
+    parents = {each.config_path: each.parent for each in found.defaults}
+    path = file.config_path
+    while path in parents:
+        if path.startswith(BODIES) or path in added:
+            return True
+        path = parents[path]
+    return False
+
+
+def refuse_unknown_group(files: Files, error: ConfigCompositionException) -> None:
+    """Raise ValueError for a group in a defaults list, or on the command line, that there is not here."""
+    line = " ".join(str(error).split())
+    found = re.search(r"Could not override '([^'@]+)(@[^']*)?'\. No match in the defaults list", line)
+    if found is None:
+        return
+    group = found[1].removeprefix("experiment/")
+    if group != found[1]:
+        raise ValueError(f"override {group}: write `override /{group}: CHOICE`") from error
+    of_jobs = {job: files.groups(f"job/{job}") for job in files.choices("job")}
+    having = [f"job={job}" for job, groups in of_jobs.items() if group in groups]
+    if having:
+        raise ValueError(f"{group} is for {' and '.join(having)}: give that, or leave out {group}") from error
+    near = nearest(group, {*files.groups(CONFIG), *(group for groups in of_jobs.values() for group in groups)})
+    raise ValueError(f"{group} is not a group{f': did you mean {near[0]}?' if near else ''}") from error

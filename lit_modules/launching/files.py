@@ -1,0 +1,96 @@
+"""The YAML files of conf/, read as they stand: what each declares, before Hydra composes them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_modules.launching.signatures import arguments
+
+OF_HYDRA = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is there
+GLOBAL = "# @package _global_"  # the first line of a file whose keys stand at the root
+
+
+class Files:
+    """The files of conf/, and of a folder that --config-dir adds to it."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self.folders = folders
+        self._bodies: dict[str, dict[Any, Any]] = {}
+
+    def is_group(self, name: str) -> bool:
+        """Whether a name is that of a folder with choices, and of no key."""
+        return name.startswith("hydra/") or any((folder / name).is_dir() for folder in self.folders)
+
+    def choices(self, group: str) -> list[str]:
+        """The choices of a group; of experiments those in folders, too: fox/pro_360m."""
+        pattern = "**/*.yaml" if group == "experiment" else "*.yaml"
+        above = [folder / group for folder in self.folders]
+        return sorted({str(file.relative_to(each).with_suffix("")) for each in above for file in each.glob(pattern)})
+
+    def body(self, path: str) -> dict[Any, Any]:
+        """What a file says, its defaults list included."""
+        if path not in self._bodies:
+            file = next((file for folder in self.folders if (file := folder / f"{path}.yaml").is_file()), None)
+            body = None if file is None else yaml.load(file.read_text(encoding="utf-8"), LOADER)
+            if isinstance(body, str):
+                body = {body: None}  # as Hydra reads it
+            self._bodies[path] = body if isinstance(body, dict) else {}
+        return self._bodies[path]
+
+    def merged(self, placed: Iterable[tuple[str, str]]) -> dict[str, Any]:
+        """What files, each given as (path, package), say together; interpolations stay as they are written."""
+        whole: dict[str, Any] = {}
+        for path, package in placed:
+            body = {key: value for key, value in self.body(path).items() if key != "defaults"}
+            put(whole, package.split(".") if package else [], body)
+        return whole
+
+    def keys(self, path: str, below: str) -> list[str]:
+        """The keys of a node of a file: those that it declares, and the arguments of its target."""
+        node = self.body(path)
+        for key in below.split(".") if below else ():
+            node = node.get(key) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            return []
+        found = arguments(node["_target_"]) if isinstance(node.get("_target_"), str) else None
+        return [str(key) for key in node if key not in (*OF_HYDRA, "defaults")] + list(found.names if found else ())
+
+    def groups(self, path: str) -> list[str]:
+        """The groups in a file's defaults list: those that can be chosen by their own name."""
+        entries = [key for entry in self.body(path).get("defaults", []) if isinstance(entry, dict) for key in entry]
+        names = [key.removeprefix("optional ").lstrip("/") for key in entries if not key.startswith("override ")]
+        return [name for name in names if "@" not in name]
+
+    def job_keys(self) -> dict[str, list[str]]:
+        """By job: the keys at the root that it has besides those of all."""
+        found = {}
+        for job in self.choices("job"):
+            at_root = self.body(f"job/{job}") if self.is_global(f"job/{job}") else {}
+            keys = [str(key) for key in at_root if key not in ("defaults", "hydra", "job")]
+            groups = [group.partition("/")[0] for group in self.groups(f"job/{job}")]
+            found[job] = list(dict.fromkeys([*keys, *groups]))
+        return found
+
+    def is_global(self, path: str) -> bool:
+        """Whether a file's keys stand at the root."""
+        files = [folder / f"{path}.yaml" for folder in self.folders]
+        return any(file.is_file() and GLOBAL in file.read_text(encoding="utf-8") for file in files)
+
+
+def put(node: dict[Any, Any], keys: list[str], value: Any) -> None:
+    """Set what is below a node at a path of keys; a mapping is merged into one that is there."""
+    if not keys:
+        for key, each in value.items():
+            put(node, [key], each)
+    elif isinstance(value, dict) or keys[1:]:
+        below = node.get(keys[0])
+        if not isinstance(below, list):
+            node[keys[0]] = dict(below) if isinstance(below, dict) else {}
+            put(node[keys[0]], keys[1:], value)
+        elif not keys[1:]:  # else it is of an element of the list
+            node[keys[0]] = value
+    else:
+        node[keys[0]] = value

@@ -1,0 +1,77 @@
+"""The settings of `hydra/launcher=slurm`: refused before sbatch sees them, in one line that names the key."""
+
+import re
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig
+
+from data_pipeline.settings import check_whole, instead, is_number
+from lit_modules.launching.verdicts import devices
+
+# As in sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes ...
+TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)
+MOST_DELAY = 65535  # seconds; sbatch's --signal takes no more
+
+
+def check_launcher(config: DictConfig, known: set[str]) -> None:
+    """Raise ValueError for the first setting that no job can have.
+
+    Args:
+        config: the whole configuration of the command, Hydra's part included.
+        known: the names of the launcher's settings.
+    """
+    launcher = config.hydra.launcher
+    strange = [name for name in launcher if name not in known]
+    if strange:
+        mend = instead(strange[0], sorted(known), "hydra.launcher.")
+        raise ValueError(f"hydra.launcher.{strange[0]}: there is no such setting; {mend}")
+    _check_numbers(launcher)
+    if not isinstance(launcher.time, str):
+        raise ValueError(f'hydra.launcher.time={launcher.time}: give it in quotes, such as "24:00:00"')
+    if not TIME.fullmatch(launcher.time):
+        raise ValueError(
+            f'hydra.launcher.time={launcher.time} is not a time: give hours:minutes:seconds, such as "24:00:00"'
+        )
+    for name in ("name", "partition", "account", "qos"):
+        if isinstance(launcher[name], DictConfig | ListConfig | bool):
+            raise ValueError(f"hydra.launcher.{name}={launcher[name]}: give one name")
+    for name in ("setup", "srun_args"):
+        if launcher[name] is not None and not _is_list_of_texts(launcher[name]):
+            raise ValueError(f'hydra.launcher.{name}={launcher[name]}: give a list of texts, such as ["..."]')
+    if not isinstance(launcher.additional_parameters, DictConfig | None):
+        raise ValueError(
+            f"hydra.launcher.additional_parameters={launcher.additional_parameters}: give sbatch's options by name, "
+            "such as {exclusive: true}"
+        )
+    _check_ranks(config)
+
+
+def _check_numbers(launcher: DictConfig) -> None:
+    for name in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task"):
+        value, needed = launcher[name], name in ("nodes", "tasks_per_node")
+        if (needed or value is not None) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            follows = " (it follows trainer.devices)" if name in ("tasks_per_node", "gpus_per_node") else ""
+            raise ValueError(f"hydra.launcher.{name}={value}: give a whole number, 1 or more{follows}")
+    check_whole("hydra.launcher.array_parallelism", launcher.array_parallelism, 1)
+    check_whole("hydra.launcher.signal_delay_s", launcher.signal_delay_s, 1, MOST_DELAY)
+    if launcher.mem_gb is not None and not (is_number(launcher.mem_gb) and launcher.mem_gb > 0):
+        raise ValueError(f"hydra.launcher.mem_gb={launcher.mem_gb}: give a number of gigabytes")
+
+
+def _check_ranks(config: DictConfig) -> None:
+    """Refuse numbers of ranks that differ from what the launcher starts."""
+    launcher, trainer = config.hydra.launcher, config.trainer
+    if trainer.num_nodes not in (1, launcher.nodes):
+        raise ValueError(
+            f"trainer.num_nodes={trainer.num_nodes} is not hydra.launcher.nodes={launcher.nodes}: leave "
+            "trainer.num_nodes out, it follows"
+        )
+    if isinstance(trainer.devices, int) and devices(trainer.devices) not in (None, launcher.tasks_per_node):
+        raise ValueError(
+            f"hydra.launcher.tasks_per_node={launcher.tasks_per_node} is not trainer.devices={trainer.devices}: leave "
+            "hydra.launcher.tasks_per_node out, it follows"
+        )
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, ListConfig) and all(isinstance(each, str) for each in value)

@@ -1,0 +1,43 @@
+"""A run checked on the machine that submits it, so that a mistake is seen before anything is queued."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lit_modules.launching.begin import check_switches
+
+
+def check_run(launcher: Any, overrides: list[str], folder: Path) -> None:
+    """Compose one run of a sweep as its job will, and raise what the job would raise for settings that cannot work.
+
+    Args:
+        launcher: Hydra's, of hydra-submitit-launcher.
+        overrides: the run's.
+        folder: the run's; it need not exist.
+    """
+    config = launcher.hydra_context.config_loader.load_sweep_config(launcher.config, overrides)
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        cfg = without_hydra(config)
+        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        check_switches(cfg)
+        if "check" in cfg.job:
+            cfg.trainer.devices = config.hydra.launcher.tasks_per_node
+            cfg.trainer.num_nodes = config.hydra.launcher.nodes
+            hydra.utils.get_method(cfg.job.check)(cfg, folder)
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """The configuration that a job is called with."""
+    cfg = copy.deepcopy(config)
+    OmegaConf.set_readonly(cfg, False)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg

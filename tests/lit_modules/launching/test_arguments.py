@@ -1,0 +1,86 @@
+"""What the command line means before Hydra reads it."""
+
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from lit_modules.launching import arguments
+from tests.conftest import ROOT
+
+CONF = ROOT / "conf"
+PARSER = OverridesParser.create()
+
+
+def read(argument: str) -> str:
+    """The prompt that a job reads."""
+    (given,) = [each for each in arguments.prepared([argument], CONF) if each.startswith("prompt=")]
+    value = PARSER.parse_override(given).value()
+    return OmegaConf.create({"prompt": value.text if isinstance(value, QuotedString) else value}).prompt
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello, world",
+        "What's up?",
+        "def f(x):",
+        "true",
+        "null",
+        "1e5",
+        "",
+        " two  spaces ",
+        "a=b",
+        "[1, 2]",
+        "{x: 1}",
+        "# a comment",
+        "line\nline\n",
+        "C:\\new\\",
+        "${oc.env:HOME} \\${x}",
+        '"One," he said, "and two."',
+        "it's 'quoted' inside",
+        "日本 é",
+    ],
+)
+def test_a_prompt_is_text_whatever_it_holds(text):
+    assert read(f"prompt={text}") == text
+
+
+@pytest.mark.parametrize(
+    ("quoted", "text"),
+    [
+        ("'Hello, world'", "Hello, world"),
+        ('"What\'s up?"', "What's up?"),
+        ("'What\\'s up?'", "What's up?"),
+        ("\"'quoted'\"", "'quoted'"),
+        ("''", ""),
+    ],
+)
+def test_one_pair_of_quotes_around_a_whole_prompt_is_taken_off(quoted, text):
+    assert read(f"prompt={quoted}") == text
+
+
+@given(st.text(st.sampled_from("'\"\\${},[]:=a \n\té~+()?0"), max_size=12))
+def test_every_text_reaches_the_job_as_it_is(text):
+    assert read(f"prompt={text}") == arguments.text_of(f"prompt={text}")
+    assert read(f"prompt=<{text}>") == f"<{text}>"
+
+
+def test_a_prompt_that_the_shell_has_cut_is_refused_in_words():
+    with pytest.raises(ValueError, match="world is not key=value: put quotes around the whole prompt"):
+        arguments.prepared(["job=generate", "prompt=Hello,", "world"], CONF)
+    arguments.prepared(["prompt=Hello", "-m", "~callbacks"], CONF)
+
+
+def test_settings_in_the_current_folder_are_searched_unless_others_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert arguments.prepared(["seed=1"], CONF) == ["seed=1"]
+    Path("conf").mkdir()
+    assert arguments.prepared(["seed=1"], CONF) == ["--config-dir", str(tmp_path / "conf"), "seed=1"]
+    assert arguments.prepared(["seed=1"], tmp_path / "conf") == ["seed=1"]
+    for given_folder in (["--config-dir", "x"], ["--config-dir=x"], ["-cd", "x"]):
+        assert arguments.prepared(given_folder, CONF) == given_folder
