@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.fingerprint import file_identity
+from data_pipeline.identity import WHOLE, file_identity
 from lit_modules import checkpoints, runs
 
 
@@ -56,7 +56,7 @@ def run_of(checkpoint: str) -> Path | None:
 
 
 def weights(checkpoint: str) -> str:
-    """A name for the weights as they are now: a digest of a folder's files, or the name on the Hub."""
+    """A name for the weights as they are now: a digest of the content of a folder's files, or the name on the Hub."""
     path = Path(checkpoint)
     if not path.is_dir():
         return checkpoint
@@ -65,4 +65,4 @@ def weights(checkpoint: str) -> str:
         newest = checkpoints.newest(path / "checkpoints")
         folders = [folder for folder in (path / "export", newest) if folder is not None]
     files = (file for folder in folders for file in sorted(folder.resolve().rglob("*")) if file.is_file())
-    return file_identity(files)
+    return file_identity(files, WHOLE)

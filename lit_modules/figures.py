@@ -42,12 +42,13 @@ def draw_loss(train: Sequence[tuple[float, float]], held_out: Sequence[tuple[flo
 def draw_position_loss(
     loss: np.ndarray, tokens: np.ndarray, window: int, training_length: int, path: Path, least: int = 32
 ) -> Path:
-    """The loss L(i) at position i, smoothed, and the perplexity P(l) over the first l tokens (FoX, figure 2).
+    """The loss L(i) with i tokens of context, smoothed, and the perplexity P(l) up to l of them (FoX, figure 2).
 
     Args:
-        loss: [positions], mean loss in nats at each position of a document.
+        loss: [positions], mean loss in nats after 1, 2, ... tokens of a document's part within one sequence: what the
+            model sees. Where a sequence ends within a document, the rest begins without context.
         tokens: [positions], how many held-out tokens each mean is of.
-        window: positions of the moving average.
+        window: tokens of the moving average.
         training_length: where the dashed line stands.
         least: positions past the last one with this many tokens are noise, and are not drawn.
     """
@@ -58,13 +59,13 @@ def draw_position_loss(
     left, right = figure.subplots(1, 2)
     position = np.arange(1, shown + 1)
     left.plot(position, moving_average(loss, tokens, window), color=HELD_OUT)
-    left.set_ylabel(f"loss at the position (nats, {window}-token average)")
-    left.set_xlabel("position in the document i")
+    left.set_ylabel(f"loss (nats, {window}-token average)")
+    left.set_xlabel("tokens of context i (of the document, within its sequence)")
     seen = np.cumsum(np.where(tokens > 0, loss, 0.0) * tokens) / np.maximum(np.cumsum(tokens), 1)
     from_start = slice(min(window, shown) // 2, None)  # before, it is the perplexity of a handful of tokens
     right.plot(position[from_start], np.exp(seen)[from_start], color=HELD_OUT)
-    right.set_ylabel("perplexity over the first l tokens")
-    right.set_xlabel("context length l")
+    right.set_ylabel("perplexity with up to l tokens of context")
+    right.set_xlabel("tokens of context l")
     for axes in (left, right):
         axes.grid(alpha=0.3, which="both")
         if training_length <= shown * 1.05:

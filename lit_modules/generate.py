@@ -1,44 +1,64 @@
 """`job=generate`: write on from a prompt, or from each line of a file, with a trained model."""
 
 import contextlib
+import difflib
 import json
 import logging
 import pickle
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from data_pipeline.files import write_whole
 from data_pipeline.hub import is_path, use_cache_where_unreachable
-from data_pipeline.tokenizer import document_start
-from lit_modules import checkpoints, decoding, runs
+from data_pipeline.setting_types import check_type
+from data_pipeline.settings import check_whole, is_number, shown
+from data_pipeline.tokenizer import add_document_start, document_start, end_tokens
+from lit_modules import checkpoints, decoding, out_of_memory, runs
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.networks.loading import load_whole
 
 log = logging.getLogger(__name__)
+
+PROMPTS = ("prompt", "prompt_file", "prompts_file")
+FOR_MANY = ("output", "batch_size")  # settings for prompts_file alone
+SETTINGS = ("checkpoint", *PROMPTS, *FOR_MANY, "max_new_tokens", "temperature", "top_k", "top_p", "device", "seed")
+FOR_EVERY_JOB = ("job", "debug", "local", "hydra")
 
 
 def run(cfg: DictConfig) -> None:
     """Print what follows a prompt as it is written, or the continuations of a file of prompts.
 
     Raises:
-        ValueError: no prompt or two kinds of prompt, no such checkpoint, a setting out of range.
+        ValueError: no prompt or two kinds of prompt, no such checkpoint, a setting out of range or without effect.
     """
+    refuse_other_settings(cfg)
     transformers.logging.disable_progress_bar()
     prompts = read_prompts(cfg)
     settings = sampling(cfg.temperature, cfg.top_k, cfg.top_p)
     for key in ("max_new_tokens", "batch_size"):
-        check_number(key, cfg[key], whole=True)
-        if cfg[key] < 1:
-            raise ValueError(f"{key}={cfg[key]} is too small: give 1 or more")
+        check_whole(key, cfg[key], 1)
+    check_whole("seed", cfg.seed, 0, 2**32 - 1)
+    check_type("device", cfg.device, str)
+    check_type("output", cfg.output, str | None)
     if cfg.output is not None:
         check_output(Path(str(cfg.output)))
+    smaller = "max_new_tokens" if cfg.prompts_file is None else "batch_size or max_new_tokens"
+    with out_of_memory.in_one_line(cfg, f"give a smaller {smaller}, or device=cpu"):
+        generate(cfg, prompts, settings)
+
+
+def generate(cfg: DictConfig, prompts: list[str], settings: dict[str, Any]) -> None:
+    """Load the model, and print or write what follows the prompts."""
     model, tokenizer = load(str(cfg.checkpoint))
     model.to(choose_device(cfg.device)).eval()
     torch.manual_seed(cfg.seed)
@@ -64,20 +84,45 @@ def read_prompts(cfg: DictConfig) -> list[str]:
     """The prompt, or the lines of the prompts' file.
 
     Raises:
-        ValueError: there is neither, or both, or the file cannot be read.
+        ValueError: there is none, or more than one kind, or the file cannot be read.
     """
-    if (cfg.prompt is None) == (cfg.prompts_file is None):
-        raise ValueError('give one of prompt="..." and prompts_file=FILE (a prompt on each line)')
+    if sum(cfg[key] is not None for key in PROMPTS) != 1:
+        raise ValueError(
+            'give one of prompt="...", prompt_file=FILE (the whole file is the prompt) and prompts_file=FILE (a prompt '
+            "on each line); FILE may be - for standard input"
+        )
     if cfg.prompt is not None:
         return [str(cfg.prompt)]
-    try:
-        lines = Path(str(cfg.prompts_file)).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts_file={cfg.prompts_file} cannot be read: {error}") from error
-    prompts = [line for line in lines if line.strip()]
+    if cfg.prompt_file is not None:
+        return [read_text("prompt_file", str(cfg.prompt_file)).removesuffix("\n").removesuffix("\r")]
+    prompts = [line for line in read_text("prompts_file", str(cfg.prompts_file)).splitlines() if line.strip()]
     if not prompts:
         raise ValueError(f"prompts_file={cfg.prompts_file} has no prompt: give one on each line")
     return prompts
+
+
+def read_text(key: str, path: str) -> str:
+    """The text of a file, or of standard input for "-". Raises ValueError naming the key."""
+    try:
+        return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{key}={path} cannot be read: {error}") from error
+
+
+def refuse_other_settings(cfg: DictConfig) -> None:
+    """Raise ValueError for a setting on the command line that changes nothing here."""
+    if cfg.prompts_file is None and cfg.output is not None:
+        raise ValueError(f"output={cfg.output} is for prompts_file=FILE: leave it out, or redirect what is printed")
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    for override in given:
+        key = override.lstrip("+~").partition("=")[0]
+        group = re.split(r"[.@/]", key)[0]
+        if cfg.prompts_file is None and key in FOR_MANY:
+            raise ValueError(f"{override} is for prompts_file=FILE: leave it out")
+        if group not in SETTINGS + FOR_EVERY_JOB:
+            near = difflib.get_close_matches(key, SETTINGS, 1)
+            meant = f"did you mean {near[0]}?" if near else f"it reads {', '.join(SETTINGS)}"
+            raise ValueError(f"{override} changes nothing with job=generate: leave it out; {meant}")
 
 
 def check_output(path: Path) -> None:
@@ -118,9 +163,9 @@ def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict
 
 
 def check_number(key: str, value: Any, *, whole: bool = False) -> None:
-    """Raise ValueError, naming the key, for a value that is no number (no whole one)."""
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise ValueError(f"{key}={value} is not a {'whole ' if whole else ''}number")
+    """Raise ValueError, naming the key, for a value that is not a finite number (or not a whole one)."""
+    if not is_number(value) or (whole and not isinstance(value, int)):
+        raise ValueError(f"{key}={shown(value)}: give a {'whole ' if whole else ''}number")
 
 
 def load(checkpoint: str) -> tuple[Any, Any]:
@@ -128,9 +173,29 @@ def load(checkpoint: str) -> tuple[Any, Any]:
     `checkpoints/best`), of an export, of the adapter of a linearized model (folded in), or of any Hugging Face folder
     or name.
 
+    The tokenizer begins a text as training documents began. Tokenizers saved by earlier versions did not.
+
     Raises:
         ValueError: there is nothing to load, or a file of it is missing.
     """
+    model, tokenizer = read(checkpoint)
+    if isinstance(model.config, PalimpsestConfig) or is_pretraining_run(Path(checkpoint)):
+        add_document_start(tokenizer)
+    return model, tokenizer
+
+
+def is_pretraining_run(folder: Path) -> bool:
+    """Whether the folder is that of a run of job=pretrain on documents (and not on instructions)."""
+    config = folder / runs.CONFIG
+    if not config.is_file():
+        return False
+    began = OmegaConf.load(config)
+    data = OmegaConf.select(began, "data._target_")
+    return data is not None and "base" not in began and not data.endswith(".InstructionData")
+
+
+def read(checkpoint: str) -> tuple[Any, Any]:
+    """`load`, with the tokenizer as it was saved."""
     from lit_modules.networks.linearized import adapters  # peft takes its time, and runs that sample need none
 
     folder = Path(checkpoint)
@@ -222,23 +287,17 @@ def write_on(
 ) -> list[str]:
     """The texts that follow `prompts`, generated as one left-padded batch.
 
-    A model of ours sees each prompt begin as documents do in training, and stops where the next document would begin.
-    Others get the special tokens that their tokenizer adds, or where that is no token at all, the one that begins a
-    document. Random numbers come from torch's global generator. A linearized model on a GPU decodes by replays of a
-    captured step.
+    Each prompt gets the special tokens that the tokenizer adds, or where that leaves no token at all, the start token.
+    A text ends at the tokenizer's eos, at the ends that the model's generation settings name, and for a model of ours
+    at the start of the next document. Random numbers come from torch's global generator. A linearized model on a GPU
+    decodes by replays of a captured step.
     """
-    ends = {tokenizer.eos_token_id}
+    rows = [tokenizer(prompt)["input_ids"] or [document_start(tokenizer)] for prompt in prompts]
+    if [None] in rows:
+        raise ValueError("prompt is empty, and checkpoint's tokenizer has no token that begins a text: give a prompt")
+    ends = end_tokens(model, tokenizer)
     if isinstance(model.config, PalimpsestConfig):
-        first = document_start(tokenizer)
-        ends.add(first)
-        rows = [[first, *tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]
-    else:
-        rows = [tokenizer(prompt)["input_ids"] or [document_start(tokenizer)] for prompt in prompts]
-        if [None] in rows:
-            raise ValueError(
-                "prompt is empty, and checkpoint's tokenizer has no token that begins a text: give a prompt"
-            )
-    ends.discard(None)
+        ends.add(document_start(tokenizer))
     longest = max(map(len, rows))
     pad = next((t for t in (tokenizer.pad_token_id, *sorted(ends)) if t is not None), 0)
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)

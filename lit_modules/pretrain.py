@@ -1,42 +1,60 @@
 """`job=pretrain`: train a causal language model from scratch on blocks of text."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import hydra
 import lightning
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 
-from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, count_parameters, export_pretrained
-from lit_modules.parallel.choosing import choose
+from data_pipeline.tokenizer import add_document_start, document_start
+from lit_modules import out_of_memory
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, export_pretrained
+from lit_modules.networks.counting import planned_parameters
+from lit_modules.parallel.choosing import check_memory, choose
 from lit_modules.parallel.context import check_heads, check_tokens
 from lit_modules.parallel.gathering import gathered
 from lit_modules.parallel.layout import Layout
+from lit_modules.parallel.recomputing import check_policy
 from lit_modules.parallel.strategies import Sharded
 from lit_modules.parallel.tensor import check_split
 from lit_modules.pretraining import Pretraining
 from lit_modules.results import conclude, measured
-from lit_modules.trainer import Parts, build_trainer, set_lengths, train
+from lit_modules.trainer import Parts, build_trainer, rehearse, set_lengths, train
 
 
 def run(cfg: DictConfig) -> None:
     """Train (or go on training), and leave a measured model; see lit_modules.trainer.train."""
-    train(cfg, build, adopt_tokenizer, finish)
+    with out_of_memory.in_one_line(cfg):
+        train(cfg, build, adopt_tokenizer, finish)
 
 
-def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining, Any]:
+def check_run(cfg: DictConfig, folder: Path) -> None:
+    """Raise ValueError for settings that `run` would refuse, without the devices, the data and the memory it needs."""
+    rehearse(cfg, folder, functools.partial(build, weights=False))
+
+
+def build(cfg: DictConfig, folder: Path, weights: bool = True) -> tuple[lightning.Trainer, Pretraining, Any]:
     """Trainer, module and data module of a configuration; nothing is read from the disk yet.
+
+    Args:
+        cfg: the configuration.
+        folder: the run's folder.
+        weights: False makes the network without memory for its weights, for checks.
 
     Raises:
         ValueError: a setting cannot work; the line names its key.
     """
+    data = hydra.utils.instantiate(cfg.data)  # first: the model takes its vocabulary from the tokenizer
     model_config = hydra.utils.instantiate(cfg.model, _convert_="all")
-    data = hydra.utils.instantiate(cfg.data)
     schedule = hydra.utils.instantiate(cfg.schedule)
+    check_policy(cfg.activation_checkpointing, model_config.num_layers)
     strategy = build_strategy(cfg, model_config)
+    if weights:
+        check_memory(model_config, cfg, strategy)
     module = Pretraining(
         model_config,
         optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
@@ -45,7 +63,7 @@ def build(cfg: DictConfig, folder: Path) -> tuple[lightning.Trainer, Pretraining
         sequence_length=cfg.data.sequence_length,
         compile=cfg.compile,
         activation_checkpointing=cfg.activation_checkpointing,
-        weights_later=isinstance(strategy, Sharded),
+        weights_later=not weights or isinstance(strategy, Sharded),
     )
     trainer = build_trainer(cfg, module, strategy, folder)
     check_spread(model_config, data, trainer.strategy.layout)
@@ -71,8 +89,7 @@ def build_strategy(cfg: DictConfig, config: PalimpsestConfig) -> Strategy:
     """
     if cfg.strategy._target_:
         return hydra.utils.instantiate(cfg.strategy)
-    with torch.device("meta"):
-        parameters = count_parameters(PalimpsestForCausalLM(config)).total
+    parameters = planned_parameters(config)
     try:
         return choose(cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes, parameters)
     except (MisconfigurationException, TypeError, ValueError) as error:
@@ -80,7 +97,10 @@ def build_strategy(cfg: DictConfig, config: PalimpsestConfig) -> Strategy:
 
 
 def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Path) -> None:
-    """Take the tokenizer's special tokens into the model's configuration, so that its export generates as it should.
+    """Make model and tokenizer agree on special tokens, so that the export generates as it was trained.
+
+    The tokenizer adds the start token wherever training documents had it, and generation ends at either end of a
+    document: eos, or the start of the next one.
 
     Raises:
         ValueError: the tokenizer has tokens that the model has no embedding for.
@@ -91,9 +111,14 @@ def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Pat
             f"model.vocab_size={rows} is smaller than the tokenizer's {needed} tokens: "
             f"give model.vocab_size={needed} or more"
         )
-    for config in (module.model.config, module.model.generation_config):
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, getattr(data.hf_tokenizer, name))
+    tokenizer, generation = data.hf_tokenizer, module.model.generation_config
+    if data.documents_have_start:
+        add_document_start(tokenizer)
+    start, end = document_start(tokenizer), tokenizer.eos_token_id
+    for config in (module.model.config, generation):
+        config.bos_token_id, config.eos_token_id, config.pad_token_id = start, end, tokenizer.pad_token_id
+    ends = sorted({start, end} - {None})
+    generation.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
 def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:

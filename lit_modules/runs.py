@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,6 +51,12 @@ MAY_CHANGE = (
     "data.num_workers",
     "data.processes",
     "data.strict",
+    "data.most_skipped",
+    # where text lies, whose content is compared by its fingerprint
+    "data.source.path",
+    "data.source.paths",
+    "data.path",
+    "data.corpus",
 )
 
 
@@ -83,7 +90,10 @@ def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume:
     if resume is not None and resume != "auto":
         folder = Path(resume)
         if not (folder / CONFIG).is_file():
-            raise ValueError(f"resume={resume} is not a run's folder: it has no {CONFIG}; give one below {runs_dir}/")
+            sweep = " (that is a sweep's: give one of its runs, or -m)" if runs_in(folder) else ""
+            raise ValueError(
+                f"resume={resume} is not a run's folder: it has no {CONFIG}; give one below {runs_dir}/{sweep}"
+            )
         if (folder / SUMMARY).is_file():
             raise ValueError(f"resume={resume} has finished: it has a {SUMMARY}; start a new run without resume")
         return str(folder)
@@ -96,23 +106,62 @@ def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume:
 
 
 def sweep_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str:
-    """The new folder of a sweep (`-m`), in which its runs are 0, 1, 2, ...
+    """The folder of a sweep (`-m`), in which its runs are 0, 1, 2, ...: a new one, or with `resume` one that is there.
+
+    Args:
+        runs_dir: the folder of all runs.
+        experiment: as for `run_folder`.
+        resume: None (a new sweep), "auto" (the sweep of the newest unfinished run of this experiment, or a new one), a
+            sweep's folder, or a run's, which is then a sweep of one (see `sweep_run`).
 
     Raises:
-        ValueError: `resume` is given, which is for one run.
+        ValueError: `resume` names a folder without a run, or one in which every run has finished.
     """
-    if resume is not None:
-        raise ValueError(f"resume={resume} is for one run, not for a sweep (-m): leave it out")
-    return str(new_folder(Path(runs_dir) / (experiment or "default")))
+    parent = Path(runs_dir) / (experiment or "default")
+    if resume is None or resume == "auto":
+        found = None if resume is None else newest_unfinished(parent)
+        if found is None:
+            return str(new_folder(parent))
+        return str(found if found.parent == parent else found.parent)
+    folder = Path(resume)
+    begun = [run for run in runs_in(folder) if (run / CONFIG).is_file()]
+    if not begun:
+        raise ValueError(f"resume={resume} is not the folder of a run or of a sweep: give one below {runs_dir}/")
+    if all((run / SUMMARY).is_file() for run in begun):
+        raise ValueError(f"resume={resume} has finished: it has a {SUMMARY}; start a new run without resume")
+    return str(folder)
+
+
+def sweep_run(sweep: str, number: int) -> str:
+    """The folder of a sweep's run, below the sweep's: its number; "." where `sweep` is itself a run that is resumed.
+
+    Raises:
+        ValueError: it is one run, and the sweep has several.
+    """
+    if not (Path(sweep) / CONFIG).is_file():
+        return str(number)
+    if number > 0:
+        raise ValueError(f"resume: {sweep} is one run, and this sweep (-m) has several: give the settings of that run")
+    return "."
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs of a folder: itself, or those of a sweep, which has none of its own."""
+    if (folder / CONFIG).is_file():
+        return [folder]
+    found = [each for each in folder.iterdir() if each.name.isdecimal() and each.is_dir()] if folder.is_dir() else []
+    return sorted(found, key=lambda each: int(each.name))
 
 
 def newest_unfinished(parent: Path) -> Path | None:
-    """The newest run below `parent` that has begun, has not finished, and is not running now; None if there is none."""
+    """The newest run below `parent`, in sweeps too, that has begun, has not finished, and is not running now; None if
+    there is none."""
     if not parent.is_dir():
         return None
     for folder in sorted((f for f in parent.iterdir() if f.is_dir()), key=lambda f: f.name, reverse=True):
-        if (folder / CONFIG).is_file() and not (folder / SUMMARY).is_file() and not is_held(folder):
-            return folder
+        for run in runs_in(folder):
+            if (run / CONFIG).is_file() and not (run / SUMMARY).is_file() and not is_held(run):
+                return run
     return None
 
 
@@ -171,10 +220,20 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def record_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write the resolved configuration of a new run. From then on it has begun, and can be resumed."""
-    if not (folder / CONFIG).is_file():
-        write_whole(folder / CONFIG, OmegaConf.to_yaml(OmegaConf.create(config)))
+@contextlib.contextmanager
+def begun(folder: Path, config: dict[str, Any]) -> Iterator[None]:
+    """Write the resolved configuration of a new run: from then on it can be resumed. Taken back for a ValueError, by
+    which a run is refused."""
+    path = folder / CONFIG
+    is_new = not path.is_file()
+    if is_new:
+        write_whole(path, OmegaConf.to_yaml(OmegaConf.create(config)))
+    try:
+        yield
+    except ValueError:
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
@@ -189,6 +248,8 @@ def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
         return now
     began = OmegaConf.to_container(OmegaConf.load(path))
     for key, (before, after) in differences(began, now).items():
+        if before is None and after is False:  # a switch that the version which began the run did not have
+            continue
         if not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
             raise ValueError(
                 f"{key}={after} differs from the run that is resumed, which has {key}={before} ({folder}): "
@@ -204,7 +265,12 @@ def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[An
         for key in [*before, *(k for k in after if k not in before)]:
             found |= differences(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else str(key))
         return found
-    return {} if before == after else {prefix: (before, after)}
+    return {} if before == after or (_is_null(before) and _is_null(after)) else {prefix: (before, after)}
+
+
+def _is_null(value: Any) -> bool:
+    """Whether it is null, or a mapping whose keys all are."""
+    return value is None or (isinstance(value, dict) and all(each is None for each in value.values()))
 
 
 def discard_unbegun(folder: Path) -> None:
@@ -213,7 +279,8 @@ def discard_unbegun(folder: Path) -> None:
         return
     for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
         (folder / ".hydra" / name).unlink(missing_ok=True)
-    for name in ("palimpsest.log", LOCK, ".meeting", "started.json", "failed.json", "softmax_layers.json"):
+    ours = ("palimpsest.log", LOCK, ".meeting", "started.json", "failed.json")
+    for name in (*ours, "softmax_layers.json", ".softmax_layers.json.lock"):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "logs", ignore_errors=True)
     for empty in (folder / ".hydra", folder):
@@ -223,9 +290,12 @@ def discard_unbegun(folder: Path) -> None:
 
 def commit() -> str | None:
     """The commit of the checkout that runs, with "-dirty" when files differ from it; None outside a git checkout."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():  # installed, perhaps below somebody else's checkout
+        return None
     try:
         found = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             capture_output=True,
             text=True,
             timeout=10,

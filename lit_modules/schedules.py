@@ -11,6 +11,8 @@ from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from data_pipeline.settings import check_whole, is_number
+
 
 @dataclass(frozen=True)
 class WarmupCosine:
@@ -73,7 +75,8 @@ class WarmupStableDecay:
     def __post_init__(self) -> None:
         check_lengths(self.warmup_tokens, self.max_tokens)
         check_final(self.final)
-        if self.decay_tokens < 0 or self.warmup_tokens + self.decay_tokens > self.max_tokens:
+        check_whole("schedule.decay_tokens", self.decay_tokens, 0)
+        if self.warmup_tokens + self.decay_tokens > self.max_tokens:
             raise ValueError(
                 f"schedule.decay_tokens={self.decay_tokens} and schedule.warmup_tokens={self.warmup_tokens} do not "
                 f"fit in max_tokens={self.max_tokens}: lower one of them"
@@ -101,11 +104,10 @@ class Plateau:
     """
 
     def __init__(self, factor: float = 0.1, patience: int = 10, least: float = 0.01) -> None:
-        if not isinstance(factor, int | float) or not 0 < factor < 1:
+        if not is_number(factor) or not 0 < factor < 1:
             raise ValueError(f"schedule.factor={factor}: give a number between 0 and 1")
-        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
-            raise ValueError(f"schedule.patience={patience} is not a count: give a whole number, 0 or more")
-        if not isinstance(least, int | float) or not 0 <= least <= 1:
+        check_whole("schedule.patience", patience, 0)
+        if not is_number(least) or not 0 <= least <= 1:
             raise ValueError(f"schedule.least={least} is not a part of the peak rate: give a number from 0 to 1")
         self._rate = SGD([Parameter(torch.zeros(1))], lr=1.0)
         self._cuts = ReduceLROnPlateau(self._rate, factor=factor, patience=patience, min_lr=least)
@@ -129,16 +131,15 @@ class Plateau:
 
 def check_final(final: float) -> None:
     """Raise ValueError unless the factor at the end is a number from 0 to 1."""
-    if not isinstance(final, int | float) or not 0 <= final <= 1:
+    if not is_number(final) or not 0 <= final <= 1:
         raise ValueError(f"schedule.final={final} is not a part of the peak rate: give a number from 0 to 1")
 
 
 def check_lengths(warmup_tokens: int, max_tokens: int) -> None:
     """Raise ValueError unless 0 <= warmup_tokens <= max_tokens and max_tokens > 0."""
-    for key, value in (("schedule.warmup_tokens", warmup_tokens), ("max_tokens", max_tokens)):
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{key}={value} is not a number of tokens: give a whole number, 0 or more")
-    if max_tokens == 0 or warmup_tokens > max_tokens:
+    check_whole("schedule.warmup_tokens", warmup_tokens, 0)
+    check_whole("max_tokens", max_tokens, 1)
+    if warmup_tokens > max_tokens:
         raise ValueError(
             f"schedule.warmup_tokens={warmup_tokens} is longer than the run, max_tokens={max_tokens}: lower the first"
         )

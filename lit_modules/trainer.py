@@ -1,5 +1,7 @@
 """What every job that trains does around its training: settings, Trainer, run folder, resuming, loggers."""
 
+import contextlib
+import copy
 import logging
 import math
 import warnings
@@ -15,11 +17,12 @@ from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.strategies import Strategy
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 
-from data_pipeline.settings import check_whole
-from lit_modules import checkpoints, runs
+from data_pipeline.setting_types import check_type
+from data_pipeline.settings import check_whole, shown
+from lit_modules import checkpoints, out_of_memory, runs
 from lit_modules.callbacks.machines import ranks
 from lit_modules.callbacks.preemption import listening
 from lit_modules.callbacks.progress import count
@@ -28,11 +31,14 @@ from lit_modules.launching import failures
 from lit_modules.launching import ranks as launched
 from lit_modules.metrics_csv import MetricsCsv
 from lit_modules.parallel.recomputing import check_policy
-from lit_modules.training import Training
+from lit_modules.training import Training, check_optimizer
+from lit_modules.value_types import check_arguments, check_node
 
 log = logging.getLogger(__name__)
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+GROUPS = ("tokenizer", "model", "linearization", "data", "optimizer", "schedule", "strategy", "callbacks", "logger")
 
 Parts = tuple[lightning.Trainer, Any, Any]
 """Trainer, module (a Training) and data module."""
@@ -49,33 +55,38 @@ def train(
     Everything that can be refused is refused before any data is read.
 
     Args:
-        build: the parts of the training; reads nothing from the disk that takes long.
-        adopt: brings the module together with the prepared data.
+        build: the parts of the training; it refuses what it can, and reads no text.
+        adopt: brings the module together with the prepared data; it may take long, and a run that is killed in it can
+            be resumed.
         finish: exports and reports what was trained; every rank calls it.
 
     Raises:
         ValueError: a setting cannot work; the line names its key.
         RunStopped: the run could not go on, for a reason that no setting caused.
     """
+    if not cfg.job.makes_a_run:
+        raise ValueError("job.makes_a_run=false: a training needs a run's folder: leave it true")
     folder = Path(HydraConfig.get().runtime.output_dir)
     check_settings(cfg)
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     quieten_libraries()
     trainer, module, data = build(cfg, folder)
+    refuse_local_sweep(trainer)
     lock = runs.hold(folder) if trainer.is_global_zero else None
     config = runs.resolved_config(folder, cfg)
     find = checkpoints.newest_whole if trainer.is_global_zero else checkpoints.newest  # one rank reads it to check it
     checkpoint = find(folder / "checkpoints")
     add_loggers(trainer, cfg, folder, config, checkpoint)
-    log.info(f"run: {folder}" + (f", resumed from {checkpoint.name}" if checkpoint else ""))
+    log.info(f"run: {folder}{start_of(folder, checkpoint)}")
 
+    data.resumed = checkpoints.data_fingerprint(folder / "checkpoints")
     data.prepare()
-    adopt(cfg, module, data, folder)
+    with runs.begun(folder, config) if trainer.is_global_zero else contextlib.nullcontext():
+        adopt(cfg, module, data, folder)
     module.data_fingerprint = data.fingerprint
     module.components = tuple(data.component_bytes)
     module.phase_starts = together(module.phase_starts, data.phase_starts)
     if trainer.is_global_zero:
-        runs.record_config(folder, config)
         save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
     log.info(describe(trainer, module, data))
     exit_code = 1
@@ -94,6 +105,14 @@ def train(
             lock.close()
 
 
+def start_of(folder: Path, checkpoint: Path | None) -> str:
+    """Where a run starts, in words; nothing for a new one."""
+    if checkpoint is not None:
+        return f", resumed from {checkpoint.name}"
+    began = (folder / runs.CONFIG).is_file()
+    return f", which has no checkpoint in {folder}/checkpoints: it starts from step 0" if began else ""
+
+
 def together(stages: dict[int, str], phases: dict[int, str]) -> dict[int, str]:
     """The names of what begins at each optimizer step, of a training's own stages and of a mixture's phases."""
     steps = sorted({*stages, *phases})
@@ -107,6 +126,7 @@ def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, che
         KeyboardInterrupt: the user interrupted the training; Lightning itself would only exit.
         Preempted: the run was told to end, and has a checkpoint.
         Said: another rank is the cause of this one's end, and that has been said.
+        RunStopped: the held-out loss is not a number.
     """
     with naming_the_cause(trainer):
         try:
@@ -118,6 +138,12 @@ def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, che
         if module.measured_whole != trainer.global_step:
             trainer.limit_val_batches = 1.0
             trainer.validate(module, datamodule=data, verbose=False)
+    if not math.isfinite(module.validation.loss):
+        raise runs.RunStopped(
+            f"{trainer.default_root_dir}: the held-out loss at the end is {module.validation.loss}, so nothing is "
+            "exported, and the checkpoints stay: a lower optimizer.lr, a longer schedule.warmup_tokens or "
+            "trainer.precision=32-true may mend it in a new run"
+        )
 
 
 def quieten_libraries() -> None:
@@ -138,13 +164,25 @@ def check_settings(cfg: DictConfig) -> None:
     if cfg.validation_tokens is not None:
         check_whole("validation_tokens", cfg.validation_tokens, 1)
     check_whole("seed", cfg.seed, 0, 2**32 - 1)
-    if not isinstance(cfg.compile, bool):
-        raise ValueError(f"compile={cfg.compile} is neither true nor false")
+    check_type("compile", cfg.compile, bool)
+    check_type("data_dir", cfg.data_dir, str)
     check_policy(cfg.activation_checkpointing)
+    check_arguments(cfg, GROUPS)
+    check_node("trainer", cfg.trainer, lightning.Trainer)
+    check_optimizer(OmegaConf.to_container(cfg.optimizer, resolve=True))
+    if cfg.data.batch_tokens > cfg.max_tokens:
+        raise ValueError(
+            f"data.batch_tokens={cfg.data.batch_tokens} is more than the run's max_tokens={cfg.max_tokens}: lower the "
+            "first, or raise the second"
+        )
+    if cfg.trainer.accelerator not in ACCELERATORS:
+        raise ValueError(
+            f"trainer.accelerator={shown(cfg.trainer.accelerator)} is not supported: give {', '.join(ACCELERATORS)}"
+        )
     if cfg.trainer.precision not in PRECISIONS:
         raise ValueError(f"trainer.precision={cfg.trainer.precision} is not supported: give {', '.join(PRECISIONS)}")
     clip = cfg.trainer.gradient_clip_val
-    if clip is not None and (not isinstance(clip, int | float) or clip < 0):
+    if clip is not None and clip < 0:
         raise ValueError(f"trainer.gradient_clip_val={clip} is not a norm: give a number above 0, or null for no limit")
 
 
@@ -163,7 +201,7 @@ def build_trainer(cfg: DictConfig, module: Training, strategy: Strategy, folder:
             max_steps=math.ceil(cfg.max_tokens / module.batch_tokens),
             max_epochs=-1,
             check_val_every_n_epoch=None,
-            callbacks=[*callbacks, checkpoints.RandomState(), first_failure(folder)],
+            callbacks=[*callbacks, checkpoints.RandomState(), first_failure(cfg, folder)],
             plugins=[environment] if environment else None,
             logger=False,
             default_root_dir=folder,
@@ -177,13 +215,35 @@ def build_trainer(cfg: DictConfig, module: Training, strategy: Strategy, folder:
         )
     except (MisconfigurationException, TypeError, ValueError) as error:
         raise ValueError(f"trainer: {error}") from error
+    return trainer
+
+
+def refuse_local_sweep(trainer: lightning.Trainer) -> None:
+    """Raise ValueError for a run of a sweep (-m) that Lightning would start more processes for: it starts them with the
+    same command, and each would be a sweep of its own."""
     if trainer.world_size > 1 and launched.ranks().alone and HydraConfig.get().mode == RunMode.MULTIRUN:
-        # Lightning starts the others with the same command, and each would be a sweep of its own
         raise ValueError(
-            f"trainer.devices={cfg.trainer.devices}: a sweep's (-m) runs on this machine have one device each: give "
+            f"trainer.devices={trainer.num_devices}: a sweep's (-m) runs on this machine have one device each: give "
             "trainer.devices=1, or -m hydra/launcher=slurm"
         )
-    return trainer
+
+
+def rehearse(cfg: DictConfig, folder: Path, build: Callable[[DictConfig, Path], Parts]) -> None:
+    """Raise ValueError for settings that `train` would refuse on the machines that the run is for.
+
+    Args:
+        cfg: the configuration, with trainer.devices and trainer.num_nodes as the launcher starts them.
+        folder: the run's folder; it need not exist.
+        build: as for `train`.
+    """
+    check_settings(cfg)
+    quieten_libraries()
+    here = copy.deepcopy(cfg)
+    here.trainer.accelerator = "cpu"  # this machine may have no GPU, or fewer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the processors that the run is not for
+        build(here, folder)
+    runs.resolved_config(folder, cfg)
 
 
 def set_lengths(cfg: DictConfig, trainer: lightning.Trainer, module: Training, data: Any) -> None:
@@ -195,9 +255,13 @@ def set_lengths(cfg: DictConfig, trainer: lightning.Trainer, module: Training, d
     trainer.val_check_interval = module.steps_of(cfg.validate_every_tokens) * trainer.accumulate_grad_batches
 
 
-def first_failure(folder: Path) -> LambdaCallback:
+def first_failure(cfg: DictConfig, folder: Path) -> LambdaCallback:
     """Writes down an error in training at once: what Lightning does next ends the other ranks, who would seem first."""
-    return LambdaCallback(on_exception=lambda trainer, module, error: failures.record(folder, error))
+
+    def record(trainer: lightning.Trainer, module: Training, error: BaseException) -> None:
+        failures.record(folder, out_of_memory.explained(cfg, error))
+
+    return LambdaCallback(on_exception=record)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,12 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 
+from data_pipeline.fingerprint import other_text
+from data_pipeline.settings import is_number, shown
 from lit_modules.networks import ParameterCount
 from lit_modules.networks.positions import locate
 from lit_modules.parallel.context import ContextParallel
+from lit_modules.parallel.gathering import of_all_ranks
 from lit_modules.parallel.gradients import clip_gradients, local
 from lit_modules.runs import RunStopped
 from lit_modules.schedules import Plateau
@@ -27,8 +30,9 @@ MOST_SKIPPED = 10  # steps in a row that may be skipped before the run stops
 class Validation:
     """What a validation found.
 
-    position_loss, position_tokens: [positions] float64, the mean loss at each position of a document and how many
-    tokens it is the mean of (0 where there are none). loss: nats per token over all `tokens`. components: of a mixture,
+    position_loss, position_tokens: [positions] float64, the mean loss at each position and how many tokens it is the
+    mean of (0 where there are none). Positions count from the start of the document or, where a sequence cut it, of the
+    sequence: that is what the model sees. loss: nats per token over all `tokens`. components: of a mixture,
     (loss, tokens) of each component whose text was read.
     """
 
@@ -55,7 +59,7 @@ class Training(lightning.LightningModule):
         compile: torch.compile each block.
         activation_checkpointing: what the backward pass computes again.
 
-    Batches are dicts as `data_pipeline.datamodule` gives them: input_ids, targets int64 [1, N] (-100: no target),
+    Batches are dicts as `data_pipeline.token_data` gives them: input_ids, targets int64 [1, N] (-100: no target),
     cu_seqlens int32 [documents + 1]; of a mixture's held-out text also component int64 [sequences].
 
     After its making may be set: data_fingerprint, which checkpoints keep; components, the names behind the numbers in
@@ -79,6 +83,7 @@ class Training(lightning.LightningModule):
         activation_checkpointing: str | int,
     ) -> None:
         super().__init__()
+        check_optimizer(getattr(optimizer, "keywords", {}))
         try:
             trial = optimizer([torch.nn.Parameter(torch.ones(1))])
             trial.param_groups[0]["params"][0].grad = torch.ones(1)
@@ -97,8 +102,8 @@ class Training(lightning.LightningModule):
         self.window_loss, self.window_steps = 0.0, 0  # since the last report
         self.gradient_norm, self.learning_rate = 0.0, 0.0  # of the last step
         self.skipped_steps, self.skipped_in_a_row = 0, 0
-        self.asked_to_end = (False, False)  # this rank, by SIGUSR1 and by SIGTERM: callbacks.preemption sets it
-        self.agreed_to_end = (False, False)  # any rank, as of the last reduction
+        self.asked_to_end = (False, False, False)  # this rank, by each of callbacks.preemption's SIGNALS, which sets it
+        self.agreed_to_end = (False, False, False)  # any rank, as of the last reduction
         self.validation: Validation | None = None
         self.measured_whole: int | None = None  # the step at which a validation last read all the held-out text
         self._sums: torch.Tensor | None = None
@@ -240,6 +245,14 @@ class Training(lightning.LightningModule):
         self.window_loss, self.window_steps = 0.0, 0
         return total / steps if steps else float("nan")
 
+    def window(self) -> list[float]:
+        """This rank's sums of the steps since the last report."""
+        return [self.window_loss, float(self.window_steps)]
+
+    def restore_window(self, sums: list[float]) -> None:
+        """Take back what `window` gave."""
+        self.window_loss, self.window_steps = sums[:2]
+
     def on_validation_epoch_start(self) -> None:
         length = self.trainer.datamodule.validation_length
         self._sums = torch.zeros(2, length, dtype=torch.float64, device=self.device)
@@ -298,12 +311,23 @@ class Training(lightning.LightningModule):
         checkpoint["palimpsest"] = {
             "model_config": self.model.config.to_diff_dict(),
             "data_fingerprint": self.data_fingerprint,
-            "window": [self.window_loss, self.window_steps],
+            "windows": self.windows_of_all_ranks(),
             "gradient_norm": self.gradient_norm,
             "skipped": [self.skipped_steps, self.skipped_in_a_row],
         }
         if isinstance(self.schedule, Plateau):
             checkpoint["palimpsest"]["schedule"] = self.schedule.state_dict()
+
+    def windows_of_all_ranks(self) -> list[list[float]]:
+        """`window` of each rank. Every rank takes part."""
+        own = torch.tensor(self.window(), dtype=torch.float64, device=self.device)
+        return torch.stack(of_all_ranks(own, self.trainer.world_size)).tolist()
+
+    def own_window(self, windows: list[list[float]]) -> list[float]:
+        """This rank's of the windows in a checkpoint; their mean where another number of ranks wrote them."""
+        if len(windows) == self.trainer.world_size:
+            return windows[self.trainer.global_rank]
+        return [sum(sums) / len(windows) for sums in zip(*windows, strict=True)]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the counters back, and place Lightning's count of micro-batches where the optimizer step is: the
@@ -314,11 +338,9 @@ class Training(lightning.LightningModule):
         """
         state = checkpoint["palimpsest"]
         if self.data_fingerprint is not None and state["data_fingerprint"] != self.data_fingerprint:
-            raise ValueError(
-                f"data: the text is not what this run began with (blocks {state['data_fingerprint']}, now "
-                f"{self.data_fingerprint}): bring the files back as they were, or start a new run without resume"
-            )
-        self.window_loss, self.window_steps = state["window"]
+            raise ValueError(other_text(state["data_fingerprint"], self.data_fingerprint))
+        # older checkpoints have rank 0's alone
+        self.restore_window(self.own_window(state["windows"] if "windows" in state else [state["window"]]))
         self.gradient_norm = state["gradient_norm"]
         self.skipped_steps, self.skipped_in_a_row = state["skipped"]
         if isinstance(self.schedule, Plateau):
@@ -328,6 +350,18 @@ class Training(lightning.LightningModule):
         for part in ("total", "current"):
             behind = {name: progress[part]["processed"] - number for name, number in progress[part].items()}
             progress[part] = {name: done - max(0, less) for name, less in behind.items()}
+
+
+def check_optimizer(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the key, for a setting that no optimizer of torch can work with."""
+    lr, decay = settings.get("lr", 1.0), settings.get("weight_decay", 0.0)
+    if not is_number(lr) or lr <= 0:
+        raise ValueError(f"optimizer.lr={shown(lr)}: give a learning rate above 0")
+    if not is_number(decay) or decay < 0:
+        raise ValueError(f"optimizer.weight_decay={shown(decay)}: give a number, 0 or more")
+    betas = settings.get("betas", (0.0, 0.0))
+    if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(f"optimizer.betas={shown(betas)}: give numbers of 0 or more, below 1, as [0.9,0.95]")
 
 
 def as_arguments(batch: dict[str, Any]) -> dict[str, Any]:

@@ -146,11 +146,12 @@ def load(cfg: DictConfig, settings: Settings, device: Any) -> Any:
 
     from evaluation.harness.model import CheckpointLM
     from evaluation.harness.tasks import quiet
-    from lit_modules import generate
+    from lit_modules import generate, out_of_memory
 
     transformers.logging.disable_progress_bar()
-    model, tokenizer = generate.load(str(cfg.checkpoint))
-    model.to(device=device, dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype)).eval()
+    with out_of_memory.in_one_line(cfg, "give dtype=bfloat16, or device=cpu"):
+        model, tokenizer = generate.load(str(cfg.checkpoint))
+        model.to(device=device, dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype)).eval()
     with quiet():
         return CheckpointLM(model, tokenizer, settings.batch_size, settings.max_length)
 

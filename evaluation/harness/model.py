@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from tokenizers import processors
 from torch import Tensor
 
-from data_pipeline.tokenizer import document_start
+from data_pipeline.tokenizer import add_document_start, document_start
 from lit_modules.networks import PalimpsestConfig
 
 LARGEST_BATCH = 64
@@ -46,7 +45,7 @@ class CheckpointLM(HFLM):
         tokenizer, first = copy.deepcopy(tokenizer), None
         if isinstance(model.config, PalimpsestConfig):
             first = document_start(tokenizer)
-            begin_documents(tokenizer, first)
+            add_document_start(tokenizer)
         elif document_start(tokenizer) is None:
             raise ValueError(
                 "checkpoint: its tokenizer names neither a bos_token nor an eos_token, which begin a text: set one in "
@@ -117,11 +116,3 @@ class CheckpointLM(HFLM):
         if length not in self.found:
             self.found[length] = super()._detect_batch_size([(None, [0] * length, [0])])
         return self.found[length]
-
-
-def begin_documents(tokenizer: Any, first: int) -> None:
-    """Let the tokenizer put the token `first` before each text, where special tokens are asked for."""
-    token = tokenizer.convert_ids_to_tokens(first)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, first)]
-    )

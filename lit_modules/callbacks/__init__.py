@@ -1,1 +1,1 @@
-"""What is seen of a run: progress, losses by position, forget gates, samples."""
+"""What is seen of a run: progress, losses by tokens of context, forget gates, samples."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
+from data_pipeline.settings import check_whole
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
 from lit_modules.figures import draw_gates
 from lit_modules.parallel.context import whole_sequences
@@ -33,8 +34,7 @@ class ForgetGates(Callback):
 
     def __init__(self, heads: int = 4, tokens: int = 256) -> None:
         for key, value in (("heads", heads), ("tokens", tokens)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"callbacks.forget_gates.{key}={value} leaves nothing to draw: give 1 or more")
+            check_whole(f"callbacks.forget_gates.{key}", value, 1)
         self.heads, self.tokens = heads, tokens
         self.document: torch.Tensor | None = None
 

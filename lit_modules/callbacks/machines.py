@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
+from data_pipeline.settings import check_whole
 from lit_modules.callbacks.progress import reports_after
 from lit_modules.metrics_csv import MetricsCsv
+from lit_modules.parallel.gathering import of_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +49,13 @@ class Machines(Callback):
 
     Args:
         every_tokens: as Progress's.
+
+    Raises:
+        ValueError: `every_tokens` is not a whole number above 0.
     """
 
     def __init__(self, every_tokens: int) -> None:
+        check_whole("callbacks.machines.every_tokens", every_tokens, 1)
         self.every_tokens = every_tokens
         self.places: list[Place] = []
         self.pace: OwnPace | None = None
@@ -94,10 +100,7 @@ class Machines(Callback):
     def report(self, trainer: lightning.Trainer, module: Any) -> None:
         """Gather one vector from each rank, and log what they say."""
         mine = torch.tensor([*read_gpu(module.device), *read_host(), *self.pace.take()], device=module.device)
-        gathered = [mine]
-        if trainer.world_size > 1:
-            gathered = [torch.empty_like(mine) for _ in range(trainer.world_size)]
-            dist.all_gather(gathered, mine)
+        gathered = of_all_ranks(mine, trainer.world_size)
         if not trainer.is_global_zero:
             return
         found = [dict(zip((*GPU, *HOST, *PACE), values, strict=True)) for values in torch.stack(gathered).tolist()]

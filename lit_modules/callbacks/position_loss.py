@@ -1,4 +1,4 @@
-"""The loss against tokens, and at each position of a document: how well a model uses what lies far back."""
+"""The loss against tokens, and by tokens of context: how well a model uses what lies far back."""
 
 import csv
 import io
@@ -9,12 +9,15 @@ import lightning
 from lightning.pytorch.callbacks import Callback
 
 from data_pipeline.files import write_whole
+from data_pipeline.settings import check_whole
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
 from lit_modules.figures import draw_loss, draw_position_loss
 
 
 class PositionLoss(Callback):
-    """After each validation, draw `figures/loss.png` and `figures/position_loss.png`, with the latter's table beside.
+    """After each validation, draw `figures/loss.png` and `figures/position_loss.png`, and write the latter's table.
+
+    Positions count the tokens that the model sees: those of the same document within the same sequence.
 
     Args:
         window: tokens of the moving average (the paper's figure 2 has 101), an odd number.
@@ -24,7 +27,8 @@ class PositionLoss(Callback):
     """
 
     def __init__(self, window: int = 101) -> None:
-        if window < 1 or window % 2 == 0:
+        check_whole("callbacks.position_loss.window", window, 1)
+        if window % 2 == 0:
             raise ValueError(f"callbacks.position_loss.window={window} has no middle: give an odd number of tokens")
         self.window = window
 
@@ -35,9 +39,9 @@ class PositionLoss(Callback):
         folder = Path(trainer.default_root_dir) / "figures"
         found = module.validation
         table = io.StringIO(newline="")
-        rows = enumerate(zip(found.position_loss, found.position_tokens, strict=True))
+        rows = enumerate(zip(found.position_loss, found.position_tokens, strict=True), 1)
         csv.writer(table).writerows(
-            [("position", "loss", "tokens"), *((i, f"{loss:.6f}", int(n)) for i, (loss, n) in rows)]
+            [("context_tokens", "loss", "tokens"), *((i, f"{loss:.6f}", int(n)) for i, (loss, n) in rows)]
         )
         write_whole(folder / "position_loss.csv", table.getvalue())
         path = folder / "position_loss.png"

@@ -1,8 +1,9 @@
-"""Preemption: a run that is told to end writes a checkpoint within its grace time, and goes on from there by itself.
+"""Preemption: a run that is told to end writes a checkpoint within its grace time, and resumes from it by itself.
 
 SIGUSR1 is SLURM's warning before the time limit (`--signal=USR1@120`): the run asks for its job to be queued again.
 SIGTERM comes with preemption, scancel, scontrol requeue and a user's kill: whoever sent it has decided what becomes of
-the job. Both only set a flag. Ranks get signals at different steps, or not all of them do, so they agree: in each
+the job. SIGINT is Ctrl-C: the run ends, and a second one ends it at once, without a checkpoint. Otherwise signals only
+set a flag. Ranks get signals at different steps, or not all of them do, so they agree: in each
 optimizer step's one reduction (`Pretraining.agree`), and after each batch of a validation.
 
 - At the end of an optimizer step: a checkpoint is written and waited for.
@@ -10,7 +11,7 @@ optimizer step's one reduction (`Pretraining.agree`), and after each batch of a 
 - After the last step, in the measurement of all the held-out text: the last checkpoint is there, and is waited for.
 - In the export: it is finished, and with it the run.
 
-The process ends with status 75 (EX_TEMPFAIL of sysexits.h: try again later).
+The process ends with status 75 (EX_TEMPFAIL of sysexits.h: try again later), after SIGINT with 130.
 """
 
 import contextlib
@@ -34,17 +35,19 @@ from lit_modules.runs import Said
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)  # in the order of Pretraining's flags
-STATUS = 75
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)  # in the order of Training's flags
+STATUS, INTERRUPTED = 75, 130
+SAME_INTERRUPT = 1.0  # seconds: a terminal and torchrun both send a Ctrl-C on
 
 
 class Preempted(Said):
-    """The end of a run that was told to end and goes on later; rank 0 has said so."""
+    """The end of a run that was told to end and can be resumed; rank 0 has said so. `sent`: the signal."""
 
-    def __init__(self) -> None:
+    def __init__(self, sent: signal.Signals) -> None:
         here = ranks()
+        status = INTERRUPTED if sent == signal.SIGINT else STATUS
         # Lightning's launcher kills rank 0 when a process that it started ends with another status than 0
-        super().__init__(0 if here.launcher == "lightning" and here.rank > 0 else STATUS)
+        super().__init__(0 if here.launcher == "lightning" and here.rank > 0 else status)
 
 
 class Preemption(Callback):
@@ -52,6 +55,7 @@ class Preemption(Callback):
 
     def __init__(self) -> None:
         self.noted: float | None = None  # when this rank was first sent a signal
+        self.interrupted: float | None = None  # when it was first sent SIGINT
         self.validation_due = False  # in the checkpoint: the validation of its step is not done
         self.before_validation: dict[str, Any] | None = None
 
@@ -63,16 +67,17 @@ class Preemption(Callback):
 
     @contextlib.contextmanager
     def listening(self, trainer: lightning.Trainer, module: Any) -> Iterator[None]:
-        """Inside, the two signals are noted in `module.asked_to_end` and do nothing else, however often they come."""
+        """Inside, the first signal is noted in `module.asked_to_end`, and a second SIGINT raises KeyboardInterrupt."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self.noted is None:  # the first counts: after a requeue SLURM sends SIGTERM, too
                 self.noted = time.monotonic()
                 module.asked_to_end = tuple(number == each for each in SIGNALS)
+            if number == signal.SIGINT:
+                self.note_interrupt()
 
         keep_lightning_from_acting(trainer)
         before = {number: signal.signal(number, note) for number in SIGNALS}
-        before[signal.SIGINT] = signal.getsignal(signal.SIGINT)  # which Lightning ignores once it has come
         _handlers.append(note)
         try:
             yield
@@ -80,6 +85,19 @@ class Preemption(Callback):
             _handlers.remove(note)
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def note_interrupt(self) -> None:
+        """Say that the run will end, or end it where that was said before.
+
+        Raises:
+            KeyboardInterrupt: it is the second SIGINT.
+        """
+        if self.interrupted is None:
+            self.interrupted = time.monotonic()
+            if ranks().rank == 0:
+                say_at_once("interrupted: the run saves a checkpoint and ends; a second Ctrl-C ends it without one")
+        elif time.monotonic() - self.interrupted > SAME_INTERRUPT:
+            raise KeyboardInterrupt
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         """Do the validation that the end of the run before has cut short."""
@@ -146,18 +164,25 @@ class Preemption(Callback):
         Raises:
             Preempted: always.
         """
+        sent = SIGNALS[module.agreed_to_end.index(True)]
+        ended = Preempted(sent)
         if trainer.is_global_zero:
-            sent = SIGNALS[0] if module.agreed_to_end[0] else SIGNALS[1]
             what_next = next_steps(sent)  # first: nothing after it may keep the job from being queued again
-            log.warning(f"preempted ({sent.name}) after step {trainer.global_step}: {kept(trainer)}; {what_next}")
+            word = "interrupted" if sent == signal.SIGINT else "preempted"
+            log.warning(f"{word} ({sent.name}) after step {trainer.global_step}: {kept(trainer)}; {what_next}")
             for logger in trainer.loggers:
                 if hasattr(logger, "close"):
-                    logger.close(STATUS, preempted=True)
+                    logger.close(ended.status, preempted=sent != signal.SIGINT)
             trainer.loggers = []
         if self.noted is not None:
             log.info(f"{time.monotonic() - self.noted:.1f} s from the signal to the end")
         trainer.strategy.barrier()  # the end of one rank has the launcher kill the others
-        raise Preempted
+        raise ended
+
+
+def say_at_once(line: str) -> None:
+    """Write a line on the terminal from a signal's handler, which may have interrupted a print."""
+    os.write(2, f"palimpsest: {line}\n".encode())
 
 
 def listening(trainer: lightning.Trainer, module: Any) -> contextlib.AbstractContextManager[None]:
@@ -177,7 +202,7 @@ def kept(trainer: lightning.Trainer) -> str:
     """What there is to go on from, in words."""
     path = checkpoints.newest(checkpoints.folder_of(trainer))
     if path is None:
-        return "there is no checkpoint"
+        return "there is no checkpoint (it starts from step 0 again)"
     late = "" if checkpoints.step_of(path) == trainer.global_step else " (that of the last step was not written)"
     return f"the checkpoint is {path}{late}"
 
@@ -187,7 +212,7 @@ def next_steps(sent: signal.Signals) -> str:
     job = slurm_job()
     if sent == signal.SIGUSR1 and job is not None:
         return requeue(job)
-    if job is not None:
+    if job is not None and sent != signal.SIGINT:
         return f"where SLURM queues job {job} again it goes on from there, as resume=auto does"
     return "resume=auto goes on from there"
 
@@ -201,7 +226,8 @@ def _in_forked_process() -> None:
     if _handlers:
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
 
 
 os.register_at_fork(after_in_child=_in_forked_process)

@@ -9,6 +9,8 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from data_pipeline.settings import check_whole
+
 log = logging.getLogger(__name__)
 
 # Dense bfloat16 peaks in TFLOP/s from the makers' data sheets, by words of the device's name; the first match counts.
@@ -29,7 +31,8 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.2,
     "RTX 3090": 71.0,
 }
-OTHER_CARDS = re.compile(r"\b(MIG|Laptop|D|Ti)\b")  # a part of a card, or another one than the name's beginning says
+# A part of a card, or another card than the one whose name it begins with.
+OTHER_CARDS = re.compile(r"\b(MIG|Laptop|D|Ti)\b", re.IGNORECASE)
 
 
 def peak_flops(name: str) -> float | None:
@@ -76,19 +79,28 @@ class Progress(Callback):
 
     Args:
         every_tokens: tokens between two lines; rounded to whole steps, at least one.
+
+    Raises:
+        ValueError: `every_tokens` is not a whole number above 0.
     """
 
     def __init__(self, every_tokens: int) -> None:
+        check_whole("callbacks.progress.every_tokens", every_tokens, 1)
         self.every_tokens = every_tokens
         self.seconds = 0.0  # of training since the last line
         self.steps = 0
         self.began: float | None = None
         self.peak: float | None = None
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seconds, self.steps = state["seconds"], state["steps"]
+
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         on_gpu = module.device.type == "cuda"
         self.peak = peak_flops(torch.cuda.get_device_name(module.device)) if on_gpu else None
-        self.seconds, self.steps = 0.0, 0
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if self.began is None:

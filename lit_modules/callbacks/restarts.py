@@ -1,4 +1,7 @@
-"""Restarts of a run by itself: who asks SLURM for one, and how many there may be without a new checkpoint."""
+"""Restarts of a run by itself: who asks SLURM for one, and how many there may be without a new checkpoint.
+
+Nothing heavy is imported here: the process above a rank calls it when the rank was killed for want of memory.
+"""
 
 import contextlib
 import json
@@ -7,11 +10,11 @@ import subprocess
 from pathlib import Path
 
 from data_pipeline.files import write_whole
-from lit_modules.checkpoints import newest
 from lit_modules.launching.ranks import Ranks
 
 MOST = 3  # without a new checkpoint between them
 RECORD = "restarts.json"  # in the run's folder: {"checkpoint": the newest at the last restart, "restarts": since then}
+BY_HAND = "resume=auto goes on from the last checkpoint"
 ASKED = ".restarting"  # there once a rank of this attempt has asked for a restart
 
 
@@ -30,7 +33,7 @@ def requeue(job: str) -> str:
         refusal = str(error)
     if refusal is None:
         return f"SLURM job {job} is queued again and goes on from the last checkpoint"
-    return f"scontrol requeue {job} failed ({refusal}): resume=auto goes on from the last checkpoint"
+    return f"scontrol requeue {job} failed ({refusal}): {BY_HAND}"
 
 
 def restart(folder: Path, here: Ranks) -> str:
@@ -42,7 +45,7 @@ def restart(folder: Path, here: Ranks) -> str:
         return requeue(job)
     if here.launcher == "torchrun":
         return "torchrun starts it again from the last checkpoint, if it has restarts left (--max-restarts)"
-    return "resume=auto goes on from the last checkpoint"
+    return BY_HAND
 
 
 def is_first(folder: Path) -> bool:
@@ -56,13 +59,19 @@ def is_first(folder: Path) -> bool:
     return True
 
 
+def forget(folder: Path) -> None:
+    """Forget the restarts of a run, which a person starts now."""
+    for name in (ASKED, RECORD):
+        (folder / name).unlink(missing_ok=True)
+
+
 def count(folder: Path, here: Ranks) -> int:
     """On rank 0 at the start of an attempt: how many restarts there were since the newest checkpoint, this one with
     them. A start by a person (resume=...) begins the count anew."""
-    (folder / ASKED).unlink(missing_ok=True)
     if here.attempt == 0:
-        (folder / RECORD).unlink(missing_ok=True)
+        forget(folder)
         return 0
+    (folder / ASKED).unlink(missing_ok=True)
     restarts = so_far(folder) + 1
     with contextlib.suppress(OSError):  # a full disk is no reason to stop
         write_whole(folder / RECORD, json.dumps({"checkpoint": newest_name(folder), "restarts": restarts}) + "\n")
@@ -80,8 +89,7 @@ def so_far(folder: Path) -> int:
 
 def newest_name(folder: Path) -> str | None:
     """The name of the newest checkpoint of a run, whole or not."""
-    found = newest(folder / "checkpoints")
-    return None if found is None else found.name
+    return max((path.name for path in (folder / "checkpoints").glob("step_*")), default=None)
 
 
 def too_often() -> str:

@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from data_pipeline.files import write_whole
+from data_pipeline.setting_types import check_type
+from data_pipeline.settings import check_whole
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses
 from lit_modules.generate import sampling, write_on
 from lit_modules.parallel.context import whole_sequences
@@ -24,9 +26,9 @@ class Samples(Callback):
         ValueError: one of them is out of range.
     """
 
-    def __init__(self, prompts: list[str], max_new_tokens: int, temperature: float, top_p: float) -> None:
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"callbacks.samples.max_new_tokens={max_new_tokens} writes nothing: give 1 or more")
+    def __init__(self, prompts: list[str], max_new_tokens: int, temperature: float, top_p: float | None) -> None:
+        check_type("callbacks.samples.prompts", prompts, list[str])  # of one text, each letter would be a prompt
+        check_whole("callbacks.samples.max_new_tokens", max_new_tokens, 1)
         self.prompts = list(prompts)
         self.max_new_tokens = max_new_tokens
         self.settings = sampling(temperature, None, top_p)

@@ -37,6 +37,7 @@ import lightning
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
+from data_pipeline.settings import is_number
 from lit_modules.callbacks import restarts
 from lit_modules.callbacks.whereabouts import LONG, Marks, Place, no_answer, who_hangs
 from lit_modules.launching import failures
@@ -68,7 +69,7 @@ class Watchdog(Callback):
     """
 
     def __init__(self, seconds: float | None = 600) -> None:
-        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0):
+        if seconds is not None and not (is_number(seconds) and seconds > 0):
             raise ValueError(f"callbacks.watchdog.seconds={seconds} is no time: give seconds, or null for no watchdog")
         self.seconds = seconds
         self.gone_after = min(20.0, (seconds or 0.0) / 2)  # seconds without a beat
@@ -302,7 +303,7 @@ class Watchdog(Callback):
                     self.tell_place()
             return None
         deadline = time.monotonic() + 2 * self.gone_after
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and failures.first_failed(self.folder) is None:
             failed, silent = self.failed(), self.silent()
             if failed:
                 return RankLost(failed[0].error, failed[0], self.folder)

@@ -18,7 +18,7 @@ from lit_modules.checkpoints.folders import (
     step_of,
 )
 from lit_modules.checkpoints.random_state import RandomState
-from lit_modules.checkpoints.reading import consolidated, read_trainer
+from lit_modules.checkpoints.reading import consolidated, data_fingerprint, read_trainer
 from lit_modules.checkpoints.saving import Checkpoints, folder_of
 from lit_modules.checkpoints.strategy import Checkpointed
 
@@ -31,6 +31,7 @@ __all__ = [
     "RandomState",
     "consolidated",
     "damage",
+    "data_fingerprint",
     "folder_of",
     "is_checkpoint",
     "name_of",

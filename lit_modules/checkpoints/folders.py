@@ -9,17 +9,15 @@ best -> step_00000016    the one with the best validation loss
 .step_00000020.partial/  being written, or left by a kill
 """
 
-import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from data_pipeline import checksums
 from data_pipeline.files import write_whole
 
 log = logging.getLogger(__name__)
@@ -30,7 +28,6 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 TRAINER = "trainer.pt"
 FORMAT = 1
-READERS = 8  # threads that compare checksums; hashing and reading both let other threads run
 
 
 def name_of(step: int) -> str:
@@ -61,7 +58,7 @@ def newest(folder: Path) -> Path | None:
 def newest_whole(folder: Path) -> Path | None:
     """The newest undamaged checkpoint in a run's `checkpoints/`; each damaged one is named in the log and passed over.
 
-    It reads the newest checkpoint from end to end, with READERS threads: one rank is to call it, and to tell the others
+    It reads the newest checkpoint from end to end, with several threads: one rank is to call it, and to tell the others
     (a strategy's `load_checkpoint` takes the first rank's path on every rank). `newest` is None where this is.
 
     Raises:
@@ -87,18 +84,7 @@ def damage(path: Path) -> str | None:
         files = read_manifest(path)["files"]
     except ValueError as error:
         return str(error)
-    for name, written in files.items():
-        found = size_of(path / name)
-        if found is None:
-            return f"{name} is missing"
-        if found != written["bytes"]:
-            return f"{name} is truncated or damaged ({found} bytes of {written['bytes']})"
-    by_size = sorted(files, key=lambda name: -files[name]["bytes"])
-    with ThreadPoolExecutor(READERS) as readers:
-        for name, found in zip(by_size, readers.map(checksum, (path / name for name in by_size)), strict=True):
-            if found != files[name]["sha256"]:
-                return f"{name} is damaged (it does not match its checksum)"
-    return None
+    return checksums.damage(path, files)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -120,30 +106,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not known:
         raise ValueError(f"{MANIFEST} is not of format {FORMAT}")
     return manifest
-
-
-def entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """What the manifest says of each of the named files."""
-    return {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": checksum(folder / name)} for name in sorted(names)
-    }
-
-
-def checksum(path: Path) -> str | None:
-    """The SHA-256 of a file's content, read piece by piece; None where it cannot be read."""
-    try:
-        with open(path, "rb") as handle:
-            return hashlib.file_digest(handle, "sha256").hexdigest()
-    except OSError:
-        return None
-
-
-def size_of(path: Path) -> int | None:
-    """Bytes of a file; None where there is none."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def partial_of(path: Path) -> Path:

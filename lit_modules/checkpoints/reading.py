@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from lit_modules.checkpoints.folders import METADATA, TRAINER
+from lit_modules.checkpoints.folders import METADATA, TRAINER, step_folders
 
 WEIGHTS, OPTIMIZER, RANDOM = "weights.", "optimizer.", "random."  # what the names of tensors begin with
 
@@ -98,6 +98,20 @@ def read_trainer(path: Path) -> dict[str, Any]:
         return torch.load(path / TRAINER, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{path / TRAINER} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def data_fingerprint(folder: Path) -> str | None:
+    """The fingerprint of the data that a run was begun with; None where no checkpoint of it says one.
+
+    Args:
+        folder: the run's `checkpoints/`.
+    """
+    for _, path in step_folders(folder):
+        try:
+            return read_trainer(path)["palimpsest"]["data_fingerprint"]
+        except (ValueError, KeyError):  # damaged: the next one says the same
+            continue
+    return None
 
 
 def consolidated(path: Path) -> dict[str, Tensor]:

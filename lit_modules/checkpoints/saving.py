@@ -1,6 +1,7 @@
 """When checkpoints are written, and which are kept."""
 
 import logging
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import lightning
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from data_pipeline.settings import check_whole
 from lit_modules.checkpoints.folders import clear_partials, keep_newest, link_best, name_of
 from lit_modules.checkpoints.writing import Outcome
 
@@ -35,10 +37,8 @@ class Checkpoints(Checkpoint):
     """
 
     def __init__(self, every_tokens: int, keep_last: int = 2) -> None:
-        if keep_last < 1:
-            raise ValueError(f"callbacks.checkpoints.keep_last={keep_last} keeps no checkpoint: give 1 or more")
-        if every_tokens <= 0:
-            raise ValueError(f"checkpoint_every_tokens={every_tokens} is not positive: give a number of tokens")
+        check_whole("callbacks.checkpoints.every_tokens", every_tokens, 1)
+        check_whole("callbacks.checkpoints.keep_last", keep_last, 1)
         self.every_tokens = every_tokens
         self.keep_last = keep_last
         self.best_loss: float | None = None
@@ -78,7 +78,7 @@ class Checkpoints(Checkpoint):
 
     def is_best(self, loss: float) -> bool:
         """Whether no checkpoint has a lower validation loss."""
-        return self.best_loss is None or loss < self.best_loss
+        return math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
 
     def on_train_end(self, trainer: lightning.Trainer, module: Any) -> None:
         if self.due:

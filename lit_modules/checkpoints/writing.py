@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from data_pipeline import files
-from lit_modules.checkpoints.folders import METADATA, TRAINER, entries, partial_of, publish, size_of
+from data_pipeline import checksums, files
+from lit_modules.checkpoints.folders import METADATA, TRAINER, partial_of, publish
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,9 @@ class Writer:
         partial = partial_of(path)
         together(self.group, lambda: prepare(partial, record) if self.rank == 0 else None)
         dcp.save(staged, storage_writer=ShardWriter(partial), process_group=self.group, no_dist=self.group is None)
-        parts = together(self.group, lambda: (socket.gethostname(), entries(partial, self.own_files(partial))))
+        parts = together(
+            self.group, lambda: (socket.gethostname(), checksums.entries(partial, self.own_files(partial)))
+        )
         together(self.group, lambda: finish(path, parts, then) if self.rank == 0 else None)
 
     def own_files(self, partial: Path) -> list[str]:
@@ -166,7 +168,7 @@ def finish(path: Path, parts: list[tuple[str, dict[str, Any]]], then: Callable[[
     deadline = time.monotonic() + APPEARS_WITHIN
     for rank, (host, written) in enumerate(parts):
         for name, entry in written.items():
-            while size_of(partial / name) != entry["bytes"]:
+            while checksums.size_of(partial / name) != entry["bytes"]:
                 if time.monotonic() > deadline:
                     raise NotWritten(
                         f"rank {rank} on {host} wrote {name}, which rank 0 on {parts[0][0]} does not see: "

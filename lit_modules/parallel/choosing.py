@@ -2,10 +2,15 @@
 
 from typing import Any
 
+import psutil
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import Strategy
+from omegaconf import DictConfig
 
+from lit_modules.networks import PalimpsestConfig
+from lit_modules.networks.counting import planned_parameters, sizes_of
 from lit_modules.parallel.strategies import DataParallel, OneDevice, Sharded
 
 # Bytes for each parameter in float32 training: the weight, its gradient, AdamW's two moments, and autocast's copy.
@@ -36,6 +41,34 @@ def simplest(parameters: int, devices: int, num_nodes: int, memory: float | None
     if memory is None or needed <= ROOM * memory:
         return "ddp"
     return "hsdp" if num_nodes > 1 and needed / devices <= ROOM * memory else "fsdp"
+
+
+def check_memory(config: PalimpsestConfig, cfg: DictConfig, strategy: Strategy) -> None:
+    """Refuse a model whose training cannot fit into the memory of this machine, before any memory is asked for.
+
+    Only what is certain counts: weights, gradients and AdamW's two moments, spread over as many ranks as can be.
+
+    Raises:
+        ValueError: it cannot fit. The line says what it takes and what there is.
+    """
+    accelerator, devices, num_nodes = cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes
+    try:
+        here = count_devices(accelerator, devices)
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise ValueError(f"trainer: {error}") from error
+    each = 2 if cfg.trainer.precision == "bf16-true" else 4
+    held = 4 if "Adam" in cfg.optimizer._target_ else 2
+    parameters = planned_parameters(config)
+    needed = parameters * each * held / (here * num_nodes if isinstance(strategy, Sharded) else 1)
+    memory, where = memory_of_a_device(accelerator), "a GPU here"
+    if memory is None:
+        memory, where, needed = psutil.virtual_memory().total, "this machine", needed * here
+    if needed > memory:
+        raise ValueError(
+            f"{sizes_of(config)}: to train {parameters / 1e9:,.1f}B parameters takes {needed / 2**30:,.0f} GiB for "
+            f"weights, gradients and the optimizer alone, and {where} has {memory / 2**30:,.0f} GiB: lower one of "
+            "them, or ask job=plan on what it would fit"
+        )
 
 
 def on_gpu(accelerator: str) -> bool:

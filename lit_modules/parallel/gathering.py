@@ -1,8 +1,10 @@
-"""A whole network again, from one whose weights are spread over ranks."""
+"""What the ranks have, together: a whole network, from one whose weights are spread over them, and their tensors."""
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lit_modules.networks import PalimpsestForCausalLM
@@ -22,3 +24,12 @@ def gathered(model: PalimpsestForCausalLM, strategy: Any) -> PalimpsestForCausal
     copy.tie_weights()
     copy.generation_config = model.generation_config
     return copy
+
+
+def of_all_ranks(own: Tensor, world_size: int) -> list[Tensor]:
+    """A tensor of each rank, all of one shape, on every rank. Every rank takes part."""
+    if world_size == 1:
+        return [own]
+    gathered = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(gathered, own)
+    return gathered

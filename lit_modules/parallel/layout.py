@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from data_pipeline.settings import check_whole
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -61,9 +63,10 @@ def lay_out(world_size: int, *, shard: int | None, context: int, tensor: int) ->
     Raises:
         ValueError: the sizes do not divide the ranks; the line names the key.
     """
-    for key, size in (("shard_size", shard), ("context_parallel_size", context), ("tensor_parallel_size", tensor)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ValueError(f"strategy.{key}={size} is not a number of ranks: give a whole number of at least 1")
+    # shard_size last: DDP takes it from context_parallel_size
+    for key, size in (("context_parallel_size", context), ("tensor_parallel_size", tensor), ("shard_size", shard)):
+        if size is not None or key != "shard_size":
+            check_whole(f"strategy.{key}", size, 1)
     if world_size % tensor:
         raise ValueError(
             f"strategy.tensor_parallel_size={tensor} does not divide the {world_size} ranks (trainer.devices times "

@@ -33,9 +33,20 @@ EXPENSIVE = [
 """The operations whose results "selective" keeps."""
 
 
-def check_policy(policy: str | int) -> None:
-    """Raise ValueError, naming the key, unless `policy` is one of POLICIES or a whole number of at least 2."""
-    if policy in POLICIES or (isinstance(policy, int) and policy >= 2):  # True is 1
+def check_policy(policy: str | int, layers: int | None = None) -> None:
+    """Raise ValueError, naming the key, unless `policy` is one of POLICIES or a whole number of at least 2.
+
+    Args:
+        layers: blocks of the model, where they are known: of fewer than n blocks, n recomputes none.
+    """
+    if policy in POLICIES:
+        return
+    if isinstance(policy, int) and policy >= 2:  # True is 1
+        if layers is not None and policy > layers:
+            raise ValueError(
+                f"activation_checkpointing={policy} recomputes none of model.num_layers={layers} blocks: give none, or "
+                f"at most {layers}"
+            )
         return
     raise ValueError(
         f"activation_checkpointing={policy} is not a policy: give {', '.join(POLICIES)}, or n, 2 or more, for every "

@@ -1,17 +1,22 @@
 """Lightning strategies that know how many ranks read data of their own, and whose checkpoints fit one another."""
 
+import inspect
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch.nn.parallel import DistributedDataParallel
 
+from data_pipeline.settings import check_keys, check_whole
 from lit_modules.checkpoints.strategy import Checkpointed
+from lit_modules.launching.children import NamesKilledRanks
 from lit_modules.parallel.layout import Layout, lay_out
 
 # Of a collective. The watchdog sees a rank that hangs long before; this is for those who run without it.
 TIMEOUT = timedelta(hours=1)
+OF_LIGHTNING = ("module", "device_ids", "output_device", "dim", "process_group", "device_mesh")  # it sets these of DDP
 
 
 class OneDevice(Checkpointed, SingleDeviceStrategy):
@@ -22,17 +27,24 @@ class OneDevice(Checkpointed, SingleDeviceStrategy):
     context_group: dist.ProcessGroup | None = None
 
 
-class DataParallel(Checkpointed, DDPStrategy):
+class DataParallel(Checkpointed, NamesKilledRanks, DDPStrategy):
     """DDP: every rank holds all the weights. `settings`: those of torch's DistributedDataParallel.
 
     Args:
         context_parallel_size: ranks that share each sequence.
+        gradient_as_bucket_view: gradients are views of what is sent, which saves their memory once.
+
+    Raises:
+        ValueError: a size is not a whole number above 0, or DDP has no such setting; the line names the key.
     """
 
     needs_all_ranks = False
 
-    def __init__(self, context_parallel_size: int = 1, **settings: Any) -> None:
-        super().__init__(timeout=TIMEOUT, **settings)
+    def __init__(self, context_parallel_size: int = 1, gradient_as_bucket_view: bool = False, **settings: Any) -> None:
+        check_whole("strategy.context_parallel_size", context_parallel_size, 1)
+        known = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in OF_LIGHTNING]
+        check_keys("strategy", settings, [*known, "process_group_backend"])
+        super().__init__(timeout=TIMEOUT, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
         self.context_parallel_size = context_parallel_size
         self.context_group: dist.ProcessGroup | None = None
 
@@ -59,7 +71,7 @@ class DataParallel(Checkpointed, DDPStrategy):
         self.context_group = self.layout.context_group(self.root_device.type)
 
 
-class Sharded(Checkpointed, ModelParallelStrategy):
+class Sharded(Checkpointed, NamesKilledRanks, ModelParallelStrategy):
     """FSDP2: the weights, gradients and optimizer states of each block are spread over ranks.
 
     Args:
@@ -69,6 +81,9 @@ class Sharded(Checkpointed, ModelParallelStrategy):
         tensor_parallel_size: ranks that share the heads of each layer.
         reshard_after_forward: give the gathered weights of a block back after its forward pass, and gather them again
             in the backward pass; false keeps them between, which is faster and takes memory.
+
+    Raises:
+        ValueError: a size is not a whole number above 0; the line names the key.
     """
 
     needs_all_ranks = True
@@ -81,6 +96,8 @@ class Sharded(Checkpointed, ModelParallelStrategy):
         reshard_after_forward: bool = True,
     ) -> None:
         super().__init__(timeout=TIMEOUT)
+        check_whole("strategy.context_parallel_size", context_parallel_size, 1)
+        check_whole("strategy.tensor_parallel_size", tensor_parallel_size, 1)
         if isinstance(shard_size, str) and shard_size != "node":
             raise ValueError(f"strategy.shard_size={shard_size} is not known: give a number of ranks, node, or null")
         self.shard_size, self.context_parallel_size = shard_size, context_parallel_size

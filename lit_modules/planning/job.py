@@ -8,16 +8,18 @@ import hydra
 from omegaconf import DictConfig
 
 from data_pipeline.files import write_whole
-from data_pipeline.settings import check_whole
+from data_pipeline.setting_types import check_type
+from data_pipeline.settings import check_whole, is_number, shown
+from lit_modules.networks.counting import planned_parameters
 from lit_modules.parallel.layout import lay_out
 from lit_modules.parallel.recomputing import check_policy
 from lit_modules.planning.estimating import Planner
 from lit_modules.planning.gpus import find_gpu
 from lit_modules.planning.report import as_json, as_text, draw
 from lit_modules.planning.setup import Setup
+from lit_modules.trainer import check_settings
 
 STRATEGIES = {"OneDevice": "one", "DataParallel": "ddp", "Sharded": "fsdp"}
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 def run(cfg: DictConfig) -> None:
@@ -26,9 +28,13 @@ def run(cfg: DictConfig) -> None:
     Raises:
         ValueError: a setting cannot work; the line names its key.
     """
-    check_whole("max_tokens", cfg.max_tokens, 1)
+    check_settings(cfg)
+    check_type("output", cfg.output, str | None)
     setup = setup_of(cfg)
-    planner = Planner(hydra.utils.instantiate(cfg.model, _convert_="all"))
+    config = hydra.utils.instantiate(cfg.model, _convert_="all")
+    check_policy(cfg.activation_checkpointing, config.num_layers)
+    planned_parameters(config)  # one that cannot be counted cannot be planned
+    planner = Planner(config)
     if cfg.strategy._target_ is None:
         setup = planner.chosen(setup)
     plan = planner.plan(setup, cfg.max_tokens)
@@ -44,14 +50,11 @@ def setup_of(cfg: DictConfig) -> Setup:
         ValueError: a setting cannot work; the line names its key.
     """
     find_gpu(cfg.plan.gpu)
-    check_policy(cfg.activation_checkpointing)
-    if cfg.trainer.precision not in PRECISIONS:
-        raise ValueError(f"trainer.precision={cfg.trainer.precision} is not supported: give {', '.join(PRECISIONS)}")
     for key in ("sequence_length", "micro_batch_size", "batch_tokens"):
         check_whole(f"data.{key}", cfg.data[key], 1)
     check_whole("trainer.num_nodes", cfg.trainer.num_nodes, 1)
-    if not isinstance(cfg.plan.network, int | float) or cfg.plan.network <= 0:
-        raise ValueError(f"plan.network={cfg.plan.network} is not GB/s: give a number above 0")
+    if not is_number(cfg.plan.network) or cfg.plan.network <= 0:
+        raise ValueError(f"plan.network={shown(cfg.plan.network)} is not GB/s: give a number above 0")
     setup = Setup(
         gpu=str(cfg.plan.gpu),
         sequence_length=cfg.data.sequence_length,
@@ -91,13 +94,14 @@ def strategy_of(strategy: DictConfig) -> dict[str, Any]:
     name = STRATEGIES.get(strategy._target_.rpartition(".")[2])
     if name is None:
         raise ValueError(f"strategy._target_={strategy._target_} cannot be planned for: give {', '.join(STRATEGIES)}")
+    sizes = {key: strategy.get(f"{key}_parallel_size", 1) for key in ("context", "tensor")}
+    for key, size in sizes.items():
+        check_whole(f"strategy.{key}_parallel_size", size, 1)
     size = strategy.get("shard_size")
+    if size not in (None, "node"):
+        check_whole("strategy.shard_size", size, 1)
     node = {"strategy": "hsdp"} if size == "node" else {"strategy": name, "shard_size": size}
-    return node | {
-        "context": strategy.get("context_parallel_size", 1),
-        "tensor": strategy.get("tensor_parallel_size", 1),
-        "reshard": strategy.get("reshard_after_forward", True),
-    }
+    return node | sizes | {"reshard": strategy.get("reshard_after_forward", True)}
 
 
 def checked_batch(setup: Setup) -> Setup:

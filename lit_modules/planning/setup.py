@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from lit_modules.planning.gpus import Gpu
+
 STRATEGIES = ("one", "ddp", "hsdp", "fsdp")
 
 
@@ -12,7 +14,7 @@ class Setup:
     `sequence_length` tokens at a time.
 
     Attributes:
-        gpu: a name that `find_gpu` knows.
+        gpu: a name that `find_gpu` knows, or the card.
         recomputation: "none", "full", "selective", or n: every n-th block.
         precision: the trainer's; with "bf16-mixed" weights are float32 and products bfloat16.
         fused_optimizer: AdamW's steps in one kernel, without temporaries.
@@ -23,7 +25,7 @@ class Setup:
         network: bytes a second that a GPU sends to other nodes.
     """
 
-    gpu: str
+    gpu: str | Gpu
     sequence_length: int
     micro_batch_size: int
     batch_tokens: int

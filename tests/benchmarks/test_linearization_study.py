@@ -1,5 +1,6 @@
 """The study's arithmetic: recovery, noise, the order of the paper's variants, and what is read and written."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,8 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
+from benchmarks.linearization_study import variants
+from benchmarks.linearization_study.memory import HEAD_DIM, cache_bytes, settings_of
 from benchmarks.linearization_study.noise import Noise, Sample, compare, pooled
 from benchmarks.linearization_study.records import (
     CURVES,
@@ -20,9 +23,18 @@ from benchmarks.linearization_study.records import (
     latest,
     read,
 )
-from benchmarks.linearization_study.report import main, order_table, paper_pairs, studies, write
+from benchmarks.linearization_study.report import (
+    AVERAGES,
+    CONTROLS,
+    main,
+    memory_table,
+    order_table,
+    paper_pairs,
+    studies,
+    write,
+)
 from benchmarks.linearization_study.variants import RECIPES
-from lit_modules.linearize import chosen_ways
+from lit_modules.layer_setup import chosen_ways
 
 LIGER, HGRN2, GSA = "Liger-GLA", "Liger-HGRN2", "Liger-GSA"
 
@@ -36,7 +48,7 @@ def result(variant: str, nats: float, seed: int = 0, **others: object) -> Result
         "teacher_parameters": 2_000_000,
         "teacher_tokens": 5_000_000,
         "variant": variant,
-        "settings": "{}",
+        "settings": "[]",
         "seed": seed,
         "adaptation_tokens": adapted,
         "held_out_nats": nats,
@@ -134,6 +146,7 @@ def test_the_paper_orders_its_gates_by_accuracy():
     assert (LIGER, GSA, "accuracy") in paper_pairs()
     assert (GSA, HGRN2, "accuracy") in paper_pairs()
     assert not any(TEACHER in pair for pair in paper_pairs())
+    assert AVERAGES["Liger-HGRN2-Llama-3-8B"] == 64.0
 
 
 def test_a_run_that_is_repeated_replaces_the_first(tmp_path):
@@ -156,7 +169,7 @@ def test_only_the_last_runs_curve_is_kept():
 
 def test_seeds_of_other_settings_are_not_averaged():
     with pytest.raises(ValueError, match=r"Liger-GLA: seed 0 .* seed 1 .*window.* run the older"):
-        studies([result(LIGER, 3.5), result(LIGER, 3.4, seed=1, settings='{"window": 128}')])
+        studies([result(LIGER, 3.5), result(LIGER, 3.4, seed=1, settings='["linearization.window=128"]')])
 
 
 def test_a_run_that_diverged_is_named_and_left_out(tmp_path):
@@ -166,7 +179,7 @@ def test_a_run_that_diverged_is_named_and_left_out(tmp_path):
     )
     text = write(tmp_path, tmp_path).read_text()
     assert "Diverged, and left out: Liger-GLA (seed 1), Liger-HGRN2 (seed 0)." in text
-    assert "| Liger-GLA | 1 | 1,000 | 3.5000 |" in text
+    assert "| Liger-GLA | 1 | 1,000 | 32,768 | 3.5000 |" in text
 
 
 def test_a_file_with_other_columns_is_refused_and_stays(tmp_path):
@@ -200,7 +213,7 @@ def test_the_page_has_each_teachers_table_and_pictures(tmp_path):
     append(tmp_path / CURVES, [point, replace(point, tokens=1000, held_out_nats=3.2)])
     text = write(tmp_path, tmp_path).read_text()
     assert text.count("## Teacher: ") == 2
-    assert "| Liger-GLA | 3 | 1,000 | 3.2080 ± 0.0080 | 24.73 |  | 94.8% ± 0.2% | 2.96 | 67.0 |" in text
+    assert "| Liger-GLA | 3 | 1,000 | 32,768 | 3.2080 ± 0.0080 | 24.73 |  | 94.8% ± 0.2% | 2.96 | 67.0 |" in text
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert pictures == {
         "linearization_study_2m_5m_curves.png",
@@ -235,3 +248,38 @@ def test_the_best_experiment_is_the_variant_that_was_measured():
     with hydra.initialize_config_dir(str(conf), version_base="1.3"):
         variant = RECIPES["recipe, window of 124, most sensitive layer kept"]
         assert composed("experiment=liger/best") == composed("experiment=liger/study", *variant)
+
+
+TOKEN = 2 * 2 * HEAD_DIM  # bytes: key and value in bfloat16
+STATE = 4 * HEAD_DIM**2  # in float32
+CACHED = {
+    variants.UNTRAINED: 128 * TOKEN,
+    "Liger-GLA": 64 * TOKEN + STATE,
+    "no SWA": STATE,
+    "window of 64 and sinks, LoRA": 68 * TOKEN,
+    "window of 124 and sinks, all of the recipe": 128 * TOKEN,
+    "window of 250 and sinks, all of the recipe": 254 * TOKEN,
+    "from the window": 68 * TOKEN + STATE,
+    # A state that comes late keeps the keys, as they are projected, of the window and one token more.
+    "recipe": 68 * TOKEN + STATE + 65 * TOKEN // 2,
+    "recipe, window of 124": 128 * TOKEN + STATE + 125 * TOKEN // 2,
+}
+
+
+@pytest.mark.parametrize(("variant", "expected"), CACHED.items(), ids=CACHED)
+def test_a_variant_caches_as_many_bytes_as_its_window_and_its_state_take(variant, expected):
+    chosen = variants.UNTRAINED_VARIANTS | variants.PAPER | RECIPES
+    assert cache_bytes(settings_of(chosen[variant])) == expected
+
+
+def test_a_state_is_held_to_the_window_alone_of_the_same_memory():
+    for variant, (control, *_) in list(CONTROLS.items())[:2]:
+        cached = [cache_bytes(settings_of(RECIPES[name])) for name in (variant, control)]
+        assert cached == [65_152, 65_024]
+    runs = [
+        result(name, nats + 0.001 * seed, seed, settings=json.dumps(RECIPES[name]))
+        for name, nats in ((variant, 2.7), (control, 2.6))
+        for seed in range(3)
+    ]
+    (study,) = studies(runs)
+    assert f"| {variant} | 65,152 | {control} | 65,024 | -0.1000 | 0.0000 | the window |" in memory_table(study)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lit_modules.decoding import DecodingStep, Output, can_be_captured, chooser, generate_captured
 from lit_modules.networks.linearized import Linearization, linearize
@@ -16,6 +16,8 @@ SETTINGS = {
     "sinks": Linearization(window=3, sinks=2),
     "every other layer softmax": Linearization(window=5, softmax_layers=(1,)),
     "all softmax": Linearization(softmax_layers=(0, 1, 2)),
+    "softmax in a window": Linearization(window=5, softmax_layers=(0, 2)),
+    "window alone": Linearization(window=4, sinks=2, state_weight=0.0, window_weight=1.0),
     "slots": Linearization(gate="slots", num_slots=8, window=4),
     "late states": Linearization(window=4, sinks=2, delayed=True, learned_weights="head", softmax_layers=(1,)),
 }
@@ -24,11 +26,13 @@ SETTINGS = {
 @functools.cache
 def make_model(name="liger"):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+    windowed = name == "softmax in a window"
+    config = AutoConfig.for_model(
+        "mistral" if windowed else "llama", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, bos_token_id=None,
+        eos_token_id=None, **{"sliding_window": 6} if windowed else {},
     )  # fmt: skip
-    return linearize(LlamaForCausalLM(config).eval(), SETTINGS[name])
+    return linearize(AutoModelForCausalLM.from_config(config).eval(), SETTINGS[name])
 
 
 def prompts(batch=3, length=9, padding=(0, 4, 7)):
@@ -67,7 +71,7 @@ def test_rows_end_where_generate_ends_them():
     assert right.shape[1] < 49
 
 
-@pytest.mark.parametrize("name", ["every other layer softmax", "late states"])
+@pytest.mark.parametrize("name", ["every other layer softmax", "late states", "softmax in a window", "window alone"])
 def test_nothing_of_a_step_moves_and_no_count_of_the_host_decides(name):
     ids, mask = prompts()
     model = make_model(name)

@@ -31,6 +31,14 @@ def test_figures_are_whole_png_files(tmp_path):
     assert not list(tmp_path.rglob(".*"))
 
 
+def test_the_loss_by_position_says_that_it_is_by_context(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("lit_modules.figures.write_figure", lambda path, figure: drawn.append(figure))
+    draw_position_loss(np.linspace(4, 2, 64), np.full(64, 50.0), 11, 32, tmp_path / "position.png")
+    for axes in drawn[0].axes:
+        assert axes.get_xlabel().startswith("tokens of context")
+
+
 def test_numbers_are_said_as_people_say_them():
     assert [count(n) for n in (512, 33_600, 1_200_000, 2_684_354_560)] == ["512", "33.6k", "1.20M", "2.68B"]
     assert [duration(s) for s in (41, 185, 7800, 360_000)] == ["41 s", "3 min 05 s", "2 h 10 min", "4 d 4 h"]

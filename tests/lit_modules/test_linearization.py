@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_pipeline.batches import Sequence, collate
+from lit_modules import linearization
 from lit_modules.linearization import Linearization as Training
-from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, linearize
+from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, fingerprints, linearize
 from lit_modules.networks.linearized.lora import add_lora
 from lit_modules.schedules import Plateau, WarmupCosine
 from lit_modules.stages import Stage, plan_stages
@@ -201,6 +202,7 @@ def test_gradients_are_the_same_computed_again_or_compiled(batch, objective, way
 class Alone:
     """What a module asks of its trainer, on one device."""
 
+    world_size, global_rank, accumulate_grad_batches = 1, 0, 1
     strategy = SimpleNamespace(reduce=lambda tensor, reduce_op: tensor)
 
 
@@ -263,12 +265,49 @@ def test_steps_on_one_batch_lower_their_objective(batch, objective):
 
 def test_a_run_does_not_go_on_from_other_weights_of_the_base_model():
     kept = {"global_step": 1}
-    training().on_save_checkpoint(kept)
+    module = training()
+    module.trainer = Alone()
+    module.on_save_checkpoint(kept)
     model = with_lora()
     with torch.no_grad():
         model.model.norm.weight *= 2
     with pytest.raises(ValueError, match=r"^base: its weights are not those that this run began with"):
         training(model).on_load_checkpoint(kept)
+
+
+def test_a_run_of_an_earlier_version_goes_on_from_its_base_model(monkeypatch):
+    module, resumed = training(), training()
+    module.trainer = resumed.trainer = Alone()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(linearization, "fingerprint", fingerprints._sampled)
+        module.adopt(module.model)
+    assert module.base_weights != resumed.base_weights
+    progress = {"loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": {}, "current": {}}}}}
+    kept = {"global_step": 1, **progress}
+    module.on_save_checkpoint(kept)
+    resumed.on_load_checkpoint(kept)
+    resumed.model.model.norm.weight.data *= 2
+    with pytest.raises(ValueError, match=r"^base: its weights are not those"):
+        resumed.on_load_checkpoint(kept)
+
+
+def test_a_resumed_run_reports_the_mean_of_all_steps_since_the_last_report(batch):
+    stages = {"a": OBJECTIVES["all"]}
+    begins, resumes, trainer = training(**stages), training(**stages), Alone()
+    progress = {"loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": {}, "current": {}}}}, "global_step": 1}
+    for module in (begins, resumes):
+        module.trainer = trainer
+        module.enter(0)
+    begins.training_step(batch, 0)
+    begins.window_loss, begins.window_steps = 2.5, 1
+    begins.on_save_checkpoint(progress)
+    resumes.on_load_checkpoint(progress)
+    for module in (begins, resumes):
+        module.training_step(batch | {"targets": batch["targets"].flip(1)}, 1)
+    assert resumes.take_mean_loss() == 2.5
+    found = begins.take_metrics()
+    assert set(found) == {"train/attention_transfer", "train/cross_entropy", "train/kl"}
+    assert resumes.take_metrics() == found
 
 
 def test_a_checkpoint_has_what_is_trained_and_what_the_base_model_has_not():

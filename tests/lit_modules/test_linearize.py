@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from lit_modules import linearize
+from lit_modules import layer_setup, linearize
 from lit_modules.networks.linearized import Linearization
 from lit_modules.stages import Stage
 
@@ -34,42 +34,37 @@ def test_ddp_expects_no_gradients_of_what_a_stage_leaves_alone(named, stages, un
 
 def test_an_experiments_choice_of_layers_is_taken_back_or_replaced_key_by_key():
     for ways in ({"most_sensitive": None, "every": None}, {"most_sensitive": None, "every": 2}):
-        linearize.check_softmax_layers(OmegaConf.create(ways), Linearization(), 4)
+        layer_setup.check_softmax_layers(OmegaConf.create(ways), Linearization(), 4)
     with pytest.raises(ValueError, match=r"set all but one to null, as softmax_layers\.every=null"):
-        linearize.check_softmax_layers(OmegaConf.create({"most_sensitive": 1, "every": 2}), Linearization(), 4)
+        layer_setup.check_softmax_layers(OmegaConf.create({"most_sensitive": 1, "every": 2}), Linearization(), 4)
 
 
 def test_a_file_of_the_layers_that_stay_that_is_cut_is_named(tmp_path):
-    path = tmp_path / linearize.KEPT
+    path = tmp_path / layer_setup.KEPT
     path.write_text('{"kept": [1')
     with pytest.raises(ValueError, match=f"^{path}: it does not say which layers stay"):
-        linearize.read_choice(path)
+        layer_setup.read_choice(path)
 
 
 def test_one_rank_measures_which_layers_stay_and_the_others_take_its_choice(tmp_path, monkeypatch):
-    begun, measured, loaded = threading.Event(), [], []
-
-    def load(cfg, settings, data):
-        loaded.append(settings.softmax_layers)
-        return settings
+    begun, measured = threading.Event(), []
 
     def keep(cfg, model, data, path):
         measured.append(path)
         begun.set()
         time.sleep(0.3)  # in which the other rank comes
-        linearize.keep_choice(path, (1, 2), [0.0, 2.0, 1.0])
+        layer_setup.keep_choice(path, (1, 2), [0.0, 2.0, 1.0])
         return "measured"
 
-    monkeypatch.setattr(linearize, "load_linearized", load)
-    monkeypatch.setattr(linearize, "keep_most_sensitive", keep)
+    monkeypatch.setattr(layer_setup, "begin_maps", lambda *given: None)
+    monkeypatch.setattr(layer_setup, "keep_most_sensitive", keep)
+    monkeypatch.setattr(layer_setup, "with_softmax_layers", lambda model, kept: (model, *kept))
     cfg = OmegaConf.create({"softmax_layers": {"most_sensitive": 2}})
-    arguments = (cfg, Linearization(), 3, None, tmp_path)
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(linearize.load_base, *arguments)
+        first = pool.submit(layer_setup.set_up_layers, cfg, "model", None, tmp_path)
         assert begun.wait(10)
-        second = pool.submit(linearize.load_base, *arguments)
+        second = pool.submit(layer_setup.set_up_layers, cfg, "model", None, tmp_path)
     assert len(measured) == 1
     assert first.result() == "measured"
-    assert second.result().softmax_layers == (1, 2)
-    assert loaded == [(), (1, 2)]
-    assert json.loads((tmp_path / linearize.KEPT).read_text())["kept"] == [1, 2]
+    assert second.result() == ("model", 1, 2)
+    assert json.loads((tmp_path / layer_setup.KEPT).read_text())["kept"] == [1, 2]

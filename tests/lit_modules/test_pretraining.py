@@ -1,5 +1,7 @@
 """The LightningModule on batches made here, without text or Hydra."""
 
+from types import SimpleNamespace
+
 import lightning
 import pytest
 import torch
@@ -187,6 +189,7 @@ def test_a_checkpoint_of_other_text_is_refused(tmp_path):
     state = {}
     other = module()
     other.data_fingerprint = "old"
+    other.trainer = SimpleNamespace(world_size=1)
     other.on_save_checkpoint(state)
     with pytest.raises(ValueError, match="blocks old, now new"):
         model.on_load_checkpoint(state | {"global_step": 1})
@@ -215,3 +218,10 @@ def test_a_clip_of_zero_is_no_clip(tmp_path):
         train(models[-1], 3, tmp_path, clip=clip)
     assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
     assert not torch.equal(models[0].model.lm_head.weight, module().model.lm_head.weight)
+
+
+def test_each_rank_takes_back_its_own_sums_and_another_number_of_ranks_their_mean():
+    model = module()
+    for world_size, rank, found in ((2, 1, [3.0, 1.0]), (1, 0, [2.0, 1.0]), (4, 2, [2.0, 1.0])):
+        model.trainer = SimpleNamespace(world_size=world_size, global_rank=rank)
+        assert model.own_window([[1.0, 1.0], [3.0, 1.0]]) == found

@@ -62,14 +62,40 @@ def test_resume_of_what_is_no_unfinished_run_is_refused(tmp_path, finished):
 
 
 def test_a_resumed_run_may_change_its_logger_but_not_its_model(tmp_path):
-    began = {"model": {"hidden_size": 64}, "logger": {}, "data": {"num_workers": 0}}
-    runs.record_config(tmp_path, began)
-    runs.resolved_config(tmp_path, OmegaConf.create(began | {"logger": {"wandb": 1}, "data": {"num_workers": 4}}))
+    began = {"model": {"hidden_size": 64}, "logger": {}, "data": {"num_workers": 0, "source": {"path": "here"}}}
+    with runs.begun(tmp_path, began):
+        pass
+    runs.resolved_config(
+        tmp_path, OmegaConf.create(began | {"logger": {"wandb": 1}, "data": {**began["data"], "num_workers": 4}})
+    )
+    moved = {"num_workers": 0, "source": {"path": "elsewhere"}, "full_hash": False, "most_skipped": 0.5}
+    runs.resolved_config(tmp_path, OmegaConf.create(began | {"data": moved}))  # two keys of a later version
+    with pytest.raises(ValueError, match=r"data.full_hash=True differs"):
+        runs.resolved_config(tmp_path, OmegaConf.create(began | {"data": moved | {"full_hash": True}}))
     with pytest.raises(ValueError, match=r"model.hidden_size=128 differs .* model.hidden_size=64"):
         runs.resolved_config(tmp_path, OmegaConf.create(began | {"model": {"hidden_size": 128}}))
     with pytest.raises(ValueError, match=r"seed=1 differs"):
         runs.resolved_config(tmp_path, OmegaConf.create(began | {"seed": 1}))
     assert OmegaConf.to_container(OmegaConf.load(tmp_path / runs.CONFIG)) == began
+
+
+def test_what_is_null_may_have_become_a_mapping_of_nulls():
+    assert not runs.differences({"kept": None}, {"kept": {"every": None, "most_sensitive": None}})
+    assert runs.differences({"kept": None}, {"kept": {"every": 2, "most_sensitive": None}}).keys() == {"kept"}
+
+
+def test_a_new_run_can_be_resumed_unless_it_is_refused(tmp_path):
+    config = tmp_path / runs.CONFIG
+    with pytest.raises(KeyboardInterrupt), runs.begun(tmp_path, {"seed": 1}):
+        raise KeyboardInterrupt
+    assert runs.run_folder(True, str(tmp_path), "demo", str(tmp_path)) == str(tmp_path)
+    with pytest.raises(ValueError, match="refused"), runs.begun(tmp_path, {"seed": 2}):
+        raise ValueError("refused")
+    assert OmegaConf.load(config).seed == 1, "of the run that is resumed"
+    config.unlink()
+    with pytest.raises(ValueError, match="refused"), runs.begun(tmp_path, {"seed": 2}):
+        raise ValueError("refused")
+    assert not config.exists()
 
 
 def test_a_run_that_was_refused_leaves_no_folder_but_one_that_began_does(tmp_path):
@@ -109,3 +135,33 @@ sys.stdin.read()
     parent.kill()
     parent.wait()
     assert not runs.is_held(folder)
+
+
+def test_a_sweep_is_resumed_in_its_folder_and_a_run_as_a_sweep_of_one(tmp_path):
+    parent = tmp_path / "demo"
+    sweep, alone = parent / "2026-01-31_12-00-00", parent / "2026-01-31_11-00-00"
+    for run in (sweep / "0", sweep / "10", sweep / "2", alone):
+        run.mkdir(parents=True)
+        (run / runs.CONFIG).touch()
+    (sweep / "0" / runs.SUMMARY).touch()
+    assert runs.newest_unfinished(parent) == sweep / "2"
+    assert runs.run_folder(True, str(tmp_path), "demo", "auto") == str(sweep / "2")
+    for resume in ("auto", str(sweep)):
+        assert runs.sweep_folder(str(tmp_path), "demo", resume) == str(sweep)
+    assert [runs.sweep_run(str(sweep), number) for number in (0, 1)] == ["0", "1"]
+    for run in (alone, sweep / "2"):
+        assert runs.sweep_folder(str(tmp_path), "demo", str(run)) == str(run)
+        assert runs.sweep_run(str(run), 0) == "."
+        with pytest.raises(ValueError, match=r"is one run, and this sweep \(-m\) has several"):
+            runs.sweep_run(str(run), 1)
+    for number in ("2", "10"):
+        (sweep / number / runs.SUMMARY).touch()
+    assert runs.sweep_folder(str(tmp_path), "demo", "auto") == str(alone)
+    with pytest.raises(ValueError, match=r"^resume=.* has finished: it has a summary\.json"):
+        runs.sweep_folder(str(tmp_path), "demo", str(sweep))
+    with pytest.raises(ValueError, match=r"is not the folder of a run or of a sweep: give one below"):
+        runs.sweep_folder(str(tmp_path), "demo", str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"is not a run's folder: .* \(that is a sweep's: give one of its runs, or -m\)"
+    ):
+        runs.run_folder(True, str(tmp_path), "demo", str(sweep))

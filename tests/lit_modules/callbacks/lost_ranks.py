@@ -15,6 +15,7 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import OmegaConf
 
 from lit_modules.callbacks.watchdog import Watchdog, naming_the_cause
 from lit_modules.launching import failures
@@ -48,7 +49,7 @@ class Text(torch.utils.data.Dataset):
         if self.case == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.case == "fails":
-            raise MemoryError("no memory for a batch")
+            raise ArithmeticError("no mean of no tokens")
 
 
 class Network(lightning.LightningModule):
@@ -82,7 +83,7 @@ def be(rank: int, case: str, folder: Path, port: int) -> None:
                 devices=2,
                 strategy=DDPStrategy(process_group_backend="gloo"),
                 max_steps=500 if case != "slow" else 2 * AT,
-                callbacks=[Watchdog(SECONDS), first_failure(folder)],
+                callbacks=[Watchdog(SECONDS), first_failure(OmegaConf.create(), folder)],
                 default_root_dir=folder,
                 logger=False,
                 enable_checkpointing=False,

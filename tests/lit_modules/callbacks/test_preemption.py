@@ -18,15 +18,15 @@ from lit_modules.callbacks import preemption
 from lit_modules.callbacks.preemption import Preemption
 from lit_modules.callbacks.restarts import requeue
 
-# Ten steps of two micro-batches, validations at 5 and 10; no checkpoint is due before the last step.
-SHORT = ("max_tokens=5120", "validate_every_tokens=2560", "checkpoint_every_tokens=5120", "log_every_tokens=512")
+# Ten steps of two micro-batches, validations at 5 and 10, reports at 1, 4, 8 and 10; one checkpoint is due, at the end.
+SHORT = ("max_tokens=5120", "validate_every_tokens=2560", "checkpoint_every_tokens=5120", "log_every_tokens=2048")
 
 
 class Send(lightning.Callback):
-    """Sends this process a signal when a hook is called at a step; a second one when a checkpoint is written."""
+    """Sends this process a signal when a hook is called at a step; `again`: and when a checkpoint is written."""
 
-    def __init__(self, number: int, hook: str, step: int, batch: int = 0) -> None:
-        self.number, self.sent = number, 0
+    def __init__(self, number: int, hook: str, step: int, batch: int = 0, again: bool = True) -> None:
+        self.number, self.again, self.sent = number, again, 0
 
         def send(trainer, module, *arguments) -> None:
             at = next((a for a in arguments if isinstance(a, int)), 0) % 2
@@ -36,7 +36,7 @@ class Send(lightning.Callback):
         setattr(self, hook, send)
 
     def on_save_checkpoint(self, trainer, module, checkpoint) -> None:
-        if self.sent:
+        if self.sent and self.again:
             self.send()
 
     def send(self) -> None:
@@ -81,12 +81,14 @@ def test_a_run_told_to_end_again_and_again_ends_with_the_weights_and_losses_of_o
         (Send(signal.SIGUSR1, "on_train_batch_start", step=4, batch=1), "preempted (SIGUSR1) after step 5"),
         # ... which is told to end in that validation
         (Send(signal.SIGTERM, "on_validation_batch_start", step=5), "preempted (SIGTERM) after step 5"),
+        # by Ctrl-C, inside of what one report is the mean of
+        (Send(signal.SIGINT, "on_train_batch_start", step=6, again=False), "interrupted (SIGINT) after step 7"),
         # in the validation of the last step: it is finished, and the measurement of all the text left out
         (Send(signal.SIGTERM, "on_validation_batch_start", step=10), "preempted (SIGTERM) after step 10"),
     ]
     for send, said in steps:
         found = with_callback(send, "resume=auto")
-        assert found.status == 75, found.err
+        assert found.status == (130 if send.number == signal.SIGINT else 75), found.err
         assert send.sent >= 1
         (folder,) = (f for f in command.runs() if f.name != "alone")
         step = int(said.rsplit(" ", 1)[1])
@@ -148,17 +150,31 @@ def listening(monkeypatch):
 def test_the_first_signal_counts(listening) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert listening.asked_to_end == (True, False)
+    assert listening.asked_to_end == (True, False, False)
 
 
-def test_a_worker_dies_by_sigterm_and_is_spared_what_the_process_group_is_sent(listening) -> None:
+def test_a_second_ctrl_c_ends_the_run_at_once(listening, monkeypatch, capfd) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)  # the same one, that a terminal and a launcher both send
+    assert listening.asked_to_end == (False, False, True)
+    assert capfd.readouterr().err == (
+        "palimpsest: interrupted: the run saves a checkpoint and ends; a second Ctrl-C ends it without one\n"
+    )
+    monkeypatch.setattr(preemption, "SAME_INTERRUPT", -1.0)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_worker_dies_by_sigterm_and_is_spared_what_the_process_group_is_sent(listening, capfd) -> None:
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     worker.start()
     time.sleep(0.2)
     assert os.getpgid(worker.pid) == worker.pid
     os.kill(worker.pid, signal.SIGUSR1)
+    os.kill(worker.pid, signal.SIGINT)
     time.sleep(0.2)
     assert worker.is_alive()
+    assert capfd.readouterr().err == ""
     worker.terminate()
     worker.join(timeout=10)
     assert worker.exitcode == -signal.SIGTERM

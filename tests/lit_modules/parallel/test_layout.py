@@ -33,9 +33,9 @@ def test_without_a_size_the_weights_are_spread_over_all_ranks_that_tensor_parall
         ({"tensor": 4, "context": 4}, r"strategy\.context_parallel_size=4 does not divide the 2 ranks"),
         ({"shard": 3}, r"strategy\.shard_size=3 must divide the 8 ranks"),
         ({"shard": 2, "context": 4}, r"strategy\.shard_size=2 must divide .* multiple of .*context_parallel_size=4"),
-        ({"shard": 0}, r"strategy\.shard_size=0 is not a number of ranks"),
-        ({"tensor": True}, r"strategy\.tensor_parallel_size=True is not a number of ranks"),
-        ({"context": 1.5}, r"strategy\.context_parallel_size=1\.5 is not a number of ranks"),
+        ({"shard": 0}, r"strategy\.shard_size=0: give a whole number, 1 or more"),
+        ({"tensor": True}, r"strategy\.tensor_parallel_size=true: give a whole number"),
+        ({"context": 1.5}, r"strategy\.context_parallel_size=1\.5: give a whole number"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_their_key(sizes, words):
@@ -74,6 +74,11 @@ def test_hsdp_spreads_the_weights_within_a_node():
 def test_a_word_for_the_shards_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match=r"strategy\.shard_size=nodes is not known: give a number of ranks, node, or"):
         Sharded(shard_size="nodes")
+
+
+def test_a_setting_that_ddp_does_not_have_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match=r"strategy\.static_grph is not known: did you mean strategy\.static_graph\?"):
+        DataParallel(static_grph=True)
 
 
 @pytest.mark.parametrize(

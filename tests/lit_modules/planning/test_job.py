@@ -100,6 +100,11 @@ def test_every_strategy_of_several_nodes_has_a_column(run):
     [
         ("plan.gpu=h300", "plan.gpu=h300 is not a card that is known: give one of GB200"),
         ("plan.network=0", "plan.network=0 is not GB/s"),
+        ("plan.network=nan", "plan.network=NaN is not GB/s"),
+        ("output=5", "output=5: give text or null"),
+        ("compile=abc", "compile=abc: give true or false"),
+        ("model.hidden_size=1000000000000", "one matrix takes 8 EiB or more"),
+        ("activation_checkpointing=99", "activation_checkpointing=99 recomputes none of model.num_layers=2 blocks"),
         ("trainer.devices=3", "data.batch_tokens=512 is no multiple of 768"),
         ("activation_checkpointing=some", "activation_checkpointing=some is not a policy"),
         ("output=/dev/null/plan.json", "output=/dev/null/plan.json cannot be written"),

@@ -147,10 +147,38 @@ def test_without_a_strategy_the_plan_is_of_the_one_that_training_takes():
 
 
 def test_every_card_whose_peak_is_known_can_be_planned_for():
-    assert list(SHEETS) == list(PEAK_TFLOPS)
+    assert [name for name in SHEETS if name in PEAK_TFLOPS] == list(PEAK_TFLOPS)
+    assert all(find_gpu(name).name == name and find_gpu(name).flops for name in SHEETS)
     assert find_gpu("NVIDIA H200").name == find_gpu("h200").name == "H200"
     assert find_gpu("rtx_4090").name == "RTX 4090"
     assert find_gpu("NVIDIA H100 80GB HBM3").name == "H100"
+    assert find_gpu("NVIDIA H100 NVL").name == "H100 NVL"
+    assert find_gpu("NVIDIA GH200 480GB").memory == find_gpu("gh200").memory
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("a100", 79.2),
+        ("a100-80gb", 79.2),
+        ("a100-40gb", 39.4),
+        ("A100 40 GB", 39.4),
+        ("NVIDIA A100-PCIE-40GB", 39.4),
+        ("NVIDIA A100-SXM4-80GB", 79.2),
+        ("h200 141gb", 139.8),
+        ("rtx 4090 24gb", 23.5),
+    ],
+)
+def test_a_card_that_comes_with_more_or_less_memory_is_planned_with_its_own(name, gib):
+    assert find_gpu(name).memory == gib * 2**30
+
+
+@pytest.mark.parametrize(
+    "name", ["a100-20gb", "h100 64gb", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "rtx 4090 laptop", "rtx 3090 ti"]
+)
+def test_a_part_of_a_card_and_memory_that_no_such_card_has_are_refused(name):
+    with pytest.raises(ValueError, match=f"plan.gpu={name} is not "):
+        find_gpu(name)
 
 
 def test_a_card_that_is_not_known_is_refused_with_those_that_are():
