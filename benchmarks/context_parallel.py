@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from benchmarks.measuring import one_line, relative_error
+from benchmarks.measuring import RESULTS, check_output, one_line, relative_error
 from benchmarks.modules import pretraining
 from benchmarks.tables import parsed, table
 from benchmarks.training_speed import set_gates
@@ -299,8 +299,9 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="that share it")
     parser.add_argument("--steps", type=int, default=3, help="that are timed")
     parser.add_argument("--seconds", type=float, default=230, help="after which all stops")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    check_output(parser, arguments.output)
     began = time.perf_counter()
     until = began + arguments.seconds
     ways = ((arguments.gpus, "none"), (1, "full"), (arguments.gpus, "full"))

@@ -46,12 +46,11 @@ from benchmarks.linearization_steps import (
     synchronize,
     timed_step,
 )
-from benchmarks.measuring import milliseconds, one_line, relative_error
+from benchmarks.measuring import RESULTS, check_output, milliseconds, one_line, relative_error
 from benchmarks.peer_tuning import tune
 from benchmarks.tables import table
 
 PEER_DTYPES = ("float32", "bfloat16")  # of q, k, v
-RESULTS = Path(__file__).parent / "results"
 WARM, STEPS = 2, 2  # steps before the first round; timed steps of each implementation in a round
 ROUNDS = {TRAINING: 5, LARGE: 2}
 # Relative errors that are allowed, of the loss and of LoRA's gradients. Matrices are multiplied in TF32 for float32.
@@ -316,8 +315,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=8, help="that compile the peer's kernels")
     parser.add_argument("--output", type=Path, default=RESULTS, help="a section that is not run keeps its rows there")
     arguments = parser.parse_args()
-    if arguments.shape == "tiny" and arguments.output.resolve() == RESULTS.resolve():
+    if arguments.shape == "tiny" and arguments.output.resolve() == RESULTS:
         parser.error("--shape tiny measures nothing of worth: give it an --output of its own")
+    check_output(parser, arguments.output, torch.device(arguments.device).type == "cuda")
     # A compiled function is one for each implementation; without this, dynamo would give up on the later ones.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True

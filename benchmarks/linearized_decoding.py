@@ -42,7 +42,7 @@ from benchmarks.decoding_checks import (
     settings_of,
 )
 from benchmarks.decoding_operations import operations
-from benchmarks.measuring import one_line
+from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.side_by_side import Run
 from benchmarks.tables import table
 from data_pipeline.files import write_figure
@@ -369,8 +369,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--implementations", nargs="+", choices=everything, default=usual)
     parser.add_argument("--longest-stock", type=int, default=8192, help="tokens up to which HF's own are measured")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    check_output(parser, arguments.output, torch.device(arguments.device).type == "cuda")
     torch.manual_seed(0)
     run = Benchmark(
         device=torch.device(arguments.device), longest=max(arguments.lengths), folder=arguments.output,

@@ -25,7 +25,7 @@ import hydra
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import one_line
+from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.modules import compose, pretraining
 from benchmarks.tables import table
 from benchmarks.training_speed import elapsed, read_clock
@@ -322,7 +322,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", type=int, help="numbers of the cases, from 0; default all")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which no case is begun")
     parser.add_argument("--gpu", default="H200", help="what is planned for where nothing was measured on a GPU")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     data, text = (arguments.output / f"plan_against_measured.{ending}" for ending in ("csv", "md"))
     if arguments.again:
@@ -331,6 +331,7 @@ def main() -> int:
         write_whole(text, page(results, arguments.gpu))
         print(text.read_text())
         return 0
+    check_output(parser, arguments.output)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = CASES if device.type == "cuda" else TINY
     began, results = time.perf_counter(), []

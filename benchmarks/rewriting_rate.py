@@ -18,8 +18,10 @@ import transformers
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from benchmarks.measuring import RESULTS, check_output
 from benchmarks.tables import table
 from data_pipeline.documents import Problems, ShardWriter
+from data_pipeline.files import write_whole
 from data_pipeline.fingerprint import MANIFEST
 from data_pipeline.rewriting.backends.in_process import InProcess
 from data_pipeline.rewriting.job import rewrite
@@ -28,7 +30,6 @@ from data_pipeline.sources.text_files import TextFiles
 from data_pipeline.tokenizer import ByteLevelBPE
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "rewriting_rate.md"
 SHAPES = {  # layers, hidden, FFN, heads, key/value heads
     "135M": (30, 576, 1536, 9, 3),
     "1B": (16, 2048, 8192, 32, 8),
@@ -105,14 +106,16 @@ def measure(documents: Path, model: Path, batch_size: int, output: Path) -> list
 
 
 def main() -> None:
-    """Measure, print the table, and write it beside this file."""
+    """Measure, print the table, and write it to a folder."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("text", nargs="+", help="files or folders of text: .txt .md .jsonl .parquet")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135M", "1B"])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--characters", type=int, default=1500, help="of each document")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the page")
     arguments = parser.parse_args()
+    check_output(parser, arguments.output)
     rows, length = [], arguments.characters
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -130,7 +133,7 @@ def main() -> None:
     about = f"{datetime.date.today()}; {device}, torch {torch.__version__}, transformers {transformers.__version__}."
     page = f"# Rewriting with a model in process\n\n{about} By `benchmarks/rewriting_rate.py`.\n\n{table(header, rows)}"
     print(page)
-    RESULT.write_text(page, encoding="utf-8")
+    write_whole(arguments.output / "rewriting_rate.md", page)
 
 
 if __name__ == "__main__":

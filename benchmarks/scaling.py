@@ -30,7 +30,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measuring import one_line
+from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.modules import pretraining
 from benchmarks.tables import table
 from data_pipeline.files import write_whole
@@ -373,12 +373,13 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs; all there are, and one")
     parser.add_argument("--cases", nargs="+", help="only those of these names, as the page has them")
     parser.add_argument("--no-checkpoints", action="store_true")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments)
         return 0
+    check_output(parser, arguments.output)
     numbers = arguments.gpus or sorted({1, max(1, torch.cuda.device_count())})
     kept = arguments.output / f"scaling_{arguments.size}.jsonl"
     kept.parent.mkdir(parents=True, exist_ok=True)

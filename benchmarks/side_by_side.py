@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from benchmarks.measuring import Call, one_line, timed
+from benchmarks.measuring import RESULTS, Call, check_output, one_line, timed
 from benchmarks.tables import Row, csv_text, table
 from data_pipeline.files import write_whole
 
@@ -30,8 +30,9 @@ def parse(parser: argparse.ArgumentParser, sections: Sequence[str], lengths: Seq
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=lengths, help="of the sweep; none is exceeded, in any section"
     )
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    check_output(parser, arguments.output)
     arguments.sections = arguments.sections or (["targets"] if arguments.quick else sections)
     return arguments
 

@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention_peers import PRUNE, largest_logits
 from benchmarks.attention_run import TrainedGates, pruned_fraction
-from benchmarks.measuring import one_line
+from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.modules import pretraining
 from benchmarks.tables import table
 from data_pipeline.files import write_whole
@@ -252,8 +252,9 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=16384, help="tokens in a sequence")
     parser.add_argument("--micro-batch", type=int, default=2, help="sequences in a step")
     parser.add_argument("--gates", type=Path, help="gates of a trained model, by benchmarks.trained_gates")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    check_output(parser, arguments.output)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = None if arguments.gates is None else TrainedGates.load(arguments.gates, device)
     gates = "N(3, 1) in every head" if trained is None else f"as in a trained model ({arguments.gates.name})"

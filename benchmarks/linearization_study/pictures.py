@@ -17,6 +17,7 @@ from data_pipeline.files import write_figure
 
 COLORS = colormaps["tab10"].colors
 STYLES = ("-", "--", ":", "-.")
+WIDE = 60  # letters of a name that leave room for one column in the legend
 LEVELS = {TEACHER: "-", UNTRAINED: "--"}  # drawn across the picture, in black
 
 
@@ -42,14 +43,16 @@ def draw_curves(points: Sequence[Point], path: Path) -> Path:
         _scale_tokens(axes, {count for curve in drawn.values() for count in curve})
         ends = [math.exp(statistics.fmean(curve[max(curve)])) for curve in drawn.values()]
         shown = [math.exp(levels[variant]) for variant in LEVELS if variant in levels]
-        axes.set_ylim(0.95 * min(ends + shown), 3 * statistics.median(ends))
+        highest = max(math.exp(max(values)) for curve in drawn.values() for values in curve.values())
+        axes.set_ylim(0.95 * min(ends + shown), min(3 * statistics.median(ends), 1.1 * max([highest, *shown])))
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set(xlabel="tokens of adaptation", ylabel="perplexity of a part of the held-out text")
         axes.grid(alpha=0.3)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=8)
+        columns = 1 if max(map(len, drawn)) > WIDE else 2
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=columns, frameon=False, fontsize=8)
     return write_figure(path, figure)
 
 

@@ -5,14 +5,17 @@ Reads what the runs left (records.py) and writes tables by variant and the order
 
 import argparse
 import itertools
+import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from benchmarks.linearization_study import pictures
-from benchmarks.linearization_study.noise import RULE, Noise, Sample, compare, pooled
+from benchmarks.linearization_study.memory import cache_bytes, settings_of
+from benchmarks.linearization_study.noise import RULE, Comparison, Noise, Sample, compare, pooled
 from benchmarks.linearization_study.records import (
     CURVES,
     RESULTS,
@@ -27,6 +30,7 @@ from benchmarks.linearization_study.records import (
 )
 from benchmarks.tables import table
 from data_pipeline.files import write_whole
+from evaluation.harness.published import ROWS
 
 REFERENCE = "Liger-GLA"
 
@@ -34,25 +38,39 @@ REFERENCE = "Liger-GLA"
 @dataclass(frozen=True)
 class Published:
     """Of the paper's variant of Llama-3-8B: validation perplexity (table 6) and the mean accuracy on six tasks, in
-    percent (tables 2, 3, 5 and 6; arXiv 2503.01496); None where it gives none."""
+    percent (tables 2, 3, 6 and 9; arXiv 2503.01496); None where it gives none."""
 
     perplexity: float | None
     accuracy: float | None
 
 
-# The accuracy of HGRN2 and GSA is the mean of what table 5 gives: five tasks, and MMLU.
+AVERAGES = {row.model: row.average for row in ROWS}  # of six tasks
+
 PAPER = {
-    TEACHER: Published(None, 71.7),
-    REFERENCE: Published(2.96, 67.0),
-    "Liger-HGRN2": Published(None, (5 * 69.5 + 36.2) / 6),
-    "Liger-GSA": Published(None, (5 * 70.5 + 41.2) / 6),
-    "Liger-GLA, hybrid": Published(None, 67.5),
-    "LoLCATs": Published(None, 62.2),
-    "SUPRA": Published(None, 63.2),
+    TEACHER: Published(None, AVERAGES["Llama-3-8B"]),
+    REFERENCE: Published(2.96, AVERAGES["Liger-GLA-Llama-3-8B"]),
+    "Liger-HGRN2": Published(None, AVERAGES["Liger-HGRN2-Llama-3-8B"]),
+    "Liger-GSA": Published(None, AVERAGES["Liger-GSA-Llama-3-8B"]),
+    "Liger-GLA, hybrid": Published(None, AVERAGES["Liger-GLA-Llama-3-8B-H"]),
+    "LoLCATs": Published(None, AVERAGES["LoLCATs-Llama-3-8B"]),
+    "SUPRA": Published(None, AVERAGES["SUPRA-Llama-3-8B"]),
     "random gate projection": Published(3.16, 63.8),
     "learned feature map": Published(9.04, 40.2),
     "no LoRA": Published(3.23, 61.7),
     "no SWA": Published(3.75, 54.2),
+}
+
+# A state beside a window, and the window alone with as much memory or less.
+CONTROLS = {
+    "recipe, window of 124, most sensitive layer kept": (
+        "window of 250 and sinks, all of the recipe, most sensitive layer kept",
+        "window of 124 and sinks, all of the recipe, most sensitive layer kept",
+    ),
+    "recipe, window of 124": (
+        "window of 250 and sinks, all of the recipe",
+        "window of 124 and sinks, all of the recipe",
+    ),
+    "recipe": ("window of 124 and sinks, all of the recipe",),
 }
 
 
@@ -64,6 +82,12 @@ class Study:
     results: Sequence[Result]
     samples: Mapping[str, Sample]
     diverged: Sequence[Result]
+
+    @cached_property
+    def cached(self) -> dict[str, int]:
+        """Bytes that each variant caches in a layer that is linearized, for a key/value head of 64 in bfloat16."""
+        overrides = {run.variant: run.settings for run in self.results if run.variant not in (TEACHER, UNIGRAM)}
+        return {variant: cache_bytes(settings_of(json.loads(given))) for variant, given in overrides.items()}
 
     @property
     def noise(self) -> Noise:
@@ -117,7 +141,7 @@ def _check_alike(results: Sequence[Result]) -> None:
 
 def variants_table(study: Study) -> str:
     """A line for each variant, from the best."""
-    header = ["", "seeds", "tokens", "nats per token", "perplexity", f"minus {REFERENCE}", "recovery"]
+    header = ["", "seeds", "tokens", "bytes cached", "nats per token", "perplexity", f"minus {REFERENCE}", "recovery"]
     header += ["paper: perplexity", "paper: accuracy, %"]
     tokens = {result.variant: result.adaptation_tokens for result in study.results}
     rows = []
@@ -128,6 +152,7 @@ def variants_table(study: Study) -> str:
                 variant,
                 "any" if sample.exact else len(sample.values),
                 f"{tokens[variant]:,}",
+                f"{study.cached[variant]:,}" if variant in study.cached else "",
                 with_deviation(sample, ".4f"),
                 f"{math.exp(sample.mean):.2f}",
                 _against_reference(study, variant),
@@ -137,6 +162,10 @@ def variants_table(study: Study) -> str:
             ]
         )
     return table(header, rows)
+
+
+def _margin(found: Comparison) -> str:
+    return "not known" if found.margin is None else f"{found.margin:.4f}"
 
 
 def with_deviation(sample: Sample, form: str) -> str:
@@ -151,6 +180,33 @@ def _against_reference(study: Study, variant: str) -> str:
     found = compare(study.samples[REFERENCE], study.samples[variant], study.noise)
     margin = "" if found.margin is None else f" (noise {found.margin:.4f})"
     return f"{found.difference:+.4f}{margin}{'' if found.decided else ', undecided'}"
+
+
+def memory_table(study: Study) -> str:
+    """Variants with a state, each with the window alone at the same memory or less. Pairs that were not run are not
+    listed."""
+    rows = []
+    for variant, controls in CONTROLS.items():
+        for control in controls:
+            if variant not in study.samples or control not in study.samples:
+                continue
+            found = compare(study.samples[variant], study.samples[control], study.noise)
+            verdict = "undecided"
+            if found.decided:
+                verdict = "the state" if found.difference > 0 else "the window"
+            rows.append(
+                [
+                    variant,
+                    f"{study.cached[variant]:,}",
+                    control,
+                    f"{study.cached[control]:,}",
+                    f"{found.difference:+.4f}",
+                    _margin(found),
+                    verdict,
+                ]
+            )
+    header = ["state and window", "bytes", "window alone", "bytes", "nats per token apart", "noise", "better"]
+    return table(header, rows) if rows else ""
 
 
 def paper_pairs() -> list[tuple[str, str, str]]:
@@ -182,7 +238,7 @@ def order_table(study: Study) -> str:
                 f"{better} before {worse}",
                 f"{by} {first:.2f}, {second:.2f}" if by == "perplexity" else f"{by} {first:.1f}, {second:.1f}",
                 f"{found.difference:+.4f}",
-                "not known" if found.margin is None else f"{found.margin:.4f}",
+                _margin(found),
                 f"{found.seeds} paired" if found.seeds else "not paired",
                 verdict,
             ]
@@ -201,12 +257,15 @@ def section(study: Study, drawn: Mapping[str, str]) -> str:
         variants_table(study).rstrip(),
         "Mean ± standard deviation over seeds. Recovery: (unigram - variant) / (unigram - teacher), in nats per token. "
         f"Noise of all variants together: {'not known' if noise.deviation is None else f'{noise.deviation:.4f}'} nats "
-        f"per token, {noise.freedom} degrees of freedom.",
+        f"per token, {noise.freedom} degrees of freedom. Bytes cached: by each linearized layer for a key/value head "
+        "of 64, keys and values in bfloat16 and states in float32. A layer that stays softmax attention caches 256 a "
+        "token.",
     ]
     if study.diverged:
         names = ", ".join(f"{result.variant} (seed {result.seed})" for result in study.diverged)
         parts.append(f"Diverged, and left out: {names}.")
-    order = order_table(study).rstrip()
+    memory, order = memory_table(study).rstrip(), order_table(study).rstrip()
+    parts += [f"### A state or a longer window\n\n{memory}"] * bool(memory)
     parts += [f"### The order of the paper's variants\n\n{order}"] * bool(order)
     parts += [f"![{caption}]({name})" for name, caption in drawn.items()]
     runs = [*study.results, *study.diverged]

@@ -59,7 +59,7 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
         cfg = hydra.compose("config", ["experiment=liger/study", *QUIET, *overrides, f"seed={seed}"])
         lightning.seed_everything(seed, verbose=False)
         quieten_libraries()
-        trainer, module, data = linearize.build(cfg, folder)
+        trainer, module, data = linearize.build_and_read(cfg, folder)
         data.prepare()
         linearize.adopt(cfg, module, data, folder)
         if name == TEACHER:

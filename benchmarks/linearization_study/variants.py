@@ -7,6 +7,7 @@ HALF = TOKENS // 2
 QUARTER = TOKENS // 4
 
 GLA = "Liger-GLA"
+WINDOW_OF_BEST = "linearization.window=250"  # with 4 first tokens in the memory of liger/best: memory.py
 
 
 def alignment(tokens: int, train: str, lr: str) -> list[str]:
@@ -34,6 +35,12 @@ UNTRAINED_VARIANTS: dict[str, list[str]] = {
     "untrained window of 64 and sinks": ["linearization=sliding_window", "linearization.window=64"],
     "untrained window and sinks, most sensitive layer kept": [
         "linearization=sliding_window",
+        "softmax_layers={most_sensitive:1}",
+    ],
+    "untrained window of 250 and sinks": ["linearization=sliding_window", WINDOW_OF_BEST],
+    "untrained window of 250 and sinks, most sensitive layer kept": [
+        "linearization=sliding_window",
+        WINDOW_OF_BEST,
         "softmax_layers={most_sensitive:1}",
     ],
     "joint, untrained": ["linearization=joint"],
@@ -161,6 +168,12 @@ RECIPES: dict[str, list[str]] = {
     "window of 124 and sinks, all of the recipe, most sensitive layer kept": [
         *WINDOW_RECIPE,
         "linearization.window=124",
+        *ONE_KEPT,
+    ],
+    "window of 250 and sinks, all of the recipe": [*WINDOW_RECIPE, WINDOW_OF_BEST],
+    "window of 250 and sinks, all of the recipe, most sensitive layer kept": [
+        *WINDOW_RECIPE,
+        WINDOW_OF_BEST,
         *ONE_KEPT,
     ],
     "LoLCATs, cosine, KL, LoRA as in the recipe": [*LOLCATS, *COSINE, *KL, *WIDE, "optimizer.lr=3e-3"],
