@@ -8,6 +8,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Quote, QuotedString
 
 PROMPT = "prompt="
+MISSING = "???"  # to OmegaConf, a value that is not given: no quotes make it text
 OWN_CONF = Path("conf")
 
 
@@ -18,9 +19,11 @@ def prepared(arguments: Sequence[str], conf: Path) -> list[str]:
         conf: the project's own folder of settings.
 
     Raises:
-        ValueError: a prompt was cut at its spaces, since the shell saw no quotes around it.
+        ValueError: a prompt was cut at its spaces, since the shell saw no quotes around it, or is ??? alone.
     """
     check_prompt_is_whole(arguments)
+    if any(each.startswith(PROMPT) and text_of(each) == MISSING for each in arguments):
+        raise ValueError(f"prompt={MISSING} means no value here: give that text in a file, prompt_file=FILE")
     quoted = [PROMPT + quote(text_of(each)) if each.startswith(PROMPT) else each for each in arguments]
     return [*own_settings(arguments, conf), *quoted]
 

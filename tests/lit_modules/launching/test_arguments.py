@@ -1,11 +1,12 @@
 """What the command line means before Hydra reads it."""
 
+import re
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -65,7 +66,10 @@ def test_one_pair_of_quotes_around_a_whole_prompt_is_taken_off(quoted, text):
 
 
 @given(st.text(st.sampled_from("'\"\\${},[]:=a \n\té~+()?0"), max_size=12))
+@example("????")
+@example("<???>")
 def test_every_text_reaches_the_job_as_it_is(text):
+    assume(arguments.text_of(f"prompt={text}") != arguments.MISSING)  # refused: the test below
     assert read(f"prompt={text}") == arguments.text_of(f"prompt={text}")
     assert read(f"prompt=<{text}>") == f"<{text}>"
 
@@ -74,6 +78,12 @@ def test_a_prompt_that_the_shell_has_cut_is_refused_in_words():
     with pytest.raises(ValueError, match="world is not key=value: put quotes around the whole prompt"):
         arguments.prepared(["job=generate", "prompt=Hello,", "world"], CONF)
     arguments.prepared(["prompt=Hello", "-m", "~callbacks"], CONF)
+
+
+@pytest.mark.parametrize("argument", ["prompt=???", "prompt='???'"])
+def test_the_one_text_that_means_no_value_is_refused(argument):
+    with pytest.raises(ValueError, match=re.escape("prompt=??? means no value here")):
+        arguments.prepared([argument], CONF)
 
 
 def test_settings_in_the_current_folder_are_searched_unless_others_are_named(tmp_path, monkeypatch):
