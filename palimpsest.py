@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from data_pipeline.files import FULL_DISK
+from common.atomic_files import FULL_DISK
 from lit_modules import runs
 from lit_modules.launching import arguments, begin, failures
 from lit_modules.launching.command_line import check_command_line

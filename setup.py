@@ -4,7 +4,7 @@ from setuptools import find_packages, setup
 
 setup(
     packages=[
-        *find_packages(include=["evaluation*", "kernels*", "data_pipeline*", "lit_modules*"]),
+        *find_packages(include=["evaluation*", "kernels*", "data_pipeline*", "lit_modules*", "common*"]),
         "palimpsest_conf",
     ],
     package_dir={"palimpsest_conf": "conf"},

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks import tables
-from data_pipeline.files import write_figure
+from common.atomic_files import write_figure
 
 
 @dataclass(frozen=True)

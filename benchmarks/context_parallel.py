@@ -33,7 +33,7 @@ from benchmarks.measuring import RESULTS, check_output, one_line, relative_error
 from benchmarks.modules import pretraining
 from benchmarks.tables import parsed, table
 from benchmarks.training_speed import set_gates
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from lit_modules.callbacks.progress import peak_flops
 from lit_modules.parallel.gradients import clip_gradients
 from lit_modules.parallel.spreading import spread

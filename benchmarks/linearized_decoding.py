@@ -45,7 +45,7 @@ from benchmarks.decoding_operations import operations
 from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.side_by_side import Run
 from benchmarks.tables import table
-from data_pipeline.files import write_figure
+from common.atomic_files import write_figure
 from lit_modules.decoding import WARM_UP, DecodingStep, Output, Replay
 from lit_modules.networks.linearized import linearize
 from lit_modules.networks.positions import locate

@@ -29,7 +29,7 @@ from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.modules import compose, pretraining
 from benchmarks.tables import table
 from benchmarks.training_speed import elapsed, read_clock
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from lit_modules.parallel.gradients import clip_gradients
 from lit_modules.planning import Setup, eager, estimate
 from lit_modules.pretraining import Pretraining

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import tables
 from benchmarks.recurrence_peers import Case
-from data_pipeline.files import write_figure
+from common.atomic_files import write_figure
 
 
 @dataclass(frozen=True, kw_only=True)

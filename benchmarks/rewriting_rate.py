@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 
 from benchmarks.measuring import RESULTS, check_output
 from benchmarks.tables import table
+from common.atomic_files import write_whole
 from data_pipeline.documents import Problems, ShardWriter
-from data_pipeline.files import write_whole
 from data_pipeline.fingerprint import MANIFEST
 from data_pipeline.rewriting.backends.in_process import InProcess
 from data_pipeline.rewriting.job import rewrite

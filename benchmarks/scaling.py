@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.modules import pretraining
 from benchmarks.tables import table
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from lit_modules.callbacks.progress import peak_flops
 from lit_modules.checkpoints import Checkpoints
 from lit_modules.parallel.strategies import DataParallel, OneDevice, Sharded

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.measuring import RESULTS, Call, check_output, one_line, timed
 from benchmarks.tables import Row, csv_text, table
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 
 
 def parse(parser: argparse.ArgumentParser, sections: Sequence[str], lengths: Sequence[int]) -> argparse.Namespace:

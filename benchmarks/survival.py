@@ -20,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.tables import table
-from data_pipeline.files import write_figure, write_whole
+from common.atomic_files import write_figure, write_whole
 from tests.conftest import Command, write_text
 from tests.slurm.cluster import Cluster, cluster, missing, until
 from tests.slurm.test_survival import Job, kill_node

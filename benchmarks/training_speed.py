@@ -32,7 +32,7 @@ from benchmarks.attention_run import TrainedGates, pruned_fraction
 from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.modules import pretraining
 from benchmarks.tables import table
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from lit_modules.callbacks.forget_gates import projections
 from lit_modules.callbacks.progress import peak_flops
 from lit_modules.networks.mixers import attention

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from data_pipeline.fingerprint import MANIFEST
 
 SETTINGS = "settings.json"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from common.settings import check_share, check_whole, is_number
 from data_pipeline.batches import BlockSequences
 from data_pipeline.blocks import write_blocks
 from data_pipeline.documents import SPLITS, Problems
@@ -13,7 +14,6 @@ from data_pipeline.fingerprint import MANIFEST, fingerprint, folder_of, other_te
 from data_pipeline.gathering import gather
 from data_pipeline.identity import EARLIER, SAMPLE
 from data_pipeline.parallel import available_processes, most_processes
-from data_pipeline.settings import check_share, check_whole, is_number
 from data_pipeline.sources.longcrawl64 import VOCABULARY, ArraySequences, LongCrawl64
 from data_pipeline.token_data import LEAST_LENGTH, TokenData, tokenizer_identity
 from data_pipeline.tokenizer import ByteLevelBPE, Pretrained

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from common.atomic_files import write_whole
 from data_pipeline import checksums
-from data_pipeline.files import write_whole
 
 logger = logging.getLogger(__name__)
 

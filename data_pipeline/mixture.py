@@ -9,9 +9,10 @@ from pathlib import Path
 
 from torch.utils.data import Dataset, Sampler
 
+from common.atomic_files import write_whole
+from common.settings import check_whole
 from data_pipeline.batches import BlockSequences
 from data_pipeline.datamodule import PackedText
-from data_pipeline.files import write_whole
 from data_pipeline.fingerprint import prepared_folder, read_manifest
 from data_pipeline.identity import EARLIER
 from data_pipeline.mixtures.card import draw_mixture, markdown
@@ -19,7 +20,6 @@ from data_pipeline.mixtures.components import Component, check_components, find_
 from data_pipeline.mixtures.plan import Available, Phase, PlannedPhase, phase_ends, plan, read_phases
 from data_pipeline.mixtures.sequences import HeldOutSequences, TrainingSequences, collate_components
 from data_pipeline.order import RunOrder
-from data_pipeline.settings import check_whole
 from data_pipeline.tokenizer import ByteLevelBPE, Pretrained
 from data_pipeline.yardsticks import NAMES, yardsticks
 

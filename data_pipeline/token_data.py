@@ -9,14 +9,14 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from common.setting_types import check_type
+from common.settings import check_whole
 from data_pipeline.batches import collate
 from data_pipeline.documents import SPLITS
 from data_pipeline.fingerprint import prepared_folder
 from data_pipeline.identity import EARLIER, SAMPLE, WHOLE
 from data_pipeline.order import TrainOrder, ValidationOrder
 from data_pipeline.parallel import most_processes
-from data_pipeline.setting_types import check_type
-from data_pipeline.settings import check_whole
 from data_pipeline.tokenizer import ByteLevelBPE, Pretrained
 from data_pipeline.yardsticks import NAMES
 

@@ -10,12 +10,12 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from common.hub import is_path, use_cache_where_unreachable
+from common.settings import check_whole
 from data_pipeline import documents
 from data_pipeline.fingerprint import read_manifest
-from data_pipeline.hub import is_path, use_cache_where_unreachable
 from data_pipeline.identity import SAMPLE, content_identity, settings_identity
 from data_pipeline.progress import Stage
-from data_pipeline.settings import check_whole
 
 END_OF_TEXT = "<|endoftext|>"
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()

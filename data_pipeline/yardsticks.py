@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.atomic_files import write_whole
 from data_pipeline.blocks import Blocks
 from data_pipeline.documents import texts
-from data_pipeline.files import write_whole
 from data_pipeline.fingerprint import read_manifest
 
 XZ_BYTES = 64 * 1024 * 1024  # the window of xz -9, which takes a minute for more

@@ -8,7 +8,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from data_pipeline.files import write_figure
+from common.atomic_files import write_figure
 
 TRAIN, HELD_OUT, MARK = "#4c72b0", "#c44e52", "#555555"
 

@@ -18,10 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from data_pipeline.files import write_whole
-from data_pipeline.hub import is_path, use_cache_where_unreachable
-from data_pipeline.setting_types import check_type
-from data_pipeline.settings import check_whole, is_number, shown
+from common.atomic_files import write_whole
+from common.hub import is_path, use_cache_where_unreachable
+from common.setting_types import check_type
+from common.settings import check_whole, is_number, shown
 from data_pipeline.tokenizer import add_document_start, document_start, end_tokens
 from lit_modules import checkpoints, decoding, out_of_memory, runs
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM

@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from lit_modules.launching.ranks import ranks
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM
 from lit_modules.networks.linearized.calibration import fit_clusters

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
-from data_pipeline.settings import check_keys, check_whole
+from common.settings import check_keys, check_whole
 from lit_modules import out_of_memory
 from lit_modules.layer_setup import check_softmax_layers, set_up_layers
 from lit_modules.linearization import Linearization as Training

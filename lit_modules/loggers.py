@@ -12,7 +12,7 @@ import wandb
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from lit_modules.wandb_sync import RUN_ID, UNSENT, no_answer, no_key, send, unsent_parts
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 
 log = logging.getLogger(__name__)
 

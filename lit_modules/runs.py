@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from omegaconf import DictConfig, OmegaConf
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"

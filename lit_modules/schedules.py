@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from data_pipeline.settings import check_whole, is_number
+from common.settings import check_whole, is_number
 
 
 @dataclass(frozen=True)

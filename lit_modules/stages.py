@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.settings import check_whole, is_number
+from common.settings import check_whole, is_number
 from lit_modules.networks.linearized.lora import trainable
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 

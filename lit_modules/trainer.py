@@ -20,8 +20,8 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 
-from data_pipeline.setting_types import check_type
-from data_pipeline.settings import check_whole, shown
+from common.setting_types import check_type
+from common.settings import check_whole, shown
 from lit_modules import checkpoints, out_of_memory, runs
 from lit_modules.callbacks.machines import ranks
 from lit_modules.callbacks.preemption import listening

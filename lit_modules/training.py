@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 
+from common.settings import is_number, shown
 from data_pipeline.fingerprint import other_text
-from data_pipeline.settings import is_number, shown
 from lit_modules.networks import ParameterCount
 from lit_modules.networks.positions import locate
 from lit_modules.parallel.context import ContextParallel

@@ -9,7 +9,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
-from data_pipeline.setting_types import check_type, type_hints
+from common.setting_types import check_type, type_hints
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 
 from benchmarks.linearization_study.noise import Sample
 from benchmarks.linearization_study.records import TEACHER, UNTRAINED, Point
-from data_pipeline.files import write_figure
+from common.atomic_files import write_figure
 
 COLORS = colormaps["tab10"].colors
 STYLES = ("-", "--", ":", "-.")

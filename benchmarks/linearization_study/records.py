@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.tables import csv_text
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 RUNS, CURVES = "linearization_study.csv", "linearization_study_curves.csv"  # in RESULTS

@@ -29,7 +29,7 @@ from benchmarks.linearization_study.records import (
     read,
 )
 from benchmarks.tables import table
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from evaluation.harness.published import ROWS
 
 REFERENCE = "Liger-GLA"

@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
+from common.atomic_files import write_whole
 from data_pipeline.card.contents import composition, lengths, licences, quality, summary
 from data_pipeline.card.dates import by_month
 from data_pipeline.card.facts import read_facts, summed
 from data_pipeline.card.history import by_step, problems, rates, samples
 from data_pipeline.card.markdown import picture, plain
 from data_pipeline.card.rates import read_rates
-from data_pipeline.files import write_whole
 
 PAGE, FIGURES = "corpus.md", "figures"
 RECORD = Path("record", "merged.json")

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
+from common.atomic_files import write_figure
 from data_pipeline.card.facts import BINS_PER_DOUBLING, Lengths
 from data_pipeline.card.markdown import one_line, percent, size
-from data_pipeline.files import write_figure
 
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3", "#64b5cd", "#ccb974", "#2f4b7c", "#a05195")
 GREY, KEPT, DROPPED, CUT = "#b0b0b0", "#55a868", "#c44e52", "#dd8452"

@@ -10,9 +10,9 @@ from pathlib import Path
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from common.atomic_files import write_whole
 from data_pipeline.cleaning.masks import mask
 from data_pipeline.clocked import PROCESSOR_SECONDS, Clock
-from data_pipeline.files import write_whole
 
 SAMPLE_CHARACTERS = 2_000  # kept of a sampled document, from its beginning
 BYTES_PER_TOKEN = 4.0  # of English text with code, in common vocabularies

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from common.atomic_files import write_whole
 from data_pipeline import checksums
 from data_pipeline.begun_folder import SETTINGS
 from data_pipeline.card import write_card
@@ -19,7 +20,6 @@ from data_pipeline.corpus.layout import Layout
 from data_pipeline.corpus.reading import check_problems
 from data_pipeline.corpus.recipe import Recipe
 from data_pipeline.documents import SPLITS
-from data_pipeline.files import write_whole
 from data_pipeline.fingerprint import MANIFEST
 
 

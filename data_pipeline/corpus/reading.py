@@ -9,9 +9,9 @@ from pathlib import Path
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from common.atomic_files import write_whole
 from data_pipeline.corpus.recipe import CATEGORY, Recipe, named
 from data_pipeline.documents import Problems
-from data_pipeline.files import write_whole
 
 UNKNOWN = "other"  # the category of documents whose source names none
 

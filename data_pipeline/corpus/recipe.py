@@ -8,8 +8,8 @@ from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
+from common.settings import check_share, check_whole
 from data_pipeline.cleaning.duplicates import Stage
-from data_pipeline.settings import check_share, check_whole
 from data_pipeline.sources.parts import SourceInParts
 
 Cleaning = PipelineStep | Callable[..., list[Stage]]

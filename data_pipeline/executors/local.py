@@ -15,9 +15,9 @@ from pathlib import Path
 
 import loguru
 
+from common.atomic_files import write_whole
 from data_pipeline.executors.submitted import refuse_while_submitted
 from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
-from data_pipeline.files import write_whole
 from data_pipeline.parallel import Worker, available_processes
 from data_pipeline.phases import Phase
 

@@ -11,6 +11,7 @@ import dill
 import loguru
 from datatrove.executor import SlurmPipelineExecutor
 
+from common.atomic_files import write_whole
 from data_pipeline.executors.submitted import (
     cancel,
     refuse_if_never_to_begin,
@@ -19,7 +20,6 @@ from data_pipeline.executors.submitted import (
     write_submitted,
 )
 from data_pipeline.executors.tasks import TaskRecords, full_disk_in_one_line, phase_folder
-from data_pipeline.files import write_whole
 from data_pipeline.phases import Phase
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ import loguru
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.utils.stats import PipelineStats
 
+from common.atomic_files import write_whole
 from data_pipeline.executors.progress import PhaseProgress
-from data_pipeline.files import write_whole
 from data_pipeline.phases import Phase
 
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from common.settings import check_whole, is_number
 from data_pipeline.batches import IGNORED
 from data_pipeline.documents import SPLITS
 from data_pipeline.fingerprint import prepared_folder, read_manifest
@@ -16,7 +17,6 @@ from data_pipeline.instructions.records import Record, Records
 from data_pipeline.instructions.rendering import AlpacaTemplate, ChatTemplate, Example
 from data_pipeline.instructions.storage import SequenceWriter, StoredSequences
 from data_pipeline.progress import Stage
-from data_pipeline.settings import check_whole, is_number
 from data_pipeline.token_data import TokenData
 from data_pipeline.tokenizer import Pretrained
 from data_pipeline.yardsticks import unigram_bits

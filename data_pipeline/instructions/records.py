@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 
-from data_pipeline.hub import is_path, use_cache_where_unreachable
+from common.hub import is_path, use_cache_where_unreachable
 from data_pipeline.identity import EARLIER, SAMPLE, file_identity
 from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
 

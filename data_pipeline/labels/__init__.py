@@ -7,6 +7,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.settings import check_whole
 from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.labels.asking import LabelSample
 from data_pipeline.labels.classifier import require_scikit_learn
@@ -15,7 +16,6 @@ from data_pipeline.labels.rubric import read_rubric
 from data_pipeline.labels.sample import Sample, read_excerpt
 from data_pipeline.labels.training import LEAST_LABELS, MODEL, TrainClassifier
 from data_pipeline.rewriting.backends import Backend
-from data_pipeline.settings import check_whole
 
 __all__ = ["labels"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from data_pipeline.files import FULL_DISK, write_whole
+from common.atomic_files import FULL_DISK, write_whole
 from data_pipeline.labels.rubric import Label, Rubric
 from data_pipeline.labels.sample import Sampled, merged
 from data_pipeline.labels.store import Store

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from data_pipeline.labels.rubric import HIGHEST, Label
 
 FEATURES = 2**18

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from data_pipeline.files import write_figure, write_whole
+from common.atomic_files import write_figure, write_whole
 from data_pipeline.labels.rubric import HIGHEST
 
 QUALITIES = [str(points) for points in range(HIGHEST + 1)]

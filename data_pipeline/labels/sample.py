@@ -11,8 +11,8 @@ from pathlib import Path
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from data_pipeline.files import write_whole
-from data_pipeline.settings import check_whole
+from common.atomic_files import write_whole
+from common.settings import check_whole
 
 CUT = "\n[...]\n"  # stands where an excerpt leaves text out
 

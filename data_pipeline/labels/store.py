@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from data_pipeline.fingerprint import fingerprint
 from data_pipeline.labels.rubric import Rubric
 from data_pipeline.rewriting.backends import Answer

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from data_pipeline.files import write_figure
+from common.atomic_files import write_figure
 
 
 def markdown(manifest: Mapping) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from data_pipeline.settings import is_number
+from common.settings import is_number
 
 PHASE_KEYS = ("name", "tokens", "share", "weights")
 

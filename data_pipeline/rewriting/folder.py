@@ -14,9 +14,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.atomic_files import write_whole
 from data_pipeline.begun_folder import BegunFolder
 from data_pipeline.documents import SCHEMA
-from data_pipeline.files import write_whole
 from data_pipeline.rewriting.journal import Journal
 
 COUNTS_KEY = b"palimpsest.rewriting"

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from common.settings import check_whole
 from data_pipeline.identity import EARLIER, SAMPLE
 from data_pipeline.rewriting.inputs import Corpus
 from data_pipeline.rewriting.screens import Screens
 from data_pipeline.rewriting.styles import Style, read_styles
-from data_pipeline.settings import check_whole
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
+from common.atomic_files import FULL_DISK
 from data_pipeline.documents import Document, Problems
-from data_pipeline.files import FULL_DISK
 from data_pipeline.rewriting.backends import Answer, Backend, BudgetSpent, Request, RewritingStopped
 from data_pipeline.rewriting.folder import OutputFolder
 from data_pipeline.rewriting.inputs import Corpus

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
+from common.settings import check_whole
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.parallel import ordered_map
-from data_pipeline.settings import check_whole
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 from data_pipeline.sources.roff import plain_text
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from common.atomic_files import write_whole
 from data_pipeline.documents import Document, Problems
-from data_pipeline.files import write_whole
 from data_pipeline.identity import SAMPLE
 
 

@@ -17,7 +17,7 @@ import datasets
 import pyarrow
 from pyarrow import parquet
 
-from data_pipeline.hub import use_cache_where_unreachable
+from common.hub import use_cache_where_unreachable
 
 SUFFIXES = (".parquet", ".jsonl")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from data_pipeline.files import write_whole
-from data_pipeline.settings import check_whole
+from common.atomic_files import write_whole
+from common.settings import check_whole
 from evaluation import places
 from evaluation.harness.published import METRICS
 from lit_modules import runs

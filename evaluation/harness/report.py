@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from data_pipeline.files import write_figure
+from common.atomic_files import write_figure
 from evaluation.harness.published import METRICS, ROWS, TITLES
 
 OURS, MARKS = "#4c72b0", ("#c44e52", "#dd8452", "#55a868", "#8172b3", "#937860")

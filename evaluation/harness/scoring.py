@@ -16,7 +16,7 @@ import torch
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from data_pipeline.fingerprint import fingerprint
 from evaluation.harness.model import CheckpointLM
 from evaluation.harness.published import METRICS

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-from data_pipeline.settings import check_whole
+from common.settings import check_whole
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
 from lit_modules.figures import draw_gates
 from lit_modules.parallel.context import whole_sequences

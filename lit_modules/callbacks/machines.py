@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-from data_pipeline.settings import check_whole
+from common.settings import check_whole
 from lit_modules.callbacks.progress import reports_after
 from lit_modules.metrics_csv import MetricsCsv
 from lit_modules.parallel.gathering import of_all_ranks

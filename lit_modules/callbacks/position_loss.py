@@ -8,8 +8,8 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
-from data_pipeline.files import write_whole
-from data_pipeline.settings import check_whole
+from common.atomic_files import write_whole
+from common.settings import check_whole
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
 from lit_modules.figures import draw_loss, draw_position_loss
 

@@ -9,7 +9,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from data_pipeline.settings import check_whole
+from common.settings import check_whole
 
 log = logging.getLogger(__name__)
 

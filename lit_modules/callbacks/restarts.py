@@ -9,7 +9,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from lit_modules.launching.ranks import Ranks
 
 MOST = 3  # without a new checkpoint between them

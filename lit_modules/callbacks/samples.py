@@ -7,9 +7,9 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from data_pipeline.files import write_whole
-from data_pipeline.setting_types import check_type
-from data_pipeline.settings import check_whole
+from common.atomic_files import write_whole
+from common.setting_types import check_type
+from common.settings import check_whole
 from lit_modules.callbacks.pictures import losing_what_the_disk_refuses
 from lit_modules.generate import sampling, write_on
 from lit_modules.parallel.context import whole_sequences

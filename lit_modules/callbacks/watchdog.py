@@ -37,7 +37,7 @@ import lightning
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-from data_pipeline.settings import is_number
+from common.settings import is_number
 from lit_modules.callbacks import restarts
 from lit_modules.callbacks.whereabouts import LONG, Marks, Place, no_answer, who_hangs
 from lit_modules.launching import failures

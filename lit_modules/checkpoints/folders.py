@@ -17,8 +17,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from common.atomic_files import write_whole
 from data_pipeline import checksums
-from data_pipeline.files import write_whole
 
 log = logging.getLogger(__name__)
 

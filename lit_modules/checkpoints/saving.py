@@ -11,7 +11,7 @@ import lightning
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from data_pipeline.settings import check_whole
+from common.settings import check_whole
 from lit_modules.checkpoints.folders import clear_partials, keep_newest, link_best, name_of
 from lit_modules.checkpoints.writing import Outcome
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from data_pipeline import checksums, files
+from common import atomic_files
+from data_pipeline import checksums
 from lit_modules.checkpoints.folders import METADATA, TRAINER, partial_of, publish
 
 log = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def prepare(partial: Path, record: bytes) -> None:
     """An empty folder to write into, with Lightning's part in it."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    files.write_whole(partial / TRAINER, record)
+    atomic_files.write_whole(partial / TRAINER, record)
 
 
 def finish(path: Path, parts: list[tuple[str, dict[str, Any]]], then: Callable[[], None]) -> None:

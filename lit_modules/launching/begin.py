@@ -9,8 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from data_pipeline.files import write_whole
-from data_pipeline.setting_types import check_type
+from common.atomic_files import write_whole
+from common.setting_types import check_type
 from lit_modules import runs
 from lit_modules.callbacks import restarts
 from lit_modules.launching import failures, logs, meeting, supervision, verdicts

@@ -6,7 +6,7 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 
-from data_pipeline.settings import nearest
+from common.settings import nearest
 from lit_modules.launching.files import Files
 
 FEW = 12  # choices that fit into a message

@@ -16,7 +16,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
-from data_pipeline.settings import nearest
+from common.settings import nearest
 from lit_modules.launching.choices import FEW, missing_choice
 from lit_modules.launching.files import GLOBAL, Files, put
 from lit_modules.launching.known_keys import Composition

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.settings import instead, nearest
+from common.settings import instead, nearest
 from lit_modules.launching.files import OF_HYDRA
 from lit_modules.launching.signatures import Arguments, arguments
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from data_pipeline.settings import check_whole, instead, is_number
+from common.settings import check_whole, instead, is_number
 from lit_modules.launching.verdicts import devices
 
 # As in sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes ...

@@ -10,8 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from common.settings import check_whole, shown
 from data_pipeline.parallel import most_processes
-from data_pipeline.settings import check_whole, shown
 from lit_modules import runs
 from lit_modules.launching import meeting
 from lit_modules.launching.failures import host

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from data_pipeline.settings import instead
+from common.settings import instead
 from lit_modules.networks.mixers import MIXERS
 from lit_modules.networks.mixers.recurrent import RecurrentMixer
 

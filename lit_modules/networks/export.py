@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from data_pipeline.files import replaced_whole
+from common.atomic_files import replaced_whole
 from lit_modules.networks.causal_lm import PalimpsestForCausalLM
 from lit_modules.networks.config import PalimpsestConfig
 

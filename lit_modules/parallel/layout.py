@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from data_pipeline.settings import check_whole
+from common.settings import check_whole
 
 
 @dataclass(frozen=True)

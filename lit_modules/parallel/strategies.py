@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from data_pipeline.settings import check_keys, check_whole
+from common.settings import check_keys, check_whole
 from lit_modules.checkpoints.strategy import Checkpointed
 from lit_modules.launching.children import NamesKilledRanks
 from lit_modules.parallel.layout import Layout, lay_out

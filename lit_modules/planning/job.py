@@ -7,9 +7,9 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from data_pipeline.files import write_whole
-from data_pipeline.setting_types import check_type
-from data_pipeline.settings import check_whole, is_number, shown
+from common.atomic_files import write_whole
+from common.setting_types import check_type
+from common.settings import check_whole, is_number, shown
 from lit_modules.networks.counting import planned_parameters
 from lit_modules.parallel.layout import lay_out
 from lit_modules.parallel.recomputing import check_policy

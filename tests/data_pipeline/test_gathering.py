@@ -4,11 +4,11 @@ import random
 
 import pytest
 
+from common.settings import shown
 from data_pipeline import gathering, repeats
 from data_pipeline.documents import Document, Problems, shards, texts
 from data_pipeline.gathering import gather
 from data_pipeline.identity import EARLIER
-from data_pipeline.settings import shown
 from data_pipeline.sources.text_files import TextFiles
 
 SPAN = 50  # bytes

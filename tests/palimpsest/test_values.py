@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import palimpsest
-from data_pipeline.setting_types import check_type
+from common.setting_types import check_type
 from lit_modules import pretrain, runs
 from lit_modules.launching import begin, verdicts
 from lit_modules.launching.ranks import Ranks

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from data_pipeline.files import replaced_whole
-from data_pipeline.hub import use_cache_where_unreachable
+from common.atomic_files import replaced_whole
+from common.hub import use_cache_where_unreachable
 from lit_modules import runs
 from lit_modules.networks.linearized import lora
 from lit_modules.networks.linearized.conversion import load_pretrained

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from data_pipeline.hub import is_path, use_cache_where_unreachable
+from common.hub import is_path, use_cache_where_unreachable
 from lit_modules.networks.linearized.families import PREFIX, check_config, check_model_type, family_of
 from lit_modules.networks.linearized.models import MODELS, LinearizedForCausalLM
 from lit_modules.networks.linearized.settings import Linearization

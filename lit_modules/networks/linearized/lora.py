@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from data_pipeline.settings import check_whole
+from common.settings import check_whole
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
 ADAPTER = "default"  # peft's name for the one adapter

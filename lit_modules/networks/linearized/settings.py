@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from data_pipeline.settings import is_number
+from common.settings import is_number
 
 TEMPERATURES = {
     "gla": 16.0,

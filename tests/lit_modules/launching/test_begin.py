@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 from lit_modules import runs
 from lit_modules.launching import begin, verdicts
 from lit_modules.launching.ranks import Ranks

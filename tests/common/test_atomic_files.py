@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from data_pipeline.files import write_whole
+from common.atomic_files import write_whole
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from data_pipeline.hub import use_cache_where_unreachable
+from common.hub import use_cache_where_unreachable
 
 
 @pytest.fixture

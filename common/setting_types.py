@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.settings import is_number, shown
+from common.settings import is_number, shown
 
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
 LISTS = (list, tuple, set, frozenset, Sequence, Set)
