@@ -48,3 +48,18 @@ def instead(name: str, known: Sequence[str], prefix: str = "") -> str:
 def nearest(name: str, known: Iterable[str], number: int = 1, cutoff: float = 0.6) -> list[str]:
     """Of the known names those most like this one, if any is; `cutoff`: from 0, unlike, to 1, the same."""
     return difflib.get_close_matches(name, list(known), number, cutoff)
+
+
+def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """The dotted keys at which two plain configurations differ, with both values."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        found: dict[str, tuple[Any, Any]] = {}
+        for key in [*before, *(k for k in after if k not in before)]:
+            found |= differences(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return found
+    return {} if before == after or (_is_null(before) and _is_null(after)) else {prefix: (before, after)}
+
+
+def _is_null(value: Any) -> bool:
+    """Whether it is null, or a mapping whose keys all are."""
+    return value is None or (isinstance(value, dict) and all(each is None for each in value.values()))

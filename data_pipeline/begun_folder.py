@@ -8,6 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from common.atomic_files import write_whole
+from common.settings import differences
 from data_pipeline.fingerprint import MANIFEST
 
 SETTINGS = "settings.json"
@@ -52,9 +53,9 @@ class BegunFolder:
         except OSError as error:
             raise self._refused(error) from error
         given = (json.loads(json.dumps(form)) for form in (settings, earlier or settings))
-        differing = min((list(_differences(began, form)) for form in given), key=len)
+        differing = min((differences(began, form) for form in given), key=len)
         if differing:
-            key, before, now = differing[0]
+            key, (before, now) = min(differing.items())
             raise ValueError(
                 f"{self.group}.{key} differs from what {self.key} was begun with "
                 f"({_short(before)}, now {_short(now)}): set it back, or give a new {self.group}.output"
@@ -78,14 +79,6 @@ class BegunFolder:
             yield
         finally:
             lock.release()
-
-
-def _differences(before: object, now: object, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted({*before, *now}):
-            yield from _differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
-    elif before != now:
-        yield prefix, before, now
 
 
 def _short(value: object) -> str:

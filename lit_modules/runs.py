@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from omegaconf import DictConfig, OmegaConf
 
 from common.atomic_files import write_whole
+from common.settings import differences
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -256,21 +257,6 @@ def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
                 f"give {key}={before}, or start a new run without resume"
             )
     return now
-
-
-def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """The dotted keys at which two plain configurations differ, with both values."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        found: dict[str, tuple[Any, Any]] = {}
-        for key in [*before, *(k for k in after if k not in before)]:
-            found |= differences(before.get(key), after.get(key), f"{prefix}.{key}" if prefix else str(key))
-        return found
-    return {} if before == after or (_is_null(before) and _is_null(after)) else {prefix: (before, after)}
-
-
-def _is_null(value: Any) -> bool:
-    """Whether it is null, or a mapping whose keys all are."""
-    return value is None or (isinstance(value, dict) and all(each is None for each in value.values()))
 
 
 def discard_unbegun(folder: Path) -> None:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_modules.caches import RecurrentCacheLayer
+from lit_modules.networks.caches import RecurrentCacheLayer
 
 
 class ShortConvolution(nn.Module):

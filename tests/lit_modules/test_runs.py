@@ -79,11 +79,6 @@ def test_a_resumed_run_may_change_its_logger_but_not_its_model(tmp_path):
     assert OmegaConf.to_container(OmegaConf.load(tmp_path / runs.CONFIG)) == began
 
 
-def test_what_is_null_may_have_become_a_mapping_of_nulls():
-    assert not runs.differences({"kept": None}, {"kept": {"every": None, "most_sensitive": None}})
-    assert runs.differences({"kept": None}, {"kept": {"every": 2, "most_sensitive": None}}).keys() == {"kept"}
-
-
 def test_a_new_run_can_be_resumed_unless_it_is_refused(tmp_path):
     config = tmp_path / runs.CONFIG
     with pytest.raises(KeyboardInterrupt), runs.begun(tmp_path, {"seed": 1}):

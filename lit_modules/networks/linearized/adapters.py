@@ -22,7 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from common.atomic_files import replaced_whole
 from common.hub import use_cache_where_unreachable
-from lit_modules import runs
+from common.settings import differences
 from lit_modules.networks.linearized import lora
 from lit_modules.networks.linearized.conversion import load_pretrained
 from lit_modules.networks.linearized.families import PREFIX
@@ -231,8 +231,7 @@ def check_identity(record: dict[str, Any], config: PreTrainedConfig, name: str, 
 
 def check_settings(made_for: Linearization, found: Linearization, folder: Path) -> None:
     """Raise ValueError that names the first setting in which a model differs from what the adapter was made for."""
-    differences = runs.differences(made_for.to_dict(), found.to_dict())
-    for key, (before, after) in differences.items():
+    for key, (before, after) in differences(made_for.to_dict(), found.to_dict()).items():
         raise ValueError(
             f"{folder} was made for linearization.{key}={before}, and the model has linearization.{key}={after}: "
             "linearize the base model with the adapter's settings (load_adapted does)"

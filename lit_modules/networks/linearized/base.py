@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kernels import forgetting_attention
-from lit_modules.caches.linearized import LinearizedCacheLayer
+from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized import lora_projections
 from lit_modules.networks.linearized.families import family_of, head_counts
 from lit_modules.networks.positions import Positions

@@ -14,7 +14,7 @@ from kernels.gated_recurrence import (
     windowed_step,
 )
 from kernels.gated_recurrence.forms import Recurrence, SlotRecurrence
-from lit_modules.caches.linearized import LinearizedCacheLayer, later
+from lit_modules.networks.caches.linearized import LinearizedCacheLayer, later
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
 from lit_modules.networks.linearized.feature_maps import make_feature_map
 from lit_modules.networks.linearized.gates import (

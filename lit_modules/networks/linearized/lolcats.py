@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step
 from kernels.gated_recurrence.forms import Recurrence
-from lit_modules.caches.linearized import LinearizedCacheLayer, later
+from lit_modules.networks.caches.linearized import LinearizedCacheLayer, later
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
 from lit_modules.networks.linearized.clusters import ClusterKeys, ClusterQueries
 from lit_modules.networks.linearized.feature_maps import make_feature_map

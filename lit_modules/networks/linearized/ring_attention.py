@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lit_modules.caches.linearized import LinearizedCacheLayer
+from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized.windows import window_attention
 from lit_modules.networks.positions import Positions
 

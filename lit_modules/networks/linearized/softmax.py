@@ -3,8 +3,8 @@
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from lit_modules.caches import AttentionCacheLayer, SlidingAttentionCacheLayer, StaticAttentionCacheLayer
-from lit_modules.caches.linearized import LinearizedCacheLayer
+from lit_modules.networks.caches import AttentionCacheLayer, SlidingAttentionCacheLayer, StaticAttentionCacheLayer
+from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
 from lit_modules.networks.linearized.ring_attention import cached_window_attention
 from lit_modules.networks.positions import Positions

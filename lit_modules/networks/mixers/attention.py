@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import forgetting_attention
-from lit_modules.caches import AttentionCacheLayer
+from lit_modules.networks.caches import AttentionCacheLayer
 from lit_modules.networks.forget_gate import ForgetGate
 from lit_modules.networks.headwise_linear import HeadwiseLinear
 from lit_modules.networks.norm import RMSNorm

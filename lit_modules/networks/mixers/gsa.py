@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kernels.gated_recurrence import forms, gated_recurrence_step, gated_slot_attention
 from kernels.gated_recurrence.forms import SlotRecurrence
-from lit_modules.caches import RecurrentCacheLayer
+from lit_modules.networks.caches import RecurrentCacheLayer
 from lit_modules.networks.mixers.recurrent import RecurrentMixer, takes_steps, without_padding
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.gated_recurrence import forms
-from lit_modules.caches import RecurrentCacheLayer
+from lit_modules.networks.caches import RecurrentCacheLayer
 from lit_modules.networks.mixers.recurrent import RecurrentMixer
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions

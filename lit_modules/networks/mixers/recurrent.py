@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step
 from kernels.gated_recurrence.forms import Recurrence
-from lit_modules.caches import RecurrentCacheLayer
+from lit_modules.networks.caches import RecurrentCacheLayer
 from lit_modules.networks.positions import Positions
 from lit_modules.networks.short_convolution import ShortConvolution
 

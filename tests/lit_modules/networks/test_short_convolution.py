@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from lit_modules.caches import RecurrentCacheLayer
+from lit_modules.networks.caches import RecurrentCacheLayer
 from lit_modules.networks.positions import locate
 from lit_modules.networks.short_convolution import ShortConvolution
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from lit_modules.caches import AttentionCacheLayer
-from lit_modules.caches.attention import REWINDABLE
+from lit_modules.networks.caches import AttentionCacheLayer
+from lit_modules.networks.caches.attention import REWINDABLE
 
 
 def states(batch: int, length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lit_modules.caches import RecurrentCacheLayer
+from lit_modules.networks.caches import RecurrentCacheLayer
 
 
 def filled(batch: int = 3, tokens: int = 8) -> tuple[RecurrentCacheLayer, torch.Tensor, torch.Tensor]:

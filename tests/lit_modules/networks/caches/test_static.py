@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import forgetting_attention
-from lit_modules.caches import AttentionCacheLayer, StaticAttentionCacheLayer
+from lit_modules.networks.caches import AttentionCacheLayer, StaticAttentionCacheLayer
 
 
 def tokens(count: int, seed: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

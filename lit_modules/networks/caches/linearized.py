@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lit_modules.caches.recurrent import RecurrentCacheLayer
+from lit_modules.networks.caches.recurrent import RecurrentCacheLayer
 
 
 def later(x: Tensor, tokens: int) -> Tensor:

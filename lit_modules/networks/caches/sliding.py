@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lit_modules.caches.attention import AttentionCacheLayer
+from lit_modules.networks.caches.attention import AttentionCacheLayer
 
 
 class SlidingAttentionCacheLayer(AttentionCacheLayer):

@@ -1,8 +1,0 @@
-"""What generation remembers: one transformers `CacheLayerMixin` for each way of attending to the past."""
-
-from lit_modules.caches.attention import AttentionCacheLayer
-from lit_modules.caches.recurrent import RecurrentCacheLayer
-from lit_modules.caches.sliding import SlidingAttentionCacheLayer
-from lit_modules.caches.static import StaticAttentionCacheLayer
-
-__all__ = ["AttentionCacheLayer", "RecurrentCacheLayer", "SlidingAttentionCacheLayer", "StaticAttentionCacheLayer"]
