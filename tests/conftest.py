@@ -7,8 +7,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
+from omegaconf import DictConfig
 
 if not torch.cuda.is_available():
     # Triton's kernels are defined when they are imported, for a GPU or for its interpreter.
@@ -47,6 +49,12 @@ TINY = (
 )
 PICTURES = ("callbacks.forget_gates.tokens=32", "callbacks.forget_gates.heads=1", "callbacks.position_loss.window=101")
 """What a run is given besides for the pictures of its network: to draw them takes as long as to train it."""
+
+
+def composed(file: str, *overrides: str) -> DictConfig:
+    """A file of conf/ over those that it includes, such as model/fox_pro_125m: its keys are below its group's name."""
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return hydra.compose(file, list(overrides))
 
 
 def write_text(folder: Path, documents: int = 120) -> Path:

@@ -7,7 +7,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 
 from common.settings import nearest
-from lit_modules.launching.files import Files
+from lit_modules.launching.files import Files, is_part
 
 FEW = 12  # choices that fit into a message
 
@@ -24,7 +24,8 @@ def missing_choice(files: Files, error: MissingConfigException) -> str:
     named = re.search(r"Available options in '([^']+)'", str(error))
     group = named[1] if named else path.rpartition("/")[0]
     name = path.removeprefix(f"{group}/")
-    there = sorted({*(error.options or ()), *files.choices(group)})
+    options = (choice for choice in error.options or () if not is_part(choice))
+    there = sorted({*options, *files.choices(group)})
     inside = [choice for choice in there if choice.startswith(f"{name}/")]
     if inside:
         return f"{group}={name} is a folder: give one of {', '.join(inside)}"

@@ -25,10 +25,10 @@ class Files:
         return name.startswith("hydra/") or any((folder / name).is_dir() for folder in self.folders)
 
     def choices(self, group: str) -> list[str]:
-        """The choices of a group; of experiments those in folders, too: fox/pro_360m."""
+        """The choices of a group; of experiments those in folders, too: fox/fox_pro_360m."""
         pattern = "**/*.yaml" if group == "experiment" else "*.yaml"
-        above = [folder / group for folder in self.folders]
-        return sorted({str(file.relative_to(each).with_suffix("")) for each in above for file in each.glob(pattern)})
+        found = ((folder / group, file) for folder in self.folders for file in (folder / group).glob(pattern))
+        return sorted({str(file.relative_to(above).with_suffix("")) for above, file in found if not is_part(file.name)})
 
     def body(self, path: str) -> dict[Any, Any]:
         """What a file says, its defaults list included."""
@@ -40,6 +40,23 @@ class Files:
             self._bodies[path] = body if isinstance(body, dict) else {}
         return self._bodies[path]
 
+    def whole(self, path: str) -> dict[Any, Any]:
+        """What a file says over the files that it includes; the choices of groups are left out."""
+        whole = self.included(path)
+        put(whole, [], {key: value for key, value in self.body(path).items() if key != "defaults"})
+        return whole
+
+    def included(self, path: str) -> dict[Any, Any]:
+        """What the files say that a file's defaults list includes by their names, later ones over earlier ones."""
+        group = "experiment" if path.startswith("experiment/") else path.rpartition("/")[0]
+        said: dict[Any, Any] = {}
+        for entry in self.body(path).get("defaults", []):
+            if isinstance(entry, str) and entry != "_self_":
+                name, _, package = entry.partition("@")
+                name = name[1:] if name.startswith("/") else f"{group}/{name}"
+                put(said, package.split(".") if package else [], self.whole(name))
+        return said
+
     def merged(self, placed: Iterable[tuple[str, str]]) -> dict[str, Any]:
         """What files, each given as (path, package), say together; interpolations stay as they are written."""
         whole: dict[str, Any] = {}
@@ -50,13 +67,13 @@ class Files:
 
     def keys(self, path: str, below: str) -> list[str]:
         """The keys of a node of a file: those that it declares, and the arguments of its target."""
-        node = self.body(path)
+        node: Any = self.whole(path)
         for key in below.split(".") if below else ():
             node = node.get(key) if isinstance(node, dict) else None
         if not isinstance(node, dict):
             return []
         found = arguments(node["_target_"]) if isinstance(node.get("_target_"), str) else None
-        return [str(key) for key in node if key not in (*OF_HYDRA, "defaults")] + list(found.names if found else ())
+        return [str(key) for key in node if key not in OF_HYDRA] + list(found.names if found else ())
 
     def groups(self, path: str) -> list[str]:
         """The groups in a file's defaults list: those that can be chosen by their own name."""
@@ -78,6 +95,11 @@ class Files:
         """Whether a file's keys stand at the root."""
         files = [folder / f"{path}.yaml" for folder in self.folders]
         return any(file.is_file() and GLOBAL in file.read_text(encoding="utf-8") for file in files)
+
+
+def is_part(name: str) -> bool:
+    """Whether a file is a part of others, and no choice by itself."""
+    return name.startswith("_")
 
 
 def put(node: dict[Any, Any], keys: list[str], value: Any) -> None:

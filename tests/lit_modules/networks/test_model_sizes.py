@@ -1,23 +1,20 @@
 """The model files: sizes of the papers (arXiv 2503.02130, 2501.13629), parameter counts, arithmetic per token."""
 
-from pathlib import Path
-
 import pytest
 import torch
-import yaml
 from hydra.utils import instantiate
 
 from lit_modules.networks import PalimpsestForCausalLM, count_parameters, flops_per_token
 from lit_modules.networks.mixers import MIXERS
+from tests.conftest import ROOT, composed
 
-MODELS = Path(__file__).parents[3] / "conf" / "model"
 KINDS = ["fox_pro", "transformer_pro", "fox_llama", "transformer_llama"]
 RECURRENT = {"hgrn2": (128, 128), "gla": (128, 256), "gsa": (256, 256), "mamba2": (128, 64)}
 SHAPES = {"125m": (12, 768), "360m": (24, 1024), "760m": (24, 1536)}
 
 
 def load(name: str):
-    return instantiate(yaml.safe_load((MODELS / f"{name}.yaml").read_text()))
+    return instantiate(composed(f"model/{name}").model)
 
 
 def count(config):
@@ -86,7 +83,7 @@ def test_sigmas_models_have_the_papers_shapes_and_these_parameters(
     assert config.head_counts == (32, 16 if "ablation" in name else 4, 16)
     assert (parameters.blocks, parameters.active, parameters.total) == (blocks, active, total)
     stated = f"{blocks / 1e9:.2f}B", f"{active / 1e9:.2f}B", f"{total / 1e9:.2f}B"
-    comment = (MODELS / f"{name}.yaml").read_text().partition("_target_")[0]
+    comment = (ROOT / "conf" / "model" / f"{name}.yaml").read_text().partition("defaults")[0]
     assert all(number in comment for number in stated), stated
 
 
