@@ -79,7 +79,7 @@ def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume:
     Args:
         makes_a_run: whether the job leaves a folder; for others it is the current one.
         runs_dir: the folder of all runs.
-        experiment: the experiment's name, as in `experiment=fox/pro_360m`; None where none is chosen.
+        experiment: the experiment's name, as in `experiment=fox/fox_pro_360m`; None where none is chosen.
         resume: None (a new run), "auto" (the newest unfinished run of this experiment that no process holds, or a
             new one), or a run's folder.
 

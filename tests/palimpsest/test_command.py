@@ -10,7 +10,8 @@ import pytest
 from hydra.errors import InstantiationException
 
 import palimpsest
-from tests.conftest import ROOT
+from lit_modules.launching.files import Files
+from tests.conftest import ROOT, composed
 
 
 def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_experiments():
@@ -32,7 +33,7 @@ def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_expe
     for said in (
         "pretrain",
         "generate",
-        "fox/pro_360m",
+        "fox/fox_pro_360m",
         "demo",
         "palimpsest experiment=demo",
         "job=generate checkpoint=",
@@ -49,8 +50,8 @@ def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_expe
         (["data.sequence_length=48"], "data.sequence_length=48"),
         (["model.num_heads=5"], "num_heads=5"),
         (["model.forget_gate=sometimes"], "forget_gate"),
-        (["experiment=fox/pro_999b"], "experiment/fox/pro_999b"),
-        (["experiment=fox/pro_125m"], "palimpsest: data.source.path is missing: give it a value"),
+        (["experiment=fox/fox_pro_999b"], "experiment/fox/fox_pro_999b"),
+        (["experiment=fox/fox_pro_125m"], "palimpsest: data.source.path is missing: give it a value"),
         (["experiment=liger/gla"], "palimpsest: base is missing: give it a value"),
         (["optimizer.lr=abc"], "optimizer"),
         (["optimizer.learning_rate=1"], "optimizer.learning_rate"),
@@ -110,8 +111,8 @@ def test_the_other_package_named_kernels_is_pointed_out(run, monkeypatch):
     assert "pip uninstall kernels" in found.err
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "experiment").rglob("*.yaml")), ids=lambda p: p.stem)
-def test_every_experiment_composes_and_builds_its_parts(path):
+@pytest.mark.parametrize("experiment", Files([ROOT / "conf"]).choices("experiment"))
+def test_every_experiment_composes_and_builds_its_parts(experiment):
     import hydra
     import torch
     from omegaconf import OmegaConf
@@ -122,9 +123,7 @@ def test_every_experiment_composes_and_builds_its_parts(path):
     from lit_modules.trainer import check_settings
 
     begin.register_resolvers()
-    experiment = path.relative_to(ROOT / "conf" / "experiment").with_suffix("")
-    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = hydra.compose("config", [f"experiment={experiment}"])
+    cfg = composed("config", f"experiment={experiment}")
     # What only the user knows.
     if OmegaConf.is_missing(cfg, "base"):
         cfg.base = "/given"

@@ -130,7 +130,7 @@ def test_a_key_of_the_command_line_that_nothing_reads_is_refused_with_the_neares
         "job=evaluate +benchmark.num_fewshot.arc_easy=5 checkpoint=here",
         "job=corpus +corpus.cleaning.quality.by_category.debug.length.min_doc_words=5 ~corpus.cleaning.masks",
         "job=plan experiment=liger/best plan.gpu=h200",
-        "-m experiment=demo,liger/best,lolcats/llm,sigma/10b,supra/llm,fox/pro_125m hydra/launcher=slurm",
+        "-m experiment=demo,liger/best,lolcats/llm,sigma/10b,supra/llm,fox/fox_pro_125m hydra/launcher=slurm",
         "data=mixture +data.components.mine.path=crawl",
     ],
 )
@@ -155,9 +155,12 @@ def test_an_experiment_without_its_first_line_is_pointed_out(tmp_path):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("experiment=fox", "experiment=fox is a folder: give one of fox/hgrn2_125m, "),
-        ("experiment=fox/pro_999b", "did you mean fox/pro_760m, fox/pro_360m or fox/pro_125m?"),
+        ("experiment=fox", "experiment=fox is a folder: give one of fox/fox_llama_125m, "),
+        ("experiment=fox/fox_pro_999b", "did you mean fox/fox_pro_760m, fox/fox_pro_360m or fox/fox_pro_125m?"),
+        ("experiment=fox/pro_360m", "did you mean fox/fox_pro_360m, "),  # the names that these had
+        ("experiment=fox/llama_760m_48b", "did you mean fox/fox_llama_760m_48b, "),
         ("experiment=dmeo", "did you mean demo?"),
+        ("linearization=_bases job=linearize", "give one of joint, liger_gated_retention, "),
         ("schedule=wsd", "there is no schedule/wsd: give one of cosine, linear, plateau, warmup_stable_decay"),
         ("job=rewrite rewrite/style=[textbok]", "rewrite/style=textbok: there is no rewrite/style/textbok"),
     ],

@@ -65,7 +65,7 @@ def test_the_speed_that_was_measured_is_what_is_planned(index):
 
 
 def test_an_experiment_is_planned_and_written_down(run, tmp_path):
-    finished = run("job=plan", "experiment=fox/pro_125m", f"output={tmp_path}/plan", tiny=False)
+    finished = run("job=plan", "experiment=fox/fox_pro_125m", f"output={tmp_path}/plan", tiny=False)
     assert finished.status == 0, finished.err
     for words in ("1 x H200, one device", "bfloat16 copies of weights", "tokens/s", "it fits", "compile=true"):
         assert words in finished.out
