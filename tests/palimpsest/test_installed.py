@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from tests.conftest import ROOT
 
-PACKAGES = ("data_pipeline", "evaluation", "kernels", "lit_modules")
+PACKAGES = ("common", "data_pipeline", "evaluation", "kernels", "lit_modules")
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
