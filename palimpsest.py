@@ -20,24 +20,23 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from common.atomic_files import FULL_DISK
-from lit_modules import runs
-from lit_modules.launching import arguments, begin, failures
+from lit_modules.launching import arguments, failures, run_folder, start
 from lit_modules.launching.command_line import check_command_line
-from lit_modules.launching.ranks import ranks
+from lit_modules.launching.process import this_process
 from lit_modules.launching.supervision import supervise
 
 HERE = Path(__file__).resolve().parent
 INSTALLED_CONF = HERE / "palimpsest_conf"  # the name that conf/ has in a wheel
 CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else HERE / "conf"
 USER_ERROR = 2
-OURS = (ValueError, runs.RunStopped, runs.Said)
+OURS = (ValueError, run_folder.RunFailed, run_folder.SilentExit)
 
 
 def main() -> None:
     """Run the command line. A user's mistake ends in one line on stderr and exit status 2."""
     supervise()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what went wrong instead of printing half of it
-    begin.register_resolvers()
+    start.register_resolvers()
     with one_line_errors():
         refuse_the_other_kernels_package()
         sys.argv[1:] = arguments.prepared(sys.argv[1:], CONF)
@@ -52,7 +51,7 @@ def compose_and_run(cfg: DictConfig) -> None:
         if cfg.job.makes_a_run:
             begin_and_run(cfg, Path(HydraConfig.get().runtime.output_dir))
         else:
-            begin.check_switches(cfg)
+            start.check_switches(cfg)
             job(cfg)(cfg)
 
 
@@ -60,15 +59,15 @@ def begin_and_run(cfg: DictConfig, folder: Path) -> None:
     """Call a job that makes a run, on each of the run's ranks; a run that is refused leaves no folder."""
     begun = False
     try:
-        begin.check_switches(cfg)
-        begun = begin.begin(cfg, folder)
+        start.check_switches(cfg)
+        begun = start.begin(cfg, folder)
         if begun:
-            with failures.first_one_tells(folder, cfg.debug, mistake):
+            with failures.report_first_failure(folder, cfg.debug, mistake):
                 job(cfg)(cfg)
     except Exception as error:
-        refused = error.status == USER_ERROR if isinstance(error, runs.Said) else mistake(error) is not None
-        if ranks().rank == 0 and (refused or not begun):
-            runs.discard_unbegun(folder)
+        refused = error.status == USER_ERROR if isinstance(error, run_folder.SilentExit) else mistake(error) is not None
+        if this_process().rank == 0 and (refused or not begun):
+            run_folder.discard_unbegun(folder)
         raise
 
 
@@ -82,7 +81,7 @@ def job(cfg: DictConfig) -> Callable[[DictConfig], None]:
     if names != ["cfg"]:
         raise ValueError(
             f"job._target_={cfg.job._target_} is not a job: give a function of one argument, cfg, such as "
-            "lit_modules.pretrain.run, or choose one with job=..."
+            "lit_modules.jobs.pretrain.run, or choose one with job=..."
         )
     return found
 
@@ -93,29 +92,29 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        if ranks().rank == 0:
+        if this_process().rank == 0:
             print(f"palimpsest: interrupted{interrupt}", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         known = full_disk(error) or ours(error)
         if any(argument.lower() == "debug=true" for argument in sys.argv[1:]):
             raise
-        if isinstance(known, runs.Said):
+        if isinstance(known, run_folder.SilentExit):
             sys.exit(known.status)
-        line = str(known) if isinstance(known, runs.RunStopped) else mistake(error)
+        line = str(known) if isinstance(known, run_folder.RunFailed) else mistake(error)
         if line is None:
             raise
         # What is wrong before the ranks have met is the same on each of a node's.
-        if ranks().local_rank == 0 or isinstance(known, runs.RunStopped):
+        if this_process().local_rank == 0 or isinstance(known, run_folder.RunFailed):
             print(f"palimpsest: {line}", file=sys.stderr)
-        sys.exit(1 if isinstance(known, runs.RunStopped) else USER_ERROR)
+        sys.exit(1 if isinstance(known, run_folder.RunFailed) else USER_ERROR)
 
 
-def full_disk(error: Exception) -> runs.RunStopped | None:
+def full_disk(error: Exception) -> run_folder.RunFailed | None:
     """The line for a disk, or a quota, that is used up; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in FULL_DISK:
         return None
-    return runs.RunStopped(
+    return run_folder.RunFailed(
         f"{error.filename or 'a file'} could not be written ({error.strerror}): make room, then retry"
     )
 
@@ -185,7 +184,7 @@ def ours(error: BaseException | None) -> Exception | None:
     """The error of our own that this one is, or that a function which the configuration calls has raised behind it."""
     behind = isinstance(error, OmegaConfBaseException)
     while error is not None:
-        if isinstance(error, ValueError | runs.RunStopped | runs.Said) and not isinstance(
+        if isinstance(error, ValueError | run_folder.RunFailed | run_folder.SilentExit) and not isinstance(
             error, OmegaConfBaseException
         ):
             return error

@@ -33,8 +33,8 @@ from benchmarks.measuring import RESULTS, check_output, one_line, relative_error
 from benchmarks.modules import pretraining
 from benchmarks.tables import parsed, table
 from benchmarks.training_speed import set_gates
-from common.atomic_files import write_whole
-from lit_modules.callbacks.progress import peak_flops
+from common.atomic_files import write_atomic
+from common.gpus import peak_flops
 from lit_modules.parallel.gradients import clip_gradients
 from lit_modules.parallel.spreading import spread
 from lit_modules.pretraining import Pretraining
@@ -248,7 +248,7 @@ def write_csv(file: Path, rows: list[Measured]) -> None:
     lines = [names, *(["" if getattr(row, name) is None else getattr(row, name) for name in names] for row in rows)]
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(lines)
-    write_whole(file, text.getvalue())
+    write_atomic(file, text.getvalue())
 
 
 def report(rows: list[Measured]) -> str:
@@ -325,7 +325,7 @@ def keep(folder: Path, row: Measured) -> None:
         rows[case] = row
     ordered = [rows[case] for case in sorted(rows)]
     write_csv(file, ordered)
-    write_whole(folder / "context_parallel.md", report(ordered))
+    write_atomic(folder / "context_parallel.md", report(ordered))
 
 
 if __name__ == "__main__":

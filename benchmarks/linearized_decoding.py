@@ -46,7 +46,7 @@ from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.side_by_side import Run
 from benchmarks.tables import table
 from common.atomic_files import write_figure
-from lit_modules.decoding import WARM_UP, DecodingStep, Output, Replay
+from lit_modules.generation.cuda_graphs import WARM_UP, DecodingStep, Output, Replay
 from lit_modules.networks.linearized import linearize
 from lit_modules.networks.positions import locate
 

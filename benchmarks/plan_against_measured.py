@@ -29,7 +29,7 @@ from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.modules import compose, pretraining
 from benchmarks.tables import table
 from benchmarks.training_speed import elapsed, read_clock
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from lit_modules.parallel.gradients import clip_gradients
 from lit_modules.planning import Setup, eager, estimate
 from lit_modules.pretraining import Pretraining
@@ -328,7 +328,7 @@ def main() -> int:
     if arguments.again:
         with open(data, newline="") as handle:
             results = [Measured.of_row(row) for row in csv.DictReader(handle)]
-        write_whole(text, page(results, arguments.gpu))
+        write_atomic(text, page(results, arguments.gpu))
         print(text.read_text())
         return 0
     check_output(parser, arguments.output)
@@ -341,8 +341,8 @@ def main() -> int:
             continue
         results.append(attempt(case, device))
         print(f"[{time.perf_counter() - began:5.0f} s] {results[-1]}", flush=True)
-        write_whole(data, csv_of(results))
-    write_whole(text, page(results, arguments.gpu))
+        write_atomic(data, csv_of(results))
+    write_atomic(text, page(results, arguments.gpu))
     print(text.read_text())
     return 0
 

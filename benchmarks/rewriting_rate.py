@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.measuring import RESULTS, check_output
 from benchmarks.tables import table
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.documents import Problems, ShardWriter
 from data_pipeline.fingerprint import MANIFEST
 from data_pipeline.rewriting.backends.in_process import InProcess
@@ -133,7 +133,7 @@ def main() -> None:
     about = f"{datetime.date.today()}; {device}, torch {torch.__version__}, transformers {transformers.__version__}."
     page = f"# Rewriting with a model in process\n\n{about} By `benchmarks/rewriting_rate.py`.\n\n{table(header, rows)}"
     print(page)
-    write_whole(arguments.output / "rewriting_rate.md", page)
+    write_atomic(arguments.output / "rewriting_rate.md", page)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.modules import pretraining
 from benchmarks.tables import table
-from common.atomic_files import write_whole
-from lit_modules.callbacks.progress import peak_flops
+from common.atomic_files import write_atomic
+from common.gpus import peak_flops
 from lit_modules.checkpoints import Checkpoints
 from lit_modules.parallel.strategies import DataParallel, OneDevice, Sharded
 from lit_modules.pretraining import Pretraining
@@ -390,7 +390,7 @@ def main() -> int:
     lines = kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
     newest = {(r.gpus, r.name): r for r in (Result(**json.loads(line)) for line in lines)}
     page = report(arguments, sorted(newest.values(), key=lambda r: r.gpus))
-    write_whole(kept.with_suffix(".md"), page)
+    write_atomic(kept.with_suffix(".md"), page)
     print(page)
     return 0
 

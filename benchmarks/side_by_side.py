@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.measuring import RESULTS, Call, check_output, one_line, timed
 from benchmarks.tables import Row, csv_text, table
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 
 
 def parse(parser: argparse.ArgumentParser, sections: Sequence[str], lengths: Sequence[int]) -> argparse.Namespace:
@@ -153,8 +153,8 @@ class Run:
 
     def write(self) -> None:
         """The report and the raw numbers, so far."""
-        write_whole(self.folder / f"{self.name}.md", self.text())
-        write_whole(self.folder / f"{self.name}.csv", csv_text(self.row, self.rows))
+        write_atomic(self.folder / f"{self.name}.md", self.text())
+        write_atomic(self.folder / f"{self.name}.csv", csv_text(self.row, self.rows))
 
     def text(self) -> str:
         """The report."""

@@ -20,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.tables import table
-from common.atomic_files import write_figure, write_whole
+from common.atomic_files import write_atomic, write_figure
 from tests.conftest import Command, write_text
 from tests.slurm.cluster import Cluster, cluster, missing, until
 from tests.slurm.test_survival import Job, kill_node
@@ -133,7 +133,7 @@ def main() -> int:
         "![loss curves](survival.png)\n"
     )
     draw(curves, arguments.output / "survival.png")
-    write_whole(arguments.output / "survival.md", page)
+    write_atomic(arguments.output / "survival.md", page)
     print(page)
     return 0
 

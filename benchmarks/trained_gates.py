@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from benchmarks.attention_peers import largest_logits
 from data_pipeline.token_data import TokenData
 from lit_modules.callbacks.forget_gates import projections
-from lit_modules.generate import load
+from lit_modules.generation.job import load
 
 
 def longest_document(data: TokenData, length: int) -> torch.Tensor:

@@ -32,9 +32,9 @@ from benchmarks.attention_run import TrainedGates, pruned_fraction
 from benchmarks.measuring import RESULTS, check_output, one_line
 from benchmarks.modules import pretraining
 from benchmarks.tables import table
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
+from common.gpus import peak_flops
 from lit_modules.callbacks.forget_gates import projections
-from lit_modules.callbacks.progress import peak_flops
 from lit_modules.networks.mixers import attention
 from lit_modules.pretraining import Pretraining
 
@@ -270,7 +270,7 @@ def main() -> int:
                 results[variant.name] = one_line(error)
             print(f"[{time.perf_counter() - began:5.0f} s] {size} {variant.name}: {results[variant.name]}", flush=True)
             page = report(size, arguments.length, gates, results)
-            write_whole(arguments.output / f"training_speed_{size}.md", page)
+            write_atomic(arguments.output / f"training_speed_{size}.md", page)
         print(page)
     return 0
 

@@ -12,7 +12,7 @@ from typing import Any
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk, a quota or a limit that is used up answers
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file beside its place, to the disk, and rename it there: no reader sees a part of it, and what was
     there before stays if the write fails. Makes the folder. Raises OSError where the disk does not take it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,12 +32,12 @@ def write_figure(path: Path, figure: Any, **settings: Any) -> Path:
     """Write a matplotlib figure as a PNG, whole or not at all, and return its path. `settings`: of `savefig`."""
     image = io.BytesIO()
     figure.savefig(image, format="png", **{"dpi": 150, "bbox_inches": "tight", **settings})
-    write_whole(path, image.getvalue())
+    write_atomic(path, image.getvalue())
     return path
 
 
 @contextlib.contextmanager
-def replaced_whole(folder: Path) -> Iterator[Path]:
+def replace_atomically(folder: Path) -> Iterator[Path]:
     """A new folder to write into, that takes the place of `folder` when all is written: whole or not at all."""
     partial, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))
     if replaced.exists() and not folder.exists():

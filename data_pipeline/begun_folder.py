@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from common.settings import differences
 from data_pipeline.fingerprint import MANIFEST
 
@@ -48,7 +48,7 @@ class BegunFolder:
                 if not path.exists():
                     if any(not present.name.startswith(".") for present in self.path.iterdir()):
                         raise ValueError(f"{self.key} holds something else: give a new or empty folder")
-                    write_whole(path, json.dumps(settings, indent=1) + "\n")
+                    write_atomic(path, json.dumps(settings, indent=1) + "\n")
             began = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise self._refused(error) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline import checksums
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def _damage(folder: Path) -> str | None:
 
 
 def _note_whole(folder: Path, files: dict[str, dict]) -> None:
-    write_whole(folder / CHECKED, json.dumps(_times(folder, files)) + "\n")
+    write_atomic(folder / CHECKED, json.dumps(_times(folder, files)) + "\n")
 
 
 def _times(folder: Path, files: dict[str, dict]) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.utils.data import Dataset, Sampler
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from common.settings import check_whole
 from data_pipeline.batches import BlockSequences
 from data_pipeline.datamodule import PackedText
@@ -199,7 +199,7 @@ class MixtureData(PackedText):
 
         def build(folder: Path) -> dict:
             manifest = self._describe(components, counted)
-            write_whole(folder / "mixture.md", markdown(manifest))
+            write_atomic(folder / "mixture.md", markdown(manifest))
             draw_mixture(manifest, folder / "mixture.png")
             return manifest
 

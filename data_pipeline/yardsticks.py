@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.blocks import Blocks
 from data_pipeline.documents import texts
 from data_pipeline.fingerprint import read_manifest
@@ -35,7 +35,7 @@ def yardsticks(documents_folder: Path, blocks_folder: Path, vocab_size: int, val
     unigram = unigram_bits(train, validation) / validation_bytes
     xz = [None if size is None else 8 * size / validation_bytes for size in _xz_bytes(documents_folder)]
     result = dict(zip(NAMES, (unigram, *xz), strict=True))
-    write_whole(path, json.dumps(result, indent=1) + "\n")
+    write_atomic(path, json.dumps(result, indent=1) + "\n")
     return result
 
 

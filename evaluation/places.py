@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_pipeline.identity import WHOLE, file_identity
-from lit_modules import checkpoints, runs
+from lit_modules import checkpoints
+from lit_modules.launching import run_folder
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ def run_of(checkpoint: str) -> Path | None:
     if not path.is_dir():
         return None
     for folder in (path, *path.absolute().parents[:2]):
-        if (folder / runs.CONFIG).is_file() and ((folder / "checkpoints").is_dir() or (folder / "export").is_dir()):
+        if (folder / run_folder.CONFIG).is_file() and (
+            (folder / "checkpoints").is_dir() or (folder / "export").is_dir()
+        ):
             return folder
     return None
 

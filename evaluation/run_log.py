@@ -6,9 +6,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from lit_modules import runs
-from lit_modules.metrics_csv import MetricsCsv
-from lit_modules.wandb_sync import RUN_ID
+from lit_modules.launching import run_folder
+from lit_modules.loggers.csv import MetricsCsv
+from lit_modules.loggers.wandb_sync import RUN_ID
 
 log = logging.getLogger(__name__)
 
@@ -18,10 +18,10 @@ def log_to_run(run: Path, values: Mapping[str, float], pictures: Mapping[str, Pa
     and the log says so."""
     if not (run / "wandb" / RUN_ID).is_file():
         return
-    if runs.is_held(run):
+    if run_folder.is_held(run):
         log.warning(f"{run} is going on, so its wandb run is left alone: the same command logs to it later")
         return
-    from lit_modules.loggers import Wandb
+    from lit_modules.loggers.wandb import Wandb
 
     logger = Wandb(run, {}, **settings(run))
     step = last_step(run)
@@ -33,7 +33,7 @@ def log_to_run(run: Path, values: Mapping[str, float], pictures: Mapping[str, Pa
 
 def settings(run: Path) -> dict:
     """The project and the like that the run's configuration gave wandb."""
-    given = OmegaConf.to_container(OmegaConf.load(run / runs.CONFIG)).get("logger") or {}
+    given = OmegaConf.to_container(OmegaConf.load(run / run_folder.CONFIG)).get("logger") or {}
     return {key: value for key, value in given.get("wandb", {}).items() if key != "_target_"}
 
 

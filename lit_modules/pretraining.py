@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from lit_modules.language_modelling import Training, as_arguments
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, count_parameters, flops_per_token
 from lit_modules.parallel.materializing import materialize
 from lit_modules.parallel.spreading import spread
-from lit_modules.training import Training, as_arguments
 
 
 class Pretraining(Training):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.tables import csv_text
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 RUNS, CURVES = "linearization_study.csv", "linearization_study_curves.csv"  # in RESULTS
@@ -87,7 +87,7 @@ def append(path: Path, records: Sequence[Record]) -> None:
         return
     kind = type(records[0])
     before = read(path, kind)
-    write_whole(path, csv_text(kind, [*before, *records]))
+    write_atomic(path, csv_text(kind, [*before, *records]))
 
 
 def read(path: Path, kind: type[Record]) -> list[Record]:

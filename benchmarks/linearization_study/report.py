@@ -29,7 +29,7 @@ from benchmarks.linearization_study.records import (
     read,
 )
 from benchmarks.tables import table
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from evaluation.harness.published import ROWS
 
 REFERENCE = "Liger-GLA"
@@ -311,7 +311,7 @@ def write(results: Path, output: Path) -> Path:
             captions[f"{name}_recovery.png"] = "recovery of each variant"
         drawn[study.teacher] = captions
     path = output / RUNS.replace(".csv", ".md")
-    write_whole(path, page(found, drawn))
+    write_atomic(path, page(found, drawn))
     return path
 
 

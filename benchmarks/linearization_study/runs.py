@@ -48,9 +48,9 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
     import torch
     from lightning.pytorch.callbacks import LambdaCallback
 
-    from lit_modules import linearize
+    from lit_modules.jobs import linearize
+    from lit_modules.jobs.training_job import quieten_libraries
     from lit_modules.networks.linearized.conversion import with_softmax_layers
-    from lit_modules.trainer import quieten_libraries
 
     warnings.filterwarnings("ignore")
     began = time.perf_counter()
@@ -154,7 +154,7 @@ def main() -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lit_modules.runs import commit
+    from lit_modules.launching.run_folder import commit
 
     try:
         runs = wanted(arguments)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.card.contents import composition, lengths, licences, quality, summary
 from data_pipeline.card.dates import by_month
 from data_pipeline.card.facts import read_facts, summed
@@ -39,7 +39,7 @@ def write_page(folder: Path, title: str, bytes_per_token: float) -> None:
     ]
     parts = [f"# {plain(title)}", summary(facts, bytes_per_token)]
     parts += [f"## {heading}\n\n{content}" for heading, content in sections if content]
-    write_whole(folder / PAGE, "\n\n".join(parts) + "\n")
+    write_atomic(folder / PAGE, "\n\n".join(parts) + "\n")
 
 
 def _labels(folder: Path) -> str:

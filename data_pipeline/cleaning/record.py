@@ -10,7 +10,7 @@ from pathlib import Path
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.cleaning.masks import mask
 from data_pipeline.clocked import PROCESSOR_SECONDS, Clock
 
@@ -58,7 +58,7 @@ class Recorded(PipelineStep):
         record = {"name": self.name, "position": self.position, "task": rank, "tasks": world_size, **tally.record()}
         record["counts"] = {label: count - before.get(label, 0) for label, count in _counts(self.step).items()}
         path = Path(self.folder, self.name, f"{rank:05d}.json")
-        write_whole(path, _json(record))
+        write_atomic(path, _json(record))
 
 
 class _Tally:
@@ -157,7 +157,7 @@ def merge_records(folder: str | Path, samples: int = 20, bytes_per_token: float 
     steps = [_merge_step(path, samples, bytes_per_token) for path in sorted(Path(folder).iterdir()) if path.is_dir()]
     steps.sort(key=lambda step: (step["position"], step["name"]))
     merged = {"steps": steps}
-    write_whole(Path(folder, "merged.json"), _json(merged))
+    write_atomic(Path(folder, "merged.json"), _json(merged))
     return merged
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline import checksums
 from data_pipeline.begun_folder import SETTINGS
 from data_pipeline.card import write_card
@@ -59,7 +59,7 @@ class Finish(PipelineStep):
         if report.exists():
             shutil.copytree(report, layout.root / "labels" / "report", dirs_exist_ok=True)
         write_card(layout.root, layout.root.name, self.bytes_per_token)
-        write_whole(layout.root / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        write_atomic(layout.root / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         shutil.rmtree(layout.work, ignore_errors=True)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.corpus.recipe import CATEGORY, Recipe, named
 from data_pipeline.documents import Problems
 
@@ -104,7 +104,7 @@ def write_problems(folder: str, name: str, found: Mapping[str, Problems], docume
             for source, problems in found.items()
         },
     }
-    write_whole(Path(folder, f"{name}.json"), json.dumps(content, indent=1) + "\n")
+    write_atomic(Path(folder, f"{name}.json"), json.dumps(content, indent=1) + "\n")
 
 
 def check_problems(folder: Path, most_skipped: float) -> None:

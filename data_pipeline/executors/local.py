@@ -15,7 +15,7 @@ from pathlib import Path
 
 import loguru
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.executors.submitted import refuse_while_submitted
 from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
 from data_pipeline.parallel import Worker, available_processes
@@ -137,7 +137,7 @@ def _expect_room(folder: Path) -> None:
     """Raise OSError where the disk is full."""
     probe = folder / "probe"
     try:
-        write_whole(probe, bytes(2**20))
+        write_atomic(probe, bytes(2**20))
     finally:
         probe.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ import dill
 import loguru
 from datatrove.executor import SlurmPipelineExecutor
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.executors.submitted import (
     cancel,
     refuse_if_never_to_begin,
@@ -130,11 +130,11 @@ class SlurmTasks(TaskRecords, SlurmPipelineExecutor):
     def submit(self, ranks: list[int], python: str, after: str | None) -> str:
         """Submit the tasks `ranks`, to begin when job `after` has ended well. Returns the job's number."""
         folder = Path(self.logging_dir.path)
-        write_whole(folder / "executor.pik", dill.dumps(self, fmode=dill.CONTENTS_FMODE))
-        write_whole(folder / "ranks_to_run.json", json.dumps(ranks))
+        write_atomic(folder / "executor.pik", dill.dumps(self, fmode=dill.CONTENTS_FMODE))
+        write_atomic(folder / "ranks_to_run.json", json.dumps(ranks))
         # exec: a signal for the job reaches the tasks, which requeue it.
         command = shlex.join([python, "-m", "datatrove.tools.launch_pickled_pipeline", str(folder / "executor.pik")])
         options = self.get_sbatch_args(math.ceil(len(ranks) / self.tasks_per_job))
         script = folder / "launch_script.slurm"
-        write_whole(script, self.get_launch_file_contents(options, f"exec {command}"))
+        write_atomic(script, self.get_launch_file_contents(options, f"exec {command}"))
         return submit(script, *([f"--dependency=afterok:{after}"] if after else []))

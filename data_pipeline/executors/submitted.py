@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def cancel(jobs: list[str]) -> None:
 
 def write_submitted(logs: Path, jobs: list[dict]) -> None:
     """Write down what has been submitted: [{"phase", "job", "tasks"}]."""
-    write_whole(logs / JOBS, json.dumps({"jobs": jobs}, indent=1) + "\n")
+    write_atomic(logs / JOBS, json.dumps({"jobs": jobs}, indent=1) + "\n")
 
 
 def refuse_while_submitted(logs: Path) -> None:

@@ -18,7 +18,7 @@ import loguru
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.utils.stats import PipelineStats
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.executors.progress import PhaseProgress
 from data_pipeline.phases import Phase
 
@@ -34,7 +34,7 @@ def phase_folder(logs: Path, index: int, phase: Phase) -> Path:
         if tasks != phase.tasks:
             raise ValueError(f"{folder}: begun with {tasks} tasks, now {phase.tasks}: give {tasks}, or a new folder")
     else:
-        write_whole(begun, json.dumps({"name": phase.name, "tasks": phase.tasks}) + "\n")
+        write_atomic(begun, json.dumps({"name": phase.name, "tasks": phase.tasks}) + "\n")
     return folder
 
 
@@ -81,7 +81,7 @@ class TaskRecords:
                     "seconds": round(time.perf_counter() - begun, 3),
                     "processor_seconds": round(time.process_time() - worked, 3),
                 }
-                write_whole(self._path("resources", rank, "json"), json.dumps(took) + "\n")
+                write_atomic(self._path("resources", rank, "json"), json.dumps(took) + "\n")
         except Exception as error:
             raised = self._explained(error, rank)
             self.write_error(rank, raised)
@@ -95,7 +95,7 @@ class TaskRecords:
         """Leave a line for whoever looks for the reason; on a full disk there may be none."""
         words = f"task {rank} of phase {self.phase_name}: {type(error).__name__}: {' '.join(str(error).split())}\n"
         with contextlib.suppress(OSError):
-            write_whole(self._path("errors", rank, "txt"), words.encode(errors="replace"))
+            write_atomic(self._path("errors", rank, "txt"), words.encode(errors="replace"))
 
     def _path(self, kind: str, rank: int, ending: str) -> Path:
         return Path(self.logging_dir.path, kind, f"{rank:05d}.{ending}")

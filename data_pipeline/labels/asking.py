@@ -13,7 +13,7 @@ from pathlib import Path
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from common.atomic_files import FULL_DISK, write_whole
+from common.atomic_files import FULL_DISK, write_atomic
 from data_pipeline.labels.rubric import Label, Rubric
 from data_pipeline.labels.sample import Sampled, merged
 from data_pipeline.labels.store import Store
@@ -53,9 +53,9 @@ class LabelSample(PipelineStep):
         with self.track_time():
             labelled, counts = asking.labels(sample)
         lines = (json.dumps({**asdict(sampled), "label": asdict(label)}) for sampled, label in labelled)
-        write_whole(Path(self.folder, "labelled.jsonl"), "".join(f"{line}\n" for line in lines))
+        write_atomic(Path(self.folder, "labelled.jsonl"), "".join(f"{line}\n" for line in lines))
         asked = {"model": self.backend.model, "seen": seen, **counts}
-        write_whole(Path(self.folder, "asked.json"), json.dumps(asked, indent=1) + "\n")
+        write_atomic(Path(self.folder, "asked.json"), json.dumps(asked, indent=1) + "\n")
         for key in ("labelled", "from_store", "requests", "tokens_in", "tokens_out"):
             self.stat_update(key, value=asked[key])
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.labels.rubric import HIGHEST, Label
 
 FEATURES = 2**18
@@ -56,7 +56,7 @@ class Classifier:
         content = io.BytesIO()
         about = json.dumps({"form": FORM, "categories": self.categories})
         np.savez_compressed(content, about=about, weights=self.weights, biases=self.biases, scales=self.scales)
-        write_whole(path, content.getvalue())
+        write_atomic(path, content.getvalue())
 
 
 def load(path: Path) -> Classifier:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from common.atomic_files import write_figure, write_whole
+from common.atomic_files import write_atomic, write_figure
 from data_pipeline.labels.rubric import HIGHEST
 
 QUALITIES = [str(points) for points in range(HIGHEST + 1)]
@@ -18,8 +18,8 @@ def write_report(folder: Path, found: dict) -> None:
         category = found["category"]
         draw(folder / "category.png", category["confusion"], category["names"], "category")
     draw(folder / "quality.png", found["quality"]["confusion"], QUALITIES, "quality (rounded)")
-    write_whole(folder / "agreement.md", page(found))
-    write_whole(folder / "agreement.json", json.dumps(found, indent=1) + "\n")
+    write_atomic(folder / "agreement.md", page(found))
+    write_atomic(folder / "agreement.json", json.dumps(found, indent=1) + "\n")
 
 
 def page(found: dict) -> str:

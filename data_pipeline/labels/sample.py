@@ -11,7 +11,7 @@ from pathlib import Path
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from common.settings import check_whole
 
 CUT = "\n[...]\n"  # stands where an excerpt leaves text out
@@ -87,7 +87,7 @@ class Sample(PipelineStep):
                 if strata.would_take(category, document.id):
                     strata.put(category, self._sampled(document, category))
         content = {"seen": seen, "sampled": [asdict(sampled) for sampled in strata.sampled()]}
-        write_whole(_part(self.folder, rank), json.dumps(content))
+        write_atomic(_part(self.folder, rank), json.dumps(content))
         self.stat_update("sampled", value=len(content["sampled"]))
         return
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.fingerprint import fingerprint
 from data_pipeline.labels.rubric import Rubric
 from data_pipeline.rewriting.backends import Answer
@@ -40,7 +40,7 @@ class Store:
         Raises ValueError where it cannot be written to.
         """
         try:
-            write_whole(self.folder / "question.json", self._about)
+            write_atomic(self.folder / "question.json", self._about)
             lock = FileLock(self.folder / ".lock")
             try:
                 lock.acquire(timeout=0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.begun_folder import BegunFolder
 from data_pipeline.documents import SCHEMA
 from data_pipeline.rewriting.journal import Journal
@@ -71,7 +71,7 @@ class OutputFolder(BegunFolder):
         target = self.shard(task, chunk)
         if left_out:
             lines = "".join(json.dumps(entry, ensure_ascii=True) + "\n" for entry in left_out)
-            write_whole(self.left_out / f"{task:05d}-{chunk:06d}.jsonl", lines)
+            write_atomic(self.left_out / f"{task:05d}-{chunk:06d}.jsonl", lines)
         beside = target.with_name(f".{target.name}.partial")
         table = pa.Table.from_pylist(rows, schema=ROWS.with_metadata({COUNTS_KEY: json.dumps(counts).encode()}))
         try:
@@ -91,7 +91,7 @@ class OutputFolder(BegunFolder):
 
     def end_task(self, task: int, totals: dict) -> None:
         """Note that all chunks of a task are whole."""
-        write_whole(self.path / "tasks" / f"{task:05d}.json", json.dumps(totals) + "\n")
+        write_atomic(self.path / "tasks" / f"{task:05d}.json", json.dumps(totals) + "\n")
 
     def ended_tasks(self) -> dict[int, dict]:
         """Return the totals of the tasks that have ended."""

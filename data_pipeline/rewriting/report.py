@@ -3,7 +3,7 @@
 import html
 import json
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline import checksums
 from data_pipeline.begun_folder import SETTINGS
 from data_pipeline.rewriting.folder import OutputFolder
@@ -34,11 +34,11 @@ def finish(plan: Plan, folder: OutputFolder) -> dict | None:
         "styles": {name: _style_summary(tally) for name, tally in styles.items()},
     }
     summary["total"] = _sum([{key: style[key] for key in COUNTS} for style in summary["styles"].values()])
-    write_whole(folder.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    write_whole(folder.path / SAMPLES, samples_page(styles))
+    write_atomic(folder.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    write_atomic(folder.path / SAMPLES, samples_page(styles))
     settings = json.loads((folder.path / SETTINGS).read_text(encoding="utf-8"))
     manifest = {"identity": settings, "shards": shards, "documents": sum(shard["documents"] for shard in shards)}
-    write_whole(folder.manifest, json.dumps(manifest, indent=1) + "\n")
+    write_atomic(folder.manifest, json.dumps(manifest, indent=1) + "\n")
     folder.clean()
     return summary
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE
 
@@ -63,7 +63,7 @@ def groups(items: Iterable[tuple[object, int]], part_bytes: float) -> Iterator[l
 
 def write_parts(path: Path, parts: Iterable[list]) -> None:
     """Write a list of parts, each a JSON-able list of what it holds."""
-    write_whole(path, "".join(f"{json.dumps(part)}\n" for part in parts))
+    write_atomic(path, "".join(f"{json.dumps(part)}\n" for part in parts))
 
 
 def part_names(path: Path) -> list[str]:

@@ -12,11 +12,11 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from common.settings import check_whole
 from evaluation import places
 from evaluation.harness.published import METRICS
-from lit_modules import runs
+from lit_modules.launching import run_folder
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +64,10 @@ def run(cfg: DictConfig) -> None:
     """
     # Here, so that a missing extra is named: Hydra hides what goes wrong while it looks for this function.
     from evaluation.harness.tasks import load_suite, quiet
-    from lit_modules import generate
+    from lit_modules.generation import job
 
     settings = settings_of(cfg)
-    generate.check_there(str(cfg.checkpoint))
+    job.check_there(str(cfg.checkpoint))
     place = places.place(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
     with quiet():
         suite = load_suite(
@@ -111,10 +111,10 @@ def measured(cfg: DictConfig, settings: Settings, suite: Any, place: places.Plac
     import torch
 
     from evaluation.harness.scoring import averages, rows, score
-    from lit_modules import generate
+    from lit_modules.generation import job
 
-    device = generate.choose_device(cfg.device)
-    commit, versions = runs.commit(), {name: importlib.metadata.version(name) for name in PACKAGES}
+    device = job.choose_device(cfg.device)
+    commit, versions = run_folder.commit(), {name: importlib.metadata.version(name) for name in PACKAGES}
     identity = {
         "weights": places.weights(str(cfg.checkpoint)),
         "commit": commit,
@@ -146,11 +146,12 @@ def load(cfg: DictConfig, settings: Settings, device: Any) -> Any:
 
     from evaluation.harness.model import CheckpointLM
     from evaluation.harness.tasks import quiet
-    from lit_modules import generate, out_of_memory
+    from lit_modules.generation import job
+    from lit_modules.planning import out_of_memory
 
     transformers.logging.disable_progress_bar()
     with out_of_memory.in_one_line(cfg, "give dtype=bfloat16, or device=cpu"):
-        model, tokenizer = generate.load(str(cfg.checkpoint))
+        model, tokenizer = job.load(str(cfg.checkpoint))
         model.to(device=device, dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype)).eval()
     with quiet():
         return CheckpointLM(model, tokenizer, settings.batch_size, settings.max_length)
@@ -163,8 +164,8 @@ def write(report: dict[str, Any], place: places.Place) -> None:
 
     text = as_markdown(report)
     keep_earlier(report, place.folder)
-    write_whole(place.folder / "harness.json", json.dumps(report, indent=2) + "\n")
-    write_whole(place.folder / "harness.md", text)
+    write_atomic(place.folder / "harness.json", json.dumps(report, indent=2) + "\n")
+    write_atomic(place.folder / "harness.md", text)
     picture = draw(report, place.folder / "harness.png")
     if place.run is not None:
         values = {f"harness/{name}_{row['metric']}": row["value"] for name, row in report["tasks"].items()}

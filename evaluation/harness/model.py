@@ -29,7 +29,7 @@ class CheckpointLM(HFLM):
     what stands before it.
 
     Args:
-        model, tokenizer: as `lit_modules.generate.load` returns them; the model on its device.
+        model, tokenizer: as `lit_modules.generation.job.load` returns them; the model on its device.
         batch_size: requests at a time, or "auto".
         max_length: tokens of context, None for what the model's configuration says.
 

@@ -16,7 +16,7 @@ import torch
 from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline.fingerprint import fingerprint
 from evaluation.harness.model import CheckpointLM
 from evaluation.harness.published import METRICS
@@ -59,7 +59,7 @@ def score(
         if name in found:
             continue
         found[name] = {**score_task(model, name, suite.tasks[name], limit, settings["seed"]), "identity": identity}
-        write_whole(path, json.dumps(found[name], indent=2) + "\n")
+        write_atomic(path, json.dumps(found[name], indent=2) + "\n")
         first, (value, error) = next(iter(metrics(found[name]["results"]).items()))
         near = "" if error is None else f" ± {error:.4f}"
         log.info(

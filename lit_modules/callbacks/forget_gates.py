@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from common.settings import check_whole
-from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
-from lit_modules.figures import draw_gates
+from lit_modules.callbacks.pictures import ignore_disk_errors, show
+from lit_modules.loggers.figures import draw_gates
 from lit_modules.parallel.context import whole_sequences
 
 
@@ -46,7 +46,7 @@ class ForgetGates(Callback):
             length, first = max((end - start, start) for start, end in itertools.pairwise(starts))
             self.document = batch["input_ids"][:, first : first + min(length, self.tokens)]
 
-    @losing_what_the_disk_refuses()
+    @ignore_disk_errors()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         if trainer.sanity_checking or not (trainer.is_global_zero or trainer.strategy.needs_all_ranks):
             return

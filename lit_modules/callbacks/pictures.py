@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def losing_what_the_disk_refuses() -> Iterator[None]:
+def ignore_disk_errors() -> Iterator[None]:
     """A picture or a sample that cannot be written costs a line in the log, not the run."""
     try:
         yield

@@ -8,10 +8,10 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from common.settings import check_whole
-from lit_modules.callbacks.pictures import losing_what_the_disk_refuses, show
-from lit_modules.figures import draw_loss, draw_position_loss
+from lit_modules.callbacks.pictures import ignore_disk_errors, show
+from lit_modules.loggers.figures import draw_loss, draw_position_loss
 
 
 class PositionLoss(Callback):
@@ -32,7 +32,7 @@ class PositionLoss(Callback):
             raise ValueError(f"callbacks.position_loss.window={window} has no middle: give an odd number of tokens")
         self.window = window
 
-    @losing_what_the_disk_refuses()
+    @ignore_disk_errors()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
@@ -43,7 +43,7 @@ class PositionLoss(Callback):
         csv.writer(table).writerows(
             [("context_tokens", "loss", "tokens"), *((i, f"{loss:.6f}", int(n)) for i, (loss, n) in rows)]
         )
-        write_whole(folder / "position_loss.csv", table.getvalue())
+        write_atomic(folder / "position_loss.csv", table.getvalue())
         path = folder / "position_loss.png"
         draw_position_loss(
             found.position_loss, found.position_tokens, self.window, trainer.datamodule.sequence_length, path

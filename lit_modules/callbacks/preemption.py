@@ -29,9 +29,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_modules import checkpoints
-from lit_modules.callbacks.restarts import requeue, slurm_job
-from lit_modules.launching.ranks import ranks
-from lit_modules.runs import Said
+from lit_modules.launching.process import this_process
+from lit_modules.launching.restarts import requeue, slurm_job
+from lit_modules.launching.run_folder import SilentExit
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,11 @@ STATUS, INTERRUPTED = 75, 130
 SAME_INTERRUPT = 1.0  # seconds: a terminal and torchrun both send a Ctrl-C on
 
 
-class Preempted(Said):
+class Preempted(SilentExit):
     """The end of a run that was told to end and can be resumed; rank 0 has said so. `sent`: the signal."""
 
     def __init__(self, sent: signal.Signals) -> None:
-        here = ranks()
+        here = this_process()
         status = INTERRUPTED if sent == signal.SIGINT else STATUS
         # Lightning's launcher kills rank 0 when a process that it started ends with another status than 0
         super().__init__(0 if here.launcher == "lightning" and here.rank > 0 else status)
@@ -94,7 +94,7 @@ class Preemption(Callback):
         """
         if self.interrupted is None:
             self.interrupted = time.monotonic()
-            if ranks().rank == 0:
+            if this_process().rank == 0:
                 say_at_once("interrupted: the run saves a checkpoint and ends; a second Ctrl-C ends it without one")
         elif time.monotonic() - self.interrupted > SAME_INTERRUPT:
             raise KeyboardInterrupt

@@ -1,7 +1,6 @@
 """Progress: tokens a second, model FLOPs utilization, loss and the time that is left, as lines and as metrics."""
 
 import logging
-import re
 import time
 from typing import Any
 
@@ -9,57 +8,11 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from common.gpus import peak_flops
+from common.quantities import count, duration
 from common.settings import check_whole
 
 log = logging.getLogger(__name__)
-
-# Dense bfloat16 peaks in TFLOP/s from the makers' data sheets, by words of the device's name; the first match counts.
-PEAK_TFLOPS = {
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "GH200": 989.4,
-    "H200": 989.4,
-    "H100 NVL": 835.5,
-    "H100 PCIe": 756.0,
-    "H100": 989.4,
-    "A100": 311.9,
-    "A10G": 70.0,
-    "L40S": 362.1,
-    "L40": 181.0,
-    "L4": 121.0,
-    "RTX 5090": 209.5,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-}
-# A part of a card, or another card than the one whose name it begins with.
-OTHER_CARDS = re.compile(r"\b(MIG|Laptop|D|Ti)\b", re.IGNORECASE)
-
-
-def peak_flops(name: str) -> float | None:
-    """The dense bfloat16 peak in FLOP/s of the GPU with this name, or None where it is not known."""
-    if OTHER_CARDS.search(name):
-        return None
-    return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them: 41 s, 3 min 05 s, 2 h 10 min, 3 d 4 h."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds} s"
-    if seconds < 3600:
-        return f"{seconds // 60} min {seconds % 60:02d} s"
-    if seconds < 86400:
-        return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
-    return f"{seconds // 86400} d {seconds % 86400 // 3600} h"
-
-
-def count(tokens: float) -> str:
-    """A number of tokens with a unit: 512, 33.6k, 1.2M, 2.7B."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if tokens >= size:
-            return f"{tokens / size:.{2 if tokens < 10 * size else 1}f}{unit}"
-    return f"{tokens:.0f}"
 
 
 def reports_after(trainer: lightning.Trainer, module: Any, batch_idx: int, every_tokens: int) -> bool:

@@ -7,11 +7,11 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from common.setting_types import check_type
 from common.settings import check_whole
-from lit_modules.callbacks.pictures import losing_what_the_disk_refuses
-from lit_modules.generate import sampling, write_on
+from lit_modules.callbacks.pictures import ignore_disk_errors
+from lit_modules.generation.job import sampling, write_on
 from lit_modules.parallel.context import whole_sequences
 
 
@@ -34,7 +34,7 @@ class Samples(Callback):
         self.settings = sampling(temperature, None, top_p)
         self.texts: list[str] = []
 
-    @losing_what_the_disk_refuses()
+    @ignore_disk_errors()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         tokenizer = trainer.datamodule.hf_tokenizer
         together = trainer.strategy.needs_all_ranks  # each rank holds a part of the weights: all of them write
@@ -46,7 +46,7 @@ class Samples(Callback):
             return
         step = trainer.global_step
         text = "\n\n".join(f"{prompt}▌{text}" for prompt, text in zip(self.prompts, self.texts, strict=True))
-        write_whole(Path(trainer.default_root_dir) / "samples" / f"step_{step:08d}.txt", text + "\n")
+        write_atomic(Path(trainer.default_root_dir) / "samples" / f"step_{step:08d}.txt", text + "\n")
         for logger in trainer.loggers:
             if hasattr(logger, "log_text"):
                 rows = [[step, prompt, text] for prompt, text in zip(self.prompts, self.texts, strict=True)]

@@ -38,24 +38,23 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from common.settings import is_number
-from lit_modules.callbacks import restarts
-from lit_modules.callbacks.whereabouts import LONG, Marks, Place, no_answer, who_hangs
-from lit_modules.launching import failures
-from lit_modules.launching.logs import say_on_terminal
-from lit_modules.launching.ranks import Ranks, ranks
-from lit_modules.runs import RunStopped, Said
+from lit_modules.callbacks.rank_progress import LONG, Marks, RankProgress, furthest_behind, no_answer
+from lit_modules.launching import failures, restarts
+from lit_modules.launching.process import ProcessInfo, this_process
+from lit_modules.launching.rank_logs import say_on_terminal
+from lit_modules.launching.run_folder import RunFailed, SilentExit
 
 PATIENCE = 3  # times the limit, for what may well take long
 
 BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|socket|connection|peer|process ?group", re.IGNORECASE)
 
 
-class RankLost(RunStopped):
+class RankLost(RunFailed):
     """The end of this rank, of which another is the cause. `culprit`: what failed.json is to say of that one."""
 
-    def __init__(self, words: str, place: Place, folder: Path) -> None:
+    def __init__(self, words: str, place: RankProgress, folder: Path) -> None:
         super().__init__(words)
-        self.culprit = {"rank": place.rank, "host": place.host, "log": str(folder / Ranks(rank=place.rank).log)}
+        self.culprit = {"rank": place.rank, "host": place.host, "log": str(folder / ProcessInfo(rank=place.rank).log)}
 
 
 class Watchdog(Callback):
@@ -84,20 +83,20 @@ class Watchdog(Callback):
         """Begin to watch: in fit and validate, once the ranks have found each other.
 
         Raises:
-            RunStopped: the run has restarted too often without a new checkpoint, or rank 0's store is out of reach.
+            RunFailed: the run has restarted too often without a new checkpoint, or rank 0's store is out of reach.
         """
         if self.seconds is None:
             return
-        self.folder, self.here = Path(trainer.default_root_dir), ranks()
+        self.folder, self.here = Path(trainer.default_root_dir), this_process()
         self.trainer, self.world_size = trainer, trainer.world_size
         if stage == "fit":
             restarted = restarts.count(self.folder, self.here) if trainer.is_global_zero else 0
             if trainer.strategy.broadcast(restarted) > restarts.MOST:
-                raise RunStopped(f"{self.folder}: {restarts.too_often()}")
+                raise RunFailed(f"{self.folder}: {restarts.too_often()}")
         gpu = trainer.local_rank if trainer.strategy.root_device.type == "cuda" else None
-        self.place = Place(trainer.global_rank, failures.host(), gpu, step=trainer.global_step)
+        self.place = RankProgress(trainer.global_rank, failures.host(), gpu, step=trainer.global_step)
         self.since, self.seen = time.monotonic(), set()
-        self.others: dict[int, Place] = {}
+        self.others: dict[int, RankProgress] = {}
         self.beaten: dict[int, float] = {}  # when a rank's beat last grew, by this rank's clock
         self.verdict: str | None = None
         self.over = threading.Event()
@@ -121,7 +120,7 @@ class Watchdog(Callback):
     def on_exception(self, trainer: lightning.Trainer, module: Any, exception: BaseException) -> None:
         """Judge no longer: the process ends by itself. Where another rank is the cause, say so before all others do."""
         self.watching = False
-        if self.threads and isinstance(exception, Exception) and not isinstance(exception, Said):
+        if self.threads and isinstance(exception, Exception) and not isinstance(exception, SilentExit):
             self.lost = self.cause(exception)
             if self.lost is not None:
                 self.tell(self.lost)
@@ -145,7 +144,7 @@ class Watchdog(Callback):
         self.since = time.monotonic()
 
     def meet(self, trainer: lightning.Trainer) -> dist.TCPStore:
-        """A store of our own on rank 0, apart from the one that collectives use. Raises RunStopped if out of reach."""
+        """A store of our own on rank 0, apart from the one that collectives use. Raises RunFailed if out of reach."""
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         timeout = timedelta(seconds=max(30.0, self.gone_after))
         store = None
@@ -158,7 +157,7 @@ class Watchdog(Callback):
         try:
             return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
         except RuntimeError as error:
-            raise RunStopped(
+            raise RunFailed(
                 f"rank {self.place.rank} on {self.place.host} does not reach rank 0's watchdog at {address}:{port} "
                 f"({error}): open that node's ports to the others, or give callbacks.watchdog.seconds=null"
             ) from error
@@ -196,9 +195,11 @@ class Watchdog(Callback):
 
     def look(self) -> None:
         """Read where the others are."""
-        ranks = [rank for rank in range(self.world_size) if rank != self.place.rank]
-        for rank, written in zip(ranks, self.store.multi_get([f"rank/{rank}" for rank in ranks]), strict=True):
-            known, found = self.others.get(rank), Place(**json.loads(written))
+        this_process = [rank for rank in range(self.world_size) if rank != self.place.rank]
+        for rank, written in zip(
+            this_process, self.store.multi_get([f"rank/{rank}" for rank in this_process]), strict=True
+        ):
+            known, found = self.others.get(rank), RankProgress(**json.loads(written))
             if known is None or known.beat != found.beat or rank not in self.beaten:
                 self.beaten[rank] = time.monotonic()
             self.others[rank] = found
@@ -207,7 +208,7 @@ class Watchdog(Callback):
         """Whether the store has answered of late: else nothing is to be asked of it, for it may never answer."""
         return self.store is not None and time.monotonic() - self.answered < self.gone_after
 
-    def silent(self) -> list[Place]:
+    def silent(self) -> list[RankProgress]:
         """Ranks whose beat has stopped; where rank 0's store does not answer, that one."""
         if self.store is None:
             return []
@@ -216,7 +217,7 @@ class Watchdog(Callback):
         now = time.monotonic()
         return [self.others[rank] for rank, at in list(self.beaten.items()) if now - at > self.gone_after]
 
-    def failed(self) -> list[Place]:
+    def failed(self) -> list[RankProgress]:
         """Other ranks that have failed by themselves, and whose end this one may wait for in vain."""
         return [p for p in self.others.values() if p.error and not BROKEN_COLLECTIVE.search(p.error)]
 
@@ -235,10 +236,10 @@ class Watchdog(Callback):
             if silent:
                 return self.condemn(silent[0], no_answer(silent))
             if self.stalled() > self.limit():
-                return self.condemn(*who_hangs([self.place, *self.others.values()], self.stalled()))
+                return self.condemn(*furthest_behind([self.place, *self.others.values()], self.stalled()))
         return None
 
-    def condemn(self, culprit: Place, words: str) -> None:
+    def condemn(self, culprit: RankProgress, words: str) -> None:
         """Publish a verdict, unless another was first, and end."""
         verdict = json.dumps([asdict(culprit), words])
         with contextlib.suppress(RuntimeError):
@@ -256,7 +257,7 @@ class Watchdog(Callback):
             faulthandler.dump_traceback(file, all_threads=True)
         first = restarts.is_first(self.folder)
         if first:
-            self.tell(self.loss(words, Place(**culprit)))
+            self.tell(self.loss(words, RankProgress(**culprit)))
         self.leave_together(first)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -285,7 +286,7 @@ class Watchdog(Callback):
         if self.here.launcher == "lightning" and self.place.rank > 0:
             time.sleep(self.gone_after)  # else Lightning kills rank 0, which has more to say, for the end of this one
 
-    def loss(self, words: str, culprit: Place) -> RankLost:
+    def loss(self, words: str, culprit: RankProgress) -> RankLost:
         """The end of this rank for another's sake. Asks for the restart, unless that one has failed by an error of its
         own, which may well come again."""
         if culprit.error is None:
@@ -321,14 +322,14 @@ def naming_the_cause(trainer: lightning.Trainer) -> Iterator[None]:
     another rank is the cause of an error.
 
     Raises:
-        Said: so it is.
+        SilentExit: so it is.
     """
     found = next((callback for callback in trainer.callbacks if isinstance(callback, Watchdog)), None)
     try:
         yield
     except Exception as error:
         if found is not None and found.lost is not None:
-            raise Said(1) from error
+            raise SilentExit(1) from error
         raise
     finally:
         if found is not None:

@@ -17,7 +17,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from common.atomic_files import write_whole
+from common.atomic_files import write_atomic
 from data_pipeline import checksums
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def publish(path: Path, files: dict[str, dict[str, Any]], world_size: int) -> No
     """Give a checkpoint whose files are all written its manifest and its name."""
     partial = partial_of(path)
     manifest = {"format": FORMAT, "step": step_of(path), "world_size": world_size, "files": files}
-    write_whole(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     flush_folder(partial)
     if path.exists():  # a damaged one of the same step, which the run has passed over
         remove(path)

@@ -156,7 +156,7 @@ def prepare(partial: Path, record: bytes) -> None:
     """An empty folder to write into, with Lightning's part in it."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    atomic_files.write_whole(partial / TRAINER, record)
+    atomic_files.write_atomic(partial / TRAINER, record)
 
 
 def finish(path: Path, parts: list[tuple[str, dict[str, Any]]], then: Callable[[], None]) -> None:

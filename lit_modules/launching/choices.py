@@ -7,7 +7,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 
 from common.settings import nearest
-from lit_modules.launching.files import Files, is_part
+from lit_modules.launching.conf_files import Files, is_part
 
 FEW = 12  # choices that fit into a message
 

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.settings import nearest
 from lit_modules.launching.choices import FEW, missing_choice
-from lit_modules.launching.files import GLOBAL, Files, put
+from lit_modules.launching.conf_files import GLOBAL, Files, put
 from lit_modules.launching.known_keys import Composition
 
 CONFIG = "config"  # the name of the primary file

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lit_modules import runs
-from lit_modules.launching.logs import say_on_terminal, write_traceback
-from lit_modules.launching.ranks import ranks
+from lit_modules.launching import run_folder
+from lit_modules.launching.process import this_process
+from lit_modules.launching.rank_logs import say_on_terminal, write_traceback
 
 FAILED = "failed.json"  # {"rank", "world_size", "host", "error", "mistake", "log"}, of a killed rank also "killed"
 
@@ -21,25 +21,27 @@ def mistake(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def first_one_tells(folder: Path, debug: bool, mistake: Callable[[Exception], str | None] = mistake) -> Iterator[None]:
+def report_first_failure(
+    folder: Path, debug: bool, mistake: Callable[[Exception], str | None] = mistake
+) -> Iterator[None]:
     """Around the job of each rank of a run: the first that fails says so in one line, the others end without a word.
 
     A process alone is left as it is. With `debug` every rank shows its traceback. `mistake`: as the one above.
 
     Raises:
-        runs.Said: the line has been said; its status is 2 for a user's mistake, else 1.
+        run_folder.SilentExit: the line has been said; its status is 2 for a user's mistake, else 1.
     """
     try:
         yield
     except Exception as error:
         # a process that Lightning has let go again is alone, and the failure of one that it had started stands there
-        if isinstance(error, runs.Said) or (ranks().alone and first_failed(folder) is None):
+        if isinstance(error, run_folder.SilentExit) or (this_process().alone and first_failed(folder) is None):
             raise
         record(folder, error, mistake, aloud=not debug)
         if debug:
             raise
         write_traceback(error)
-        raise runs.Said(1 if mistake(error) is None else 2) from error
+        raise run_folder.SilentExit(1 if mistake(error) is None else 2) from error
 
 
 def record(
@@ -50,12 +52,12 @@ def record(
     Whoever creates the file is the first: no clock is read. A folder that has gone was discarded by rank 0, which has
     said why. Ends that are no failures (an interrupt, an exit) are left out, and so is a process alone.
     """
-    here = ranks()
-    if here.alone or isinstance(error, runs.Said) or not isinstance(error, Exception):
+    here = this_process()
+    if here.alone or isinstance(error, run_folder.SilentExit) or not isinstance(error, Exception):
         return
     words = mistake(error)
     if words is None:
-        words = str(error) if isinstance(error, runs.RunStopped) else f"{type(error).__name__}: {error}"
+        words = str(error) if isinstance(error, run_folder.RunFailed) else f"{type(error).__name__}: {error}"
     found = {
         "rank": here.rank,
         "world_size": here.world_size,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.settings import instead, nearest
-from lit_modules.launching.files import OF_HYDRA
+from lit_modules.launching.conf_files import OF_HYDRA
 from lit_modules.launching.signatures import Arguments, arguments
 
 OF_TARGETS = ("callbacks", "logger", "corpus.sources", "corpus.cleaning")  # any name, of a node with a _target_
@@ -19,7 +19,7 @@ OF_NAMES = ("stages", "corpus.categories", "rewrite.styles", "benchmark.num_fews
 WITHOUT_TARGET = {  # what the keys of such a node are the arguments of
     "trainer": "lightning.Trainer",
     "corpus": "data_pipeline.corpus.recipe.Recipe",
-    "stages.*": "lit_modules.stages.Stage",
+    "stages.*": "lit_modules.linearization.stages.Stage",
     "rewrite.styles.*": "data_pipeline.rewriting.styles.Style",
 }
 OF_TRAINER = {  # Lightning's arguments that follow from other keys: those keys

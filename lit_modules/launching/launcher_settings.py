@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig
 
 from common.settings import check_whole, instead, is_number
-from lit_modules.launching.verdicts import devices
+from lit_modules.launching.consistency import devices
 
 # As in sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes ...
 TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)

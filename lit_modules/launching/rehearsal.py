@@ -8,7 +8,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lit_modules.launching.begin import check_switches
+from lit_modules.launching.start import check_switches
 
 
 def check_run(launcher: Any, overrides: list[str], folder: Path) -> None:

@@ -19,11 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from lit_modules.callbacks import restarts
-from lit_modules.launching import failures
-from lit_modules.launching.logs import say_on_terminal
-from lit_modules.launching.ranks import Ranks, ranks
-from lit_modules.runs import RunStopped
+from lit_modules.launching import failures, restarts
+from lit_modules.launching.process import ProcessInfo, this_process
+from lit_modules.launching.rank_logs import say_on_terminal
+from lit_modules.launching.run_folder import RunFailed
 
 # What ends a process that nobody asked to end.
 FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
@@ -36,7 +35,7 @@ PR_SET_PDEATHSIG = 1
 _above: int | None = None  # on a rank, a pipe to the process above it
 
 
-class RankKilled(RunStopped):
+class RankKilled(RunFailed):
     """The end of a run of which a rank was killed. `culprit`: what failed.json is to say of it."""
 
     def __init__(self, words: str, culprit: dict[str, object]) -> None:
@@ -48,7 +47,7 @@ def supervise() -> None:
     """Go on as a rank below a new process, where srun or torchrun started this one; elsewhere do nothing. To be called
     before anything starts a thread."""
     global _above
-    if not ranks().from_outside:
+    if not this_process().from_outside:
         return
     if os.environ.get("TORCHELASTIC_RUN_ID") == "none":  # nobody gave one: the agent's process outlives the restarts
         os.environ["TORCHELASTIC_RUN_ID"] = f"{socket.gethostname()}:{os.getppid()}"
@@ -96,7 +95,7 @@ def stand_above(rank: int, pipe: int) -> None:
     if -status in FATAL and not asked_to_end:
         time.sleep(MOMENT)
         if not asked_to_end:
-            report(folder_told(pipe), signal.Signals(-status), ranks())
+            report(folder_told(pipe), signal.Signals(-status), this_process())
     os._exit(status if status >= 0 else 128 - status)
 
 
@@ -109,7 +108,7 @@ def folder_told(pipe: int) -> Path | None:
     return None
 
 
-def report(folder: Path | None, by: signal.Signals, killed: Ranks) -> None:
+def report(folder: Path | None, by: signal.Signals, killed: ProcessInfo) -> None:
     """Ask for the restart of a run of which a rank was killed, and name the rank, unless another failed before."""
     words = "was killed (out of memory?)" if by == signal.SIGKILL else f"was ended by {by.name}"
     if folder is None or not folder.is_dir():
@@ -141,7 +140,7 @@ def watch(children: list[subprocess.Popen], folder: Path, over: Callable[[], boo
             break
         time.sleep(MOMENT)
     if status < 0:
-        report(folder, signal.Signals(-status), Ranks(rank=rank, world_size=len(children) + 1))
+        report(folder, signal.Signals(-status), ProcessInfo(rank=rank, world_size=len(children) + 1))
     else:
         time.sleep(LAST_WORDS)
     for child in children:

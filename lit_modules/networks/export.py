@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from common.atomic_files import replaced_whole
+from common.atomic_files import replace_atomically
 from lit_modules.networks.causal_lm import PalimpsestForCausalLM
 from lit_modules.networks.config import PalimpsestConfig
 
@@ -18,7 +18,7 @@ def export_pretrained(model: PalimpsestForCausalLM, folder: str | Path) -> Path:
     `AutoModelForCausalLM.from_pretrained` know it. The folder appears whole or not at all.
     """
     folder = Path(folder)
-    with replaced_whole(folder) as partial:
+    with replace_atomically(folder) as partial:
         (as_llama(model) if is_llama(model.config) else model).save_pretrained(partial)
     return folder
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from common.gpus import Gpu, find_gpu
 from lit_modules.networks import PalimpsestConfig, flops_per_token
 from lit_modules.parallel.choosing import simplest
-from lit_modules.planning.gpus import Gpu, find_gpu
 from lit_modules.planning.memory import USABLE, Memory, peak_memory
 from lit_modules.planning.network import Network
 from lit_modules.planning.setup import Setup

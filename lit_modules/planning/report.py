@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from common.atomic_files import write_figure
-from lit_modules.callbacks.progress import count, duration
+from common.quantities import count, duration
 from lit_modules.planning.estimating import Change, Estimate, Plan
 from lit_modules.planning.memory import CONTEXT, PARTS, USABLE
 

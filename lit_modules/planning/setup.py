@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from lit_modules.planning.gpus import Gpu
+from common.gpus import Gpu
 
 STRATEGIES = ("one", "ddp", "hsdp", "fsdp")
 

@@ -7,7 +7,7 @@ matrix units, smaller caches), the plan is less sure.
 from collections import Counter
 from typing import NamedTuple
 
-from lit_modules.planning.gpus import Gpu
+from common.gpus import Gpu
 from lit_modules.planning.network import Network, Parts
 from lit_modules.planning.setup import Setup
 from lit_modules.planning.work import Mixing, Pass, Product

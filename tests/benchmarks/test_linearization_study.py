@@ -34,7 +34,7 @@ from benchmarks.linearization_study.report import (
     write,
 )
 from benchmarks.linearization_study.variants import RECIPES
-from lit_modules.layer_setup import chosen_ways
+from lit_modules.linearization.layer_setup import chosen_ways
 
 LIGER, HGRN2, GSA = "Liger-GLA", "Liger-HGRN2", "Liger-GSA"
 

@@ -11,7 +11,8 @@ from evaluation import places, run_log
 from evaluation.harness import published
 from evaluation.harness.model import CheckpointLM
 from evaluation.harness.scoring import averages, rows
-from lit_modules import loggers, runs
+from lit_modules.launching import run_folder
+from lit_modules.loggers import wandb
 
 
 def as_lm_eval_sees(folder, batch_size=4, max_length=None):
@@ -110,7 +111,9 @@ def make_run(folder):
     (folder / "export").mkdir()
     (folder / "export" / "model.safetensors").write_bytes(b"weights")
     (folder / "metrics.csv").write_text("step,loss\n2,3.0\n4,2.5\n")
-    (folder / runs.CONFIG).write_text("logger:\n  wandb:\n    _target_: x\n    project: liger\n    mode: offline\n")
+    (folder / run_folder.CONFIG).write_text(
+        "logger:\n  wandb:\n    _target_: x\n    project: liger\n    mode: offline\n"
+    )
     return folder
 
 
@@ -150,13 +153,13 @@ def test_values_go_to_the_wandb_run_at_its_last_step_unless_it_is_going_on(tmp_p
         def close(self, code):
             told.append(("end", code))
 
-    monkeypatch.setattr(loggers, "Wandb", Recorder)
+    monkeypatch.setattr(wandb, "Wandb", Recorder)
     log = lambda: run_log.log_to_run(run, {"harness/piqa_acc": 0.5}, {"picture": run / "a.png"})  # noqa: E731
     log()
     assert told == []  # a run without wandb
     (run / "wandb").mkdir()
     (run / "wandb" / "run-id.txt").write_text("abc")
-    with runs.hold(run):
+    with run_folder.hold(run):
         log()
     assert told == []
     log()

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import palimpsest
 from evaluation.harness import copies, job, scoring, tasks
 from evaluation.harness.model import CheckpointLM
-from lit_modules import runs
-from lit_modules.launching import begin
+from lit_modules.launching import run_folder, start
 from tests.evaluation.conftest import questions
 
 START_ID = 0
@@ -26,7 +25,7 @@ START_ID = 0
 @pytest.fixture(scope="session")
 def composed():
     """The configuration of the job, which takes a while to compose."""
-    begin.register_resolvers()
+    start.register_resolvers()
     with hydra.initialize_config_dir(str(Path(palimpsest.__file__).parent / "conf"), version_base="1.3"):
         return hydra.compose("config", ["job=evaluate", "benchmark=harness", "checkpoint=?", "device=cpu"])
 
@@ -34,7 +33,7 @@ def composed():
 @pytest.fixture
 def evaluate(composed, tasks_folder, datasets_folder, tmp_path, monkeypatch):
     """Call the job with the tiny tasks and data in float64; give what it wrote to a folder of the test's own."""
-    monkeypatch.setattr(runs, "commit", lambda: "0" * 40)
+    monkeypatch.setattr(run_folder, "commit", lambda: "0" * 40)
 
     def call(checkpoint, *tasks, **changes):
         cfg = composed.copy()
@@ -92,11 +91,11 @@ def perplexity_by_hand(folder, texts, window):
     total = 0.0
     for text in texts:
         tokens = [START_ID, *tokenizer(text, add_special_tokens=False)["input_ids"]]
-        for start in range(0, len(tokens) - 1, window):
-            last = min(start + window, len(tokens) - 1)
+        for begin in range(0, len(tokens) - 1, window):
+            last = min(begin + window, len(tokens) - 1)
             # the last piece is filled up with tokens before it, which it sees
-            first = max(0, last - window) if start else 0
-            total += log_probability(model, tokens[first : start + 1], tokens[start + 1 : last + 1])
+            first = max(0, last - window) if begin else 0
+            total += log_probability(model, tokens[first : begin + 1], tokens[begin + 1 : last + 1])
     return math.exp(-total / sum(len(text.split()) for text in texts))
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lit_modules import checkpoints, runs
+from lit_modules import checkpoints
+from lit_modules.launching import run_folder
 from lit_modules.networks import PalimpsestConfig
 from lit_modules.pretraining import Pretraining
 from lit_modules.schedules import WarmupCosine
@@ -107,7 +108,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(tmp_path, capl
 
 def test_ten_steps_in_a_row_that_are_not_finite_stop_the_run_with_the_reason(tmp_path):
     model = module()
-    with pytest.raises(runs.RunStopped, match=r"stopped at step 12: 10 steps in a row were not finite .*gradient norm"):
+    with pytest.raises(
+        run_folder.RunFailed, match=r"stopped at step 12: 10 steps in a row were not finite .*gradient norm"
+    ):
         train(model, 20, tmp_path, [Poison(set(range(2, 20)))])
     assert model.skipped_steps == 10
 

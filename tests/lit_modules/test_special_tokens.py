@@ -8,7 +8,9 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from lit_modules import generate, pretrain, runs
+from lit_modules.generation import job
+from lit_modules.jobs import pretrain
+from lit_modules.launching import run_folder
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 
 LLAMA = {"forget_gate": "none", "rope": True, "qk_norm": False, "output_norm": False}
@@ -67,7 +69,7 @@ def test_an_export_in_plain_transformers_writes_what_the_job_writes(tmp_path, sw
     assert {*(named if isinstance(named, list) else [named])} == {start, 1 if "eos_token" in names else start}
     written = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
     plain = tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert generate.write_on(model, tokenizer, ["the gate"], 24, {"do_sample": False}) == [plain]
+    assert job.write_on(model, tokenizer, ["the gate"], 24, {"do_sample": False}) == [plain]
 
 
 @pytest.mark.parametrize("switches", [{}, LLAMA], ids=["FoX", "stock Llama"])
@@ -75,8 +77,8 @@ def test_a_run_made_before_tokenizers_added_the_start_token_still_begins_as_it_w
     make_tokenizer(bos_token=START, eos_token=END).save_pretrained(tmp_path / "tokenizer")
     pretrain.export(make_model(switches), make_tokenizer(bos_token=START, eos_token=END), tmp_path / "export")
     data = {"_target_": "data_pipeline.datamodule.TextData"}
-    (tmp_path / runs.CONFIG).write_text(OmegaConf.to_yaml(OmegaConf.create({"data": data})))
-    _, tokenizer = generate.load(str(tmp_path))
+    (tmp_path / run_folder.CONFIG).write_text(OmegaConf.to_yaml(OmegaConf.create({"data": data})))
+    _, tokenizer = job.load(str(tmp_path))
     assert tokenizer("a")["input_ids"][0] == 0
-    _, tokenizer = generate.load(str(tmp_path / "export"))
+    _, tokenizer = job.load(str(tmp_path / "export"))
     assert (tokenizer("a")["input_ids"][0] == 0) == (not switches)  # a stock Llama alone may be anybody's

@@ -117,12 +117,12 @@ def test_every_experiment_composes_and_builds_its_parts(experiment):
     import torch
     from omegaconf import OmegaConf
 
-    from lit_modules.launching import begin
-    from lit_modules.linearize import build_stage
+    from lit_modules.jobs.linearize import build_stage
+    from lit_modules.jobs.training_job import check_settings
+    from lit_modules.launching import start
     from lit_modules.networks import PalimpsestForCausalLM
-    from lit_modules.trainer import check_settings
 
-    begin.register_resolvers()
+    start.register_resolvers()
     cfg = composed("config", f"experiment={experiment}")
     # What only the user knows.
     if OmegaConf.is_missing(cfg, "base"):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lit_modules import runs
+from lit_modules.launching import run_folder
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_an_unfinished_run_generates_from_its_newest_checkpoint(run, trained, tm
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
     shutil.rmtree(copy / "export")
-    (copy / runs.SUMMARY).unlink()
+    (copy / run_folder.SUMMARY).unlink()
     whole = generate(run, trained, "prompt=a", "temperature=0").out
     assert generate(run, copy, "prompt=a", "temperature=0").out == whole
 
@@ -165,7 +165,7 @@ def test_a_damaged_checkpoint_is_named_with_its_file(run, trained, tmp_path):
 def test_without_a_bos_prompts_begin_with_the_eos_that_training_put_before_documents(trained):
     from transformers import AutoTokenizer
 
-    from lit_modules.generate import load, write_on
+    from lit_modules.generation.job import load, write_on
 
     model, tokenizer = load(str(trained))
     expected = write_on(model, tokenizer, ["a", "the kernel"], 8, {"do_sample": False})

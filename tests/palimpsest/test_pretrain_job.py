@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
 
-from lit_modules import checkpoints, runs
-from lit_modules.trainer import start_of
+from lit_modules import checkpoints
+from lit_modules.jobs.training_job import start_of
+from lit_modules.launching import run_folder
 from tests.conftest import PICTURES, Command
 
 FIGURES = ("loss.png", "position_loss.png", "forget_gates.png")
@@ -196,7 +197,7 @@ def stop_early(run, command, *overrides, at: int = 9) -> Path:
 
 def test_resume_after_the_model_was_changed_is_refused_by_name_and_changes_nothing(run, command):
     folder = stop_early(run, command, "seed=7")
-    said = (folder / "palimpsest.log", folder / runs.LOCK)
+    said = (folder / "palimpsest.log", folder / run_folder.LOCK)
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p not in said}
     found = run("seed=7", "resume=auto", "model.hidden_size=64")
     assert found.status == 2
@@ -297,7 +298,7 @@ def test_a_sweep_has_a_folder_and_in_it_a_run_for_each_value_and_is_resumed_as_a
 
 def test_the_best_checkpoint_stays_the_best_after_a_resume(run, command, monkeypatch):
     """Validations at steps 10 and 20; the first is made to look better, and the run stops between them."""
-    from lit_modules.training import Validation
+    from lit_modules.language_modelling import Validation
 
     monkeypatch.setattr(Validation, "__post_init__", lambda self: self.__dict__.update(loss=3.0, tokens=1))
     folder = stop_early(run, command, "checkpoint_every_tokens=5120", at=11)
@@ -326,7 +327,7 @@ def test_ctrl_c_saves_a_checkpoint_and_one_line_says_how_to_resume(command):
 
 
 def test_a_disk_that_fills_up_costs_checkpoints_and_pictures_but_not_the_run(run, command, monkeypatch):
-    from lit_modules import figures
+    from lit_modules.loggers import figures
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -364,6 +365,6 @@ def test_the_summary_is_of_all_the_held_out_text_when_the_last_validation_read_o
 
 def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_from_step_0(tmp_path):
     assert start_of(tmp_path, None) == "", "a new run"
-    (tmp_path / runs.CONFIG).touch()
+    (tmp_path / run_folder.CONFIG).touch()
     assert start_of(tmp_path, tmp_path / "checkpoints" / "step_00000020") == ", resumed from step_00000020"
     assert start_of(tmp_path, None) == f", which has no checkpoint in {tmp_path}/checkpoints: it starts from step 0"

@@ -63,10 +63,10 @@ def test_every_ablation_of_the_paper_is_an_override_of_one_experiment(table):
     import hydra
     import torch
 
-    from lit_modules.launching import begin
+    from lit_modules.launching import start
     from lit_modules.networks import PalimpsestForCausalLM, count_parameters
 
-    begin.register_resolvers()
+    start.register_resolvers()
     for row in TABLES[table]:
         overrides = [f"model.{key}={'null' if value is None else value}" for key, value in row.items()]
         with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

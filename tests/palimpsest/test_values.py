@@ -14,20 +14,20 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import palimpsest
 from common.setting_types import check_type
-from lit_modules import pretrain, runs
-from lit_modules.launching import begin, verdicts
-from lit_modules.launching.ranks import Ranks
+from lit_modules.jobs import pretrain
+from lit_modules.jobs.training_job import check_settings
+from lit_modules.launching import consistency, run_folder, start
+from lit_modules.launching.process import ProcessInfo
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, count_parameters
 from lit_modules.networks.counting import planned_parameters
 from lit_modules.parallel import choosing
-from lit_modules.trainer import check_settings
 from tests.conftest import ROOT, TINY
 
 
 @pytest.fixture(scope="module")
 def composed() -> DictConfig:
     """The tiny configuration of a pretraining, with the settings of a picture and of a logger that others leave out."""
-    begin.register_resolvers()
+    start.register_resolvers()
     left_out = ("callbacks.forget_gates=null", "callbacks.position_loss=null")
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         overrides = [*(o for o in TINY if o not in left_out), "data.source.path=/given", "logger=wandb"]
@@ -58,8 +58,8 @@ def refused(composed: DictConfig, monkeypatch: pytest.MonkeyPatch):
 
 def check(cfg: DictConfig, folder: Path) -> None:
     """What a run does before it reads anything."""
-    begin.check_switches(cfg)
-    verdicts.take_the_launchers_numbers(cfg.trainer, Ranks())
+    start.check_switches(cfg)
+    consistency.apply_launcher_sizes(cfg.trainer, ProcessInfo())
     check_settings(cfg)
     pretrain.build(cfg, folder)
 
@@ -186,7 +186,7 @@ def test_parameters_are_counted_without_making_the_model():
 )
 def test_a_runs_folder_is_not_made_for_values_that_cannot_be_meant(arguments, said):
     with pytest.raises(ValueError, match=f"^{said}: give "):
-        begin.run_folder(*arguments, *[None] * (4 - len(arguments)))
+        start.run_folder(*arguments, *[None] * (4 - len(arguments)))
 
 
 @pytest.mark.parametrize("override", ["job.makes_a_run=abc", "job.makes_a_run=false", "debug=abc"])
@@ -228,7 +228,7 @@ def test_a_held_out_loss_that_is_not_a_number_ends_a_run_without_an_export(run, 
     assert ended.err.count("\n") == 1
     assert f"{folder}: the held-out loss at the end is nan, so nothing is exported" in ended.err
     assert not (folder / "export").exists()
-    assert not (folder / runs.SUMMARY).exists()
+    assert not (folder / run_folder.SUMMARY).exists()
     kept = [path.name for path in (folder / "checkpoints").iterdir()]
     assert [name for name in kept if name.startswith("step")]
     assert "best" not in kept

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_modules.launching import queue
+from lit_modules.launching import slurm_queue
 from tests.conftest import ROOT, Command, Finished
 from tests.slurm.cluster import Cluster
 
@@ -177,7 +177,7 @@ def test_ctrl_c_leaves_the_jobs_and_says_how_to_follow_and_cancel_them(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(queue, "follow", interrupted)
+    monkeypatch.setattr(slurm_queue, "follow", interrupted)
     found = run(*LAUNCHER, "hydra.launcher.setup=['sleep 60']")
     (job,) = slurm.ask("squeue", "-h", "-o", "%i").split()
     slurm.ask("scancel", job)

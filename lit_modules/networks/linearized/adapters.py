@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from common.atomic_files import replaced_whole
+from common.atomic_files import replace_atomically
 from common.hub import use_cache_where_unreachable
 from common.settings import differences
 from lit_modules.networks.linearized import lora
@@ -54,7 +54,7 @@ def export_merged(model: LinearizedForCausalLM, tokenizer: Any, folder: str | Pa
 
     `import lit_modules.networks` makes `AutoModelForCausalLM.from_pretrained` know it. The model itself stays as it is.
     """
-    with replaced_whole(Path(folder)) as partial:
+    with replace_atomically(Path(folder)) as partial:
         lora.merged_copy(model).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
     return Path(folder)
@@ -78,7 +78,7 @@ def save_adapter(model: LinearizedForCausalLM, folder: str | Path, *, base: str)
             f"{changed[0]} of the base model is trained, and no adapter holds it: export the whole (export_merged)"
         )
     base = str(Path(base).resolve()) if Path(base).is_dir() else base
-    with replaced_whole(Path(folder)) as partial:
+    with replace_atomically(Path(folder)) as partial:
         if lora.has_lora(model):
             weights = get_peft_model_state_dict(model, adapter_name=lora.ADAPTER, save_embedding_layers=False)
             save_file(

@@ -102,7 +102,7 @@ def test_a_process_that_a_full_disk_has_ended_is_told_as_such(tmp_path: Path, mo
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("data_pipeline.executors.local.write_whole", full)
+    monkeypatch.setattr("data_pipeline.executors.local.write_atomic", full)
     phases = [phase(tmp_path / "traces", "read", fail=(1,), how="crash")]
     with pytest.raises(ValueError, match=r"^corpus\.output=corpora/x: the disk is full: free some"):
         Local(2).run(phases, tmp_path / "logs", "corpus.output=corpora/x")

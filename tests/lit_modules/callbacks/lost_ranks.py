@@ -18,9 +18,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 
 from lit_modules.callbacks.watchdog import Watchdog, naming_the_cause
+from lit_modules.jobs.training_job import first_failure
 from lit_modules.launching import failures
-from lit_modules.runs import Said
-from lit_modules.trainer import first_failure
+from lit_modules.launching.run_folder import SilentExit
 
 SECONDS = 6
 AT = 5  # the micro-batch at which rank 1 is lost; the first ones are given more time
@@ -77,7 +77,7 @@ def be(rank: int, case: str, folder: Path, port: int) -> None:
     out = os.open(folder / "out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 2)
     try:
-        with failures.first_one_tells(folder, debug=False):
+        with failures.report_first_failure(folder, debug=False):
             trainer = lightning.Trainer(
                 accelerator="cpu",
                 devices=2,
@@ -93,7 +93,7 @@ def be(rank: int, case: str, folder: Path, port: int) -> None:
             )
             with naming_the_cause(trainer):
                 trainer.fit(Network(case), torch.utils.data.DataLoader(Text(case, rank), batch_size=2))
-    except Said as said:
+    except SilentExit as said:
         os._exit(said.status)
     os._exit(0)
 

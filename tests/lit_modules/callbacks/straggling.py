@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import Logger
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lit_modules.callbacks.machines import Machines, OwnPace
+from lit_modules.callbacks.device_stats import DeviceStats, OwnPace
 
 STEPS = 8
 
@@ -100,16 +100,16 @@ def train(rank: int, computing: float, reading: float) -> dict[str, object]:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[Machines(every_tokens=2)],
+        callbacks=[DeviceStats(every_tokens=2)],
     )
     trainer.loggers = [kept] if rank == 0 else []
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("lit_modules.callbacks.machines").addHandler(handler)
+    logging.getLogger("lit_modules.callbacks.device_stats").addHandler(handler)
     began = time.perf_counter()
     trainer.fit(Module(computing if rank else 0.01), torch.utils.data.DataLoader(Rows(reading if rank else 0.0)))
-    logging.getLogger("lit_modules.callbacks.machines").removeHandler(handler)
+    logging.getLogger("lit_modules.callbacks.device_stats").removeHandler(handler)
     seconds = (time.perf_counter() - began) / STEPS
     return {"metrics": kept.metrics, "settings": kept.settings, "lines": lines, "step_seconds": seconds}
 

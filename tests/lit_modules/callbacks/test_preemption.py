@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from lit_modules.callbacks import preemption
 from lit_modules.callbacks.preemption import Preemption
-from lit_modules.callbacks.restarts import requeue
+from lit_modules.launching.restarts import requeue
 
 # Ten steps of two micro-batches, validations at 5 and 10, reports at 1, 4, 8 and 10; one checkpoint is due, at the end.
 SHORT = ("max_tokens=5120", "validate_every_tokens=2560", "checkpoint_every_tokens=5120", "log_every_tokens=2048")
@@ -105,7 +105,7 @@ def test_a_run_told_to_end_again_and_again_ends_with_the_weights_and_losses_of_o
 
 
 def test_a_signal_in_the_export_lets_the_run_finish(run, command, monkeypatch) -> None:
-    from lit_modules import pretrain
+    from lit_modules.jobs import pretrain
 
     export = pretrain.export
 

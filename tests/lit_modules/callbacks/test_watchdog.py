@@ -12,10 +12,10 @@ import lightning
 import pytest
 import torch
 
-from lit_modules.callbacks import restarts
+from lit_modules.callbacks.rank_progress import RankProgress, furthest_behind, no_answer
 from lit_modules.callbacks.watchdog import PATIENCE, Watchdog
-from lit_modules.callbacks.whereabouts import Place, no_answer, who_hangs
-from lit_modules.launching.ranks import Ranks
+from lit_modules.launching import restarts
+from lit_modules.launching.process import ProcessInfo
 from tests.conftest import ROOT
 
 CASES = ("hangs", "stopped", "killed", "fails", "leader killed", "leader stopped", "slow")
@@ -141,9 +141,9 @@ def test_a_profiler_of_the_users_goes_on_seeing_everything(watched) -> None:
 
 
 def test_the_ranks_furthest_behind_are_named_with_their_gpus() -> None:
-    ahead = Place(0, "node1", 0, count=9, doing="backward pass")
-    behind = [Place(rank, "node2", rank - 4, count=8, step=117, doing="waits for data") for rank in range(5, 12)]
-    culprit, words = who_hangs([ahead, *behind], 600.4)
+    ahead = RankProgress(0, "node1", 0, count=9, doing="backward pass")
+    behind = [RankProgress(rank, "node2", rank - 4, count=8, step=117, doing="waits for data") for rank in range(5, 12)]
+    culprit, words = furthest_behind([ahead, *behind], 600.4)
     assert culprit.rank == 5
     assert words == (
         "hangs (GPU 1): waits for data since step 117, for 600 s (so with rank 6 on node2 (GPU 2), rank 7 on node2 "
@@ -152,7 +152,7 @@ def test_the_ranks_furthest_behind_are_named_with_their_gpus() -> None:
 
 
 def test_ranks_that_no_longer_answer_are_all_named() -> None:
-    words = no_answer([Place(2, "node2", None, step=3, doing="validates"), Place(3, "node2", None)])
+    words = no_answer([RankProgress(2, "node2", None, step=3, doing="validates"), RankProgress(3, "node2", None)])
     assert words.endswith("its node is down (so with rank 3 on node2); last seen: validates since step 3")
 
 
@@ -168,7 +168,7 @@ def checkpoint(folder: Path, step: int) -> None:
 
 def test_a_run_restarts_three_times_without_a_new_checkpoint_and_no_more(tmp_path: Path) -> None:
     checkpoint(tmp_path, 4)
-    again = Ranks(attempt=1)
+    again = ProcessInfo(attempt=1)
     assert [restarts.count(tmp_path, again) for _ in range(3)] == [1, 2, 3]
     assert restarts.restart(tmp_path, again).startswith("stopped after 3 restarts without a new checkpoint")
     checkpoint(tmp_path, 8)
@@ -178,9 +178,9 @@ def test_a_run_restarts_three_times_without_a_new_checkpoint_and_no_more(tmp_pat
 
 def test_a_person_who_starts_the_run_begins_the_count_anew(tmp_path: Path) -> None:
     for _ in range(3):
-        restarts.count(tmp_path, Ranks(attempt=2))
-    assert restarts.count(tmp_path, Ranks()) == 0
-    assert restarts.count(tmp_path, Ranks(attempt=1)) == 1
+        restarts.count(tmp_path, ProcessInfo(attempt=2))
+    assert restarts.count(tmp_path, ProcessInfo()) == 0
+    assert restarts.count(tmp_path, ProcessInfo(attempt=1)) == 1
 
 
 def test_a_start_after_too_many_ends_in_one_line(run, command, monkeypatch) -> None:
@@ -194,5 +194,5 @@ def test_a_start_after_too_many_ends_in_one_line(run, command, monkeypatch) -> N
 def test_one_rank_of_an_attempt_asks_for_the_restart(tmp_path: Path) -> None:
     assert restarts.is_first(tmp_path)
     assert not restarts.is_first(tmp_path)
-    restarts.count(tmp_path, Ranks())
+    restarts.count(tmp_path, ProcessInfo())
     assert restarts.is_first(tmp_path)

@@ -130,7 +130,7 @@ class Curve(Logger):
 
 def train_with_losses(folder, monkeypatch, losses, curve=False, **settings):
     """Train 6 steps with a validation each second one, which finds the losses given."""
-    from lit_modules.training import Validation
+    from lit_modules.language_modelling import Validation
 
     left = iter(losses)
     monkeypatch.setattr(Validation, "__post_init__", lambda self: self.__dict__.update(loss=next(left), tokens=1))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_modules.launching import begin
+from lit_modules.launching import start
 from lit_modules.launching.command_line import check_command_line
 from lit_modules.launching.known_keys import OF_TRAINER
 from lit_modules.launching.signatures import arguments
@@ -21,7 +21,7 @@ HEADER = "# @package _global_\n"
 
 @pytest.fixture(scope="module", autouse=True)
 def _resolvers():
-    begin.register_resolvers()
+    start.register_resolvers()
 
 
 def said(*given: str) -> str | None:
@@ -190,8 +190,8 @@ def test_what_the_help_prints_can_be_used_as_it_is_written(run):
 def test_nothing_heavy_is_loaded():
     code = (
         "import sys, pathlib\n"
-        "from lit_modules.launching import begin, command_line\n"
-        "begin.register_resolvers()\n"
+        "from lit_modules.launching import command_line, start\n"
+        "start.register_resolvers()\n"
         f"command_line.check_command_line(['experiment=demo', '+optimizer.fused=true'], pathlib.Path({str(CONF)!r}))\n"
         "print(sorted({'torch', 'lightning', 'transformers', 'datasets', 'wandb'} & set(sys.modules)))"
     )
@@ -213,7 +213,7 @@ def test_arguments_are_read_in_folders_without_an_init_file(tmp_path, monkeypatc
         "lightning.Trainer",
         "lit_modules.schedules.WarmupStableDecay",
         "lit_modules.networks.PalimpsestConfig",
-        "lit_modules.stages.Stage",
+        "lit_modules.linearization.stages.Stage",
         "data_pipeline.rewriting.backends.served.Served",
         "data_pipeline.datamodule.TextData",
     ],

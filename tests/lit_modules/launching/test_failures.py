@@ -9,26 +9,25 @@ from dataclasses import replace
 
 import pytest
 
-from lit_modules import runs
-from lit_modules.launching import failures, logs
-from lit_modules.launching.ranks import Ranks
+from lit_modules.launching import failures, rank_logs, run_folder
+from lit_modules.launching.process import ProcessInfo
 from tests.conftest import ROOT
 
-HERE = Ranks(world_size=2, local_size=2, launcher="srun")
+HERE = ProcessInfo(world_size=2, local_size=2, launcher="srun")
 
 
 @pytest.fixture
 def as_rank(monkeypatch):
     def become(rank: int, **values: object) -> None:
         here = replace(HERE, rank=rank, local_rank=rank, **values)
-        for module in (failures, logs):
+        for module in (failures, rank_logs):
             monkeypatch.setattr(module, "ranks", lambda: here)
 
     return become
 
 
 def end_with(error: Exception, folder) -> int:
-    with pytest.raises(runs.Said) as raised, failures.first_one_tells(folder, debug=False):
+    with pytest.raises(run_folder.SilentExit) as raised, failures.report_first_failure(folder, debug=False):
         raise error
     return raised.value.status
 
@@ -72,7 +71,7 @@ def test_a_new_attempt_keeps_the_failures_of_those_before_it(as_rank, tmp_path):
 
 def test_an_error_of_a_process_alone_is_left_as_it_is(as_rank, tmp_path):
     as_rank(0, world_size=1, launcher=None)
-    with pytest.raises(ArithmeticError), failures.first_one_tells(tmp_path, debug=False):
+    with pytest.raises(ArithmeticError), failures.report_first_failure(tmp_path, debug=False):
         raise ArithmeticError
     assert list(tmp_path.iterdir()) == []
 
@@ -89,10 +88,10 @@ def test_the_process_that_started_the_others_is_silent_when_one_of_them_has_spok
 def test_all_that_another_rank_says_is_in_its_log_and_its_failure_on_the_terminal(tmp_path):
     code = (
         "import logging, os, sys, pathlib; from lit_modules.launching import logs; "
-        "from lit_modules.launching.ranks import ranks; folder = sys.argv[1]; "
+        "from lit_modules.launching.process import ranks; folder = sys.argv[1]; "
         "handlers = [logs.Terminal(), logs.LogFile(logs.log_file(folder, 'palimpsest'))]; "
         "logging.basicConfig(handlers=handlers, level='INFO', format='%(message)s'); "
-        "logs.speak_in_own_log(pathlib.Path(folder), ranks()); "
+        "logs.log_to_own_file(pathlib.Path(folder), ranks()); "
         "print('printed', flush=True); logging.info('logged'); os.write(2, b'from a library\\n'); "
         "logs.say_on_terminal('said')"
     )
@@ -107,7 +106,7 @@ def test_a_traceback_goes_into_the_log_file_and_not_to_the_terminal(tmp_path, ca
     handler = logging.FileHandler(tmp_path / "palimpsest.log")
     logging.root.addHandler(handler)
     try:
-        logs.write_traceback(ArithmeticError("too much"))
+        rank_logs.write_traceback(ArithmeticError("too much"))
     finally:
         logging.root.removeHandler(handler)
         handler.close()
@@ -119,11 +118,11 @@ def test_what_a_full_disk_does_not_take_of_a_log_is_lost_without_a_traceback(tmp
     (tmp_path / "a-file").touch()
     record = logging.makeLogRecord({"msg": "said"})
     with open("/dev/full", "w") as full:
-        no_folder = logs.LogFile(tmp_path / "a-file" / "log", delay=True)
-        for handler in (logs.LogFile("/dev/full"), logs.Terminal(full), no_folder):
+        no_folder = rank_logs.LogFile(tmp_path / "a-file" / "log", delay=True)
+        for handler in (rank_logs.LogFile("/dev/full"), rank_logs.Terminal(full), no_folder):
             handler.handle(record)
         with contextlib.suppress(OSError):
             full.close()
     assert capfd.readouterr().err == ""
-    logs.Terminal(None).handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+    rank_logs.Terminal(None).handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
     assert "Logging error" in capfd.readouterr().err, "what is wrong in the program is still seen"

@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from lit_modules.language_modelling import Validation
 from lit_modules.networks import PalimpsestForCausalLM
 from lit_modules.parallel.context import ContextParallel, split_context
 from lit_modules.parallel.recomputing import recompute
 from lit_modules.pretraining import Pretraining
-from lit_modules.training import Validation
 from tests.lit_modules.networks.conftest import ABLATION, RECURRENT, build
 
 VOCABULARY, LENGTH = 61, 64

@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from lit_modules import checkpoints, layer_setup, runs
-from lit_modules import linearize as job
+from lit_modules import checkpoints
+from lit_modules.jobs import linearize as job
+from lit_modules.launching import run_folder
+from lit_modules.linearization import layer_setup
 from lit_modules.networks.linearized import load_pretrained
 from tests.data_pipeline.mixtures.conftest import write_corpus
 from tests.palimpsest.linearize.conftest import alpaca
@@ -46,7 +48,7 @@ def same(first: Path, second: Path) -> bool:
 def stock_loss(base: Path, folder: Path) -> float:
     """Nats per token of the base model as it is stored, each document alone, on the held-out text of a run."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
-    data, total, tokens = hydra.utils.instantiate(OmegaConf.load(folder / runs.CONFIG).data), 0.0, 0
+    data, total, tokens = hydra.utils.instantiate(OmegaConf.load(folder / run_folder.CONFIG).data), 0.0, 0
     for batch in data.val_dataloader():
         for first, last in itertools.pairwise(batch["cu_seqlens"].tolist()):
             ids, targets = (batch[key][:, first:last] for key in ("input_ids", "targets"))
@@ -228,7 +230,7 @@ def test_instructions_are_learned_and_measured_on_their_answers(linearize, folde
         "max_tokens=2048",
     )
     with monkeypatch.context() as killed:
-        killed.setattr(runs, "hold", lambda folder: io.StringIO())  # a process that is killed lets go of its run
+        killed.setattr(run_folder, "hold", lambda folder: io.StringIO())  # a process that is killed lets go of its run
         killed.setattr(layer_setup, "sensitivity", Mock(side_effect=KeyboardInterrupt))
         assert linearize(*settings, data=alpaca(records)).status == 130
     read.clear()

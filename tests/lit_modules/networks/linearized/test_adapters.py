@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lit_modules import generate, runs
+from lit_modules.generation import job
+from lit_modules.launching import run_folder
 from lit_modules.networks.linearized import adapters
 from lit_modules.networks.linearized.conversion import load_pretrained
 from lit_modules.networks.linearized.fingerprints import fingerprint
@@ -190,7 +191,7 @@ def test_what_is_written_replaces_what_was_there_whole_or_not_at_all(bases, tmp_
 def test_a_folder_that_a_killed_process_had_moved_aside_is_not_lost(tmp_path):
     (tmp_path / ".export.replaced").mkdir()
     (tmp_path / ".export.replaced" / "model").write_text("precious")
-    with pytest.raises(ZeroDivisionError), adapters.replaced_whole(tmp_path / "export"):
+    with pytest.raises(ZeroDivisionError), adapters.replace_atomically(tmp_path / "export"):
         _ = 1 / 0
     assert (tmp_path / "export" / "model").read_text() == "precious"
 
@@ -290,7 +291,7 @@ def run_of_linearize(bases, tmp_path, tokenizer):
     adapters.save_adapter(model, folder / "adapter", base=str(bases["llama"]))
     adapters.export_merged(model, tokenizer, folder / "export")
     tokenizer.save_pretrained(folder / "tokenizer")
-    (folder / runs.CONFIG).write_text("experiment: liger/gla\n")
+    (folder / run_folder.CONFIG).write_text("experiment: liger/gla\n")
     return folder
 
 
@@ -344,9 +345,9 @@ def test_no_prompt_at_all_is_written_on_from_the_token_that_begins_a_document(ru
 
 def test_an_unfinished_run_says_that_it_has_nothing_to_load_yet(run_of_linearize, monkeypatch):
     config = {"model_type": "linearized_llama", "hidden_size": 32}
-    monkeypatch.setattr(generate.checkpoints, "read_trainer", lambda path: {"palimpsest": {"model_config": config}})
+    monkeypatch.setattr(job.checkpoints, "read_trainer", lambda path: {"palimpsest": {"model_config": config}})
     with pytest.raises(ValueError, match="there to go on linearizing from"):
-        generate.from_checkpoint(run_of_linearize / "checkpoints" / "step_1")
+        job.from_checkpoint(run_of_linearize / "checkpoints" / "step_1")
 
 
 @pytest.mark.parametrize(

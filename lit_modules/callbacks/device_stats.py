@@ -1,0 +1,305 @@
+"""The machines of a run: how busy each GPU and host is, and which rank holds the others up."""
+
+import logging
+import math
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import lightning
+import psutil
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+from common.settings import check_whole
+from lit_modules.callbacks.progress import reports_after
+from lit_modules.loggers.csv import MetricsCsv
+from lit_modules.parallel.gathering import of_all_ranks
+
+log = logging.getLogger(__name__)
+
+SAMPLES = 8  # micro-batches timed between two reports, and those that a rank's pace is the median of
+PASSES = 3.0  # a forward and a backward pass cost three times a forward pass
+SLOW = 1.2  # times the median: from here on a rank is named
+IN_A_ROW = 2  # reports at which the same rank is slow before it is named: one may have had the longer documents
+QUIET_REPORTS = 10  # after a line that names a slow rank
+
+GPU = ("utilization", "memory_gib", "temperature", "power")  # percent, GiB in use on the device, degrees C, watts
+HOST = ("cpu_percent", "host_memory_gib")
+PACE = ("forward_seconds", "data_seconds")  # of a micro-batch, as OwnPace measures them
+
+
+class DeviceStats(Callback):
+    """Every `every_tokens`, at Progress's steps, gather what each rank knows of its machine in one collective, and log
+    it on rank 0.
+
+    To wandb, for each host and each GPU of it: `system/<host>/gpu0_utilization` (percent), `..._memory_gib`,
+    `..._temperature` (degrees C), `..._power` (watts), `..._forward_seconds`, `..._data_seconds`, and
+    `system/<host>/cpu_percent`, `system/<host>/host_memory_gib`. Ranks without a GPU are `rank0`, `rank1`, ... there.
+    What a machine does not tell is left out.
+
+    To every logger: `system/gpu_utilization_lowest`, `system/gpu_temperature_highest`, `system/gpu_power_total`; and of
+    several ranks `straggler/slowest_rank`, `straggler/slowdown` (its own time for a micro-batch over the median rank's)
+    and `straggler/longest_data_seconds`. A rank that takes 1.2 times the median's time or more, twice in a row, is
+    named in the log.
+
+    Args:
+        every_tokens: as Progress's.
+
+    Raises:
+        ValueError: `every_tokens` is not a whole number above 0.
+    """
+
+    def __init__(self, every_tokens: int) -> None:
+        check_whole("callbacks.machines.every_tokens", every_tokens, 1)
+        self.every_tokens = every_tokens
+        self.places: list[Device] = []
+        self.pace: OwnPace | None = None
+        self.slow: tuple[int | None, int] = (None, 0)  # the slow rank, and at how many reports in a row it was
+        self.quiet = 0  # reports until one may be named again
+
+    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.places = gather_places(trainer, module.device)
+        interval = module.steps_of(self.every_tokens) * trainer.accumulate_grad_batches
+        self.pace = OwnPace(module.model.model.layers, module.device, every=max(1, interval // SAMPLES))
+        psutil.cpu_percent()  # the next call tells of the time since this one
+        hosts: dict[str, list[str]] = {}
+        for place in self.places:
+            hosts.setdefault(place.host, []).append(place.device)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"hosts": hosts})
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.pace.begin()
+
+    def on_before_backward(self, trainer: lightning.Trainer, module: Any, loss: torch.Tensor) -> None:
+        self.pace.end_forward()
+
+    def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        if self.pace is not None:  # there is none in a validation without training
+            self.pace.interrupt()
+
+    def on_save_checkpoint(self, trainer: lightning.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.pace is not None:
+            self.pace.interrupt()
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if reports_after(trainer, module, batch_idx, self.every_tokens):
+            self.report(trainer, module)
+        self.pace.wait(ends_step=module.ends_step(batch_idx))
+
+    def on_train_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        self.pace.remove()
+
+    def report(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Gather one vector from each rank, and log what they say."""
+        mine = torch.tensor([*read_gpu(module.device), *read_host(), *self.pace.take()], device=module.device)
+        gathered = of_all_ranks(mine, trainer.world_size)
+        if not trainer.is_global_zero:
+            return
+        found = [dict(zip((*GPU, *HOST, *PACE), values, strict=True)) for values in torch.stack(gathered).tolist()]
+        summary = summarize(found)
+        everything = {**summary, **by_host(self.places, found)}
+        for logger in trainer.loggers:
+            metrics = summary if isinstance(logger, MetricsCsv) else everything
+            if metrics:
+                logger.log_metrics(metrics, trainer.global_step)
+        self.name_slow_rank(summary, found)
+
+    def name_slow_rank(self, summary: dict[str, float], found: list[dict[str, float]]) -> None:
+        """Say which rank the others wait for, if one stays slow, and then be quiet for some reports."""
+        self.quiet = max(0, self.quiet - 1)
+        rank = summary["straggler/slowest_rank"] if summary.get("straggler/slowdown", 0.0) >= SLOW else None
+        self.slow = (rank, self.slow[1] + 1 if rank == self.slow[0] else 1)
+        if rank is None or self.quiet or self.slow[1] < IN_A_ROW:
+            return
+        self.quiet = QUIET_REPORTS
+        place, pace = self.places[rank], found[rank]
+        log.warning(
+            f"rank {rank} ({place.host}, {place.slot}: {place.device}) is slow: a micro-batch costs it "
+            f"{summary['straggler/slowdown']:.2f} times the median rank's time "
+            f"({PASSES * pace['forward_seconds']:.3g} s of computing, {pace['data_seconds']:.3g} s of waiting for data)"
+        )
+
+
+class Device(NamedTuple):
+    """Where a rank runs: its host, its slot there (gpu0, or rank0 where there is no GPU) and the device's name."""
+
+    host: str
+    slot: str
+    device: str
+
+
+def gather_places(trainer: lightning.Trainer, device: torch.device) -> list[Device]:
+    """The places of all ranks, in their order."""
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+    if device.type == "cuda":
+        mine = Device(host, f"gpu{trainer.local_rank}", torch.cuda.get_device_name(device))
+    else:
+        mine = Device(host, f"rank{trainer.global_rank}", device.type)
+    if trainer.world_size == 1:
+        return [mine]
+    found: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(found, mine)
+    return found
+
+
+class OwnPace:
+    """How long a rank's own work takes: what it computes and waits for by itself, without waiting for other ranks.
+
+    A step takes equally long on all ranks, since each waits for the slowest in a collective. What differs is timed
+    here: the forward pass of each block, between hooks that lie inside FSDP's (whose wait for gathered weights is then
+    over) and outside compiled code, and the wait for the next batch. On a GPU events on its stream take the times, and
+    are read at a report, when they have long happened. Ranks that share a sequence or a layer wait for one another
+    inside a block, and so have the pace of the slowest of them.
+
+    Args:
+        blocks: the network's blocks.
+        device: where they compute.
+        every: one in so many micro-batches is timed. Those of the first optimizer step, which compiles, are not.
+    """
+
+    def __init__(self, blocks: Any, device: torch.device, every: int) -> None:
+        self.device, self.every = device, every
+        self.hooks = [hook for block in blocks for hook in self.hook(block)]
+        self.seen, self.steps, self.timing = 0, 0, False
+        self.marks: list[Any] = []  # of the micro-batch that is timed
+        self.timed: list[list[Any]] = []  # marks of earlier ones since the last report
+        self.seconds: deque[float] = deque(maxlen=SAMPLES)
+        self.waiting_since: float | None = None
+        self.waited, self.waits = 0.0, 0
+
+    def hook(self, block: torch.nn.Module) -> tuple[Any, Any]:
+        def mark(*_: Any) -> None:
+            if self.timing:
+                self.marks.append(now(self.device))
+
+        return block.register_forward_pre_hook(mark), block.register_forward_hook(mark, prepend=True)
+
+    def begin(self) -> None:
+        """A micro-batch is there."""
+        if self.waiting_since is not None:
+            self.waited, self.waits = self.waited + time.perf_counter() - self.waiting_since, self.waits + 1
+        self.timing = self.steps > 0 and self.seen % self.every == 0
+        self.seen += 1
+
+    def end_forward(self) -> None:
+        """Its forward pass is over: blocks that are recomputed in the backward pass are not timed."""
+        if self.timing:
+            self.timed.append(self.marks)
+            self.timing, self.marks = False, []
+
+    def wait(self, ends_step: bool) -> None:
+        """From now on the rank waits for the next micro-batch. `ends_step`: the last one completed a step."""
+        self.steps += ends_step
+        self.waiting_since = time.perf_counter()
+
+    def interrupt(self) -> None:
+        """Something else comes first: the time until the next micro-batch is no wait for data."""
+        self.waiting_since = None
+
+    def take(self) -> tuple[float, float]:
+        """Seconds of a micro-batch: the blocks' forward passes together (the median of the last ones timed), and the
+        mean wait for data since the last call. NaN where nothing was timed."""
+        for marks in self.timed:
+            self.seconds.append(sum(between(*pair) for pair in zip(marks[::2], marks[1::2], strict=True)))
+        waited = self.waited / self.waits if self.waits else math.nan
+        self.timed, self.waited, self.waits = [], 0.0, 0
+        return (sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else math.nan), waited
+
+    def remove(self) -> None:
+        """Take the hooks off the blocks."""
+        for hook in self.hooks:
+            hook.remove()
+
+
+def now(device: torch.device) -> Any:
+    """A moment on the device's stream, or on the clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Any, end: Any) -> float:
+    """Seconds between two moments."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def read_gpu(device: torch.device) -> list[float]:
+    """GPU's values; NaN for what the machine does not tell."""
+    if device.type != "cuda":
+        return [math.nan] * len(GPU)
+    free, total = torch.cuda.mem_get_info(device)
+    return [
+        told(lambda: torch.cuda.utilization(device)),
+        (total - free) / 2**30,
+        told(lambda: torch.cuda.temperature(device)),
+        told(lambda: torch.cuda.power_draw(device) / 1000),
+    ]
+
+
+def told(ask: Callable[[], float]) -> float:
+    """The answer as a number; NaN without NVIDIA's library, or where the driver does not tell."""
+    try:
+        return float(ask())
+    except Exception:
+        # the library's own classes of errors, which are not there without it; a reading is never worth a run
+        return math.nan
+
+
+def read_host() -> list[float]:
+    """HOST's values."""
+    return [psutil.cpu_percent(), psutil.virtual_memory().used / 2**30]
+
+
+def by_host(places: list[Device], found: list[dict[str, float]]) -> dict[str, float]:
+    """The values of each rank's GPU, and of each host as its first rank knows them, without those not told."""
+    metrics: dict[str, float] = {}
+    for place, values in zip(places, found, strict=True):
+        for name in (*GPU, *PACE):
+            metrics[f"system/{place.host}/{place.slot}_{name}"] = values[name]
+        for name in HOST:
+            metrics.setdefault(f"system/{place.host}/{name}", values[name])
+    return {key: value for key, value in metrics.items() if not math.isnan(value)}
+
+
+def summarize(found: list[dict[str, float]]) -> dict[str, float]:
+    """What the ranks say together: the extremes of the GPUs, and the rank that the others wait for."""
+    metrics: dict[str, float] = {}
+    for key, name, together in (
+        ("system/gpu_utilization_lowest", "utilization", min),
+        ("system/gpu_temperature_highest", "temperature", max),
+        ("system/gpu_power_total", "power", sum),
+    ):
+        if known := [values[name] for values in found if not math.isnan(values[name])]:
+            metrics[key] = together(known)
+    waits = [0.0 if math.isnan(values["data_seconds"]) else values["data_seconds"] for values in found]
+    own = [PASSES * values["forward_seconds"] + wait for values, wait in zip(found, waits, strict=True)]
+    if len(own) > 1 and not any(math.isnan(seconds) for seconds in own):
+        median = sorted(own)[(len(own) - 1) // 2]  # of two ranks the faster one
+        metrics["straggler/slowest_rank"] = own.index(max(own))
+        metrics["straggler/slowdown"] = max(own) / median
+        metrics["straggler/longest_data_seconds"] = max(waits)
+    return metrics
+
+
+def ranks(trainer: lightning.Trainer) -> dict[str, Any]:
+    """What the ranks of a run are, for wandb's config."""
+    on_gpu = trainer.strategy.root_device.type == "cuda"
+    return {
+        "world_size": trainer.world_size,
+        "nodes": trainer.num_nodes,
+        "strategy": type(trainer.strategy).__name__,
+        "gpu": torch.cuda.get_device_name(trainer.strategy.root_device) if on_gpu else None,
+    }

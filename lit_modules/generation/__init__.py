@@ -1,0 +1,1 @@
+"""`job=generate`, and decoding that is replayed as a CUDA graph."""

@@ -1,0 +1,347 @@
+"""Generation whose every token is one replay of a CUDA graph: nothing waits for the host to launch what is small.
+
+A step is all that a token takes: embedding, layers, head, the choice of the next token, and its place in the output.
+All that changes from token to token is on the device. Without CUDA the same step runs eagerly.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from lit_modules.generation.fused_layers import Product, fused_head, fused_layer_step, fused_layers
+from lit_modules.networks.linearized import LinearizedForCausalLM
+from lit_modules.networks.positions import Positions, locate
+
+LOOK_EVERY = 16
+"""Tokens after which the host looks whether all rows have ended, and prints."""
+
+WARM_UP = 3
+"""Tokens whose step is run before it is captured, so that kernels are compiled and libraries have their workspaces."""
+
+Choice = Callable[[Tensor], Tensor]
+"""From logits `[B, vocabulary]` float32 to tokens `[B]`."""
+
+
+def can_be_captured(model: Any) -> bool:
+    """Whether `model` is linearized and on a GPU, and its step asks nothing of the host.
+
+    Rotary tables that change with the longest position so far are made by a question to the host at each token.
+    """
+    if not isinstance(model, LinearizedForCausalLM) or model.device.type != "cuda":
+        return False
+    rope_type = model.model.rotary_emb.rope_type
+    return rope_type != "longrope" and "dynamic" not in rope_type
+
+
+@torch.no_grad()
+def generate_captured(
+    model: LinearizedForCausalLM,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_ids: Sequence[int] = (),
+    pad_token_id: int = 0,
+    generator: torch.Generator | None = None,
+    streamer: Any = None,
+    fused: bool = True,
+    compile: bool = False,
+) -> Tensor:
+    """Write on from prompts, as `generate` does, until all rows have ended.
+
+    Args:
+        model: a linearized one in eval mode.
+        input_ids: `[B, T]` int64, padded on the left.
+        attention_mask: `[B, T]` of 0 and 1; None without padding.
+        max_new_tokens: 1 or more.
+        temperature: of sampling; 0: the likeliest token, whatever top_k and top_p say.
+        top_k: sample from so many likeliest tokens; None: from all.
+        top_p: sample from the likeliest tokens that make up so much of the probability; None: from all.
+        eos_token_ids: tokens after which a row has ended.
+        pad_token_id: what a row gets after its end.
+        generator: of random numbers, on the model's device; torch's own when None.
+        streamer: of transformers, for a batch of 1; it is given tokens as they come, `LOOK_EVERY` at a time.
+        fused: run layers as `lit_modules.generation.fused_layers` says, where they can; weights move in memory, once.
+        compile: compile the layers' step, which takes a minute and fuses what else is small.
+
+    Returns:
+        `[B, T + new]` int64, prompts included; new is `max_new_tokens`, or what the longest row took to end.
+
+    Raises:
+        ValueError: for prompts that end in padding, and on a GPU for a model that `can_be_captured` refuses.
+    """
+    if input_ids.is_cuda and not can_be_captured(model):
+        raise ValueError(f"{type(model).__name__} cannot be decoded by replays: use its own generate")
+    if attention_mask is not None and not bool(attention_mask[:, -1].all()):
+        raise ValueError("attention_mask ends in padding: pad prompts on the left")
+    batch, length = input_ids.shape
+    cache = model.new_cache(length + max_new_tokens)
+    logits = model(
+        input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1
+    ).logits
+    positions = locate(batch, length, 0, input_ids.device, attention_mask)
+    choose = chooser(temperature, top_k, top_p, generator)
+    output = Output(batch, max_new_tokens, eos_token_ids, pad_token_id, input_ids.device)
+    step = DecodingStep(model, cache, positions, choose, output, fused=fused, compile=compile)
+    step.take(choose(logits[:, -1].float()))
+    replay = Replay(step, generator)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    shown = 0
+    for made in range(1, max_new_tokens + 1):
+        if made == max_new_tokens or made % LOOK_EVERY == 0:
+            shown = _show(output, shown, made, streamer)
+            if bool(output.ended.all()):
+                break
+        if made < max_new_tokens:
+            replay()
+    if streamer is not None:
+        streamer.end()
+    return torch.cat((input_ids, output.tokens[:, : output.longest()]), dim=1)
+
+
+def chooser(temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None) -> Choice:
+    """How a token is chosen; arguments as in `generate_captured`."""
+    if temperature == 0:
+        return lambda logits: logits.argmax(-1)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p is not None and top_p < 1:
+        warpers.append(TopPLogitsWarper(float(top_p)))
+
+    def sample(logits: Tensor) -> Tensor:
+        # Of exponential variables with these rates, the first to come; multinomial may look at values on the host.
+        probabilities = warpers(None, logits).softmax(-1)
+        return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
+
+    return sample
+
+
+class Output:
+    """The new tokens of a batch, and which rows have ended, on the device.
+
+    Args:
+        batch: rows.
+        capacity: new tokens of a row.
+        eos_token_ids: tokens after which a row has ended.
+        pad_token_id: what a row gets after its end.
+        device: of the tokens.
+    """
+
+    def __init__(
+        self, batch: int, capacity: int, eos_token_ids: Sequence[int], pad_token_id: int, device: torch.device
+    ):
+        self.tokens = torch.full((batch, capacity), pad_token_id, dtype=torch.int64, device=device)
+        self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+        self.ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64, device=device)
+        self.pad_token_id = pad_token_id
+
+    def append(self, tokens: Tensor) -> Tensor:
+        """Write the next `tokens` `[B]`; returns them, padding in rows that had ended."""
+        tokens = tokens.masked_fill(self.ended, self.pad_token_id)
+        self.tokens.index_copy_(1, self.count, tokens[:, None])
+        self.count += 1
+        if self.ends.numel():
+            self.ended |= (tokens[:, None] == self.ends).any(-1)
+        return tokens
+
+    def longest(self) -> int:
+        """Tokens that were made until the last row ended, or so far."""
+        made = int(self.count)
+        if not bool(self.ended.all()) or not self.ends.numel():
+            return made
+        is_end = (self.tokens[:, :made, None] == self.ends).any(-1)
+        return int(is_end.int().argmax(1).max()) + 1
+
+
+class _Counters:
+    """What the caches of all layers count tokens with, in one tensor of each kind: a kernel for each layer takes time.
+
+    Args:
+        cache: that holds the prompts. Its layers' counters become parts of the tensors.
+    """
+
+    def __init__(self, cache: Cache):
+        self._layers = [layer for layer in cache.layers if hasattr(layer, "is_counted_elsewhere")]
+        self._early, self._late = self._together("counters_with_new"), self._together("counters_before_new")
+
+    def _together(self, kind: str) -> list[Tensor]:
+        """Lay together, by their names, all counters that the layers list as being of that kind."""
+        owners: dict[str, list[CacheLayerMixin]] = {}
+        for layer in self._layers:
+            for name in getattr(layer, kind):
+                owners.setdefault(name, []).append(layer)
+        together = []
+        for name, layers in owners.items():
+            counters = torch.stack([getattr(layer, name) for layer in layers])
+            width = counters.shape[1]
+            # All are aligned to 16 bytes: kernels are compiled for how a tensor is.
+            together.append(F.pad(counters, (0, -width % (16 // counters.element_size()))))
+            for layer, mine in zip(layers, together[-1], strict=True):
+                setattr(layer, name, mine[:width])
+        return together
+
+    @contextmanager
+    def moved_together(self) -> Iterator[None]:
+        """For one token of all layers."""
+        for counters in self._early:
+            counters += 1
+        for layer in self._layers:
+            layer.is_counted_elsewhere = True
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.is_counted_elsewhere = False
+        for counters in self._late:
+            counters += 1
+
+
+class DecodingStep:
+    """One token of every row, from the last one chosen to the next: a call that a CUDA graph can capture.
+
+    Args:
+        model: a causal language model with the layers of Hugging Face's Llama, in eval mode.
+        cache: what its layers keep; it holds the prompts.
+        positions: of the prompts' tokens.
+        choose: the next token from logits.
+        output: where it is written.
+        fused: fuse layers and head where they can be, for a linearized model.
+        compile: compile the layers and the head.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Cache,
+        positions: Positions,
+        choose: Choice,
+        output: Output,
+        *,
+        fused: bool = True,
+        compile: bool = False,
+    ):
+        self.model, self.cache, self.choose, self.output = model, cache, choose, output
+        self.token = torch.zeros_like(positions.index[:, -1:])
+        self.positions = Positions(positions.index[:, -1:].clone(), kv_start=positions.kv_start)
+        self.held = cache.get_seq_length()
+        self._counters = _Counters(cache)
+        self._layer, self._fused_layer, self._head = _layer_step, fused_layer_step, _head_step
+        self._compile, batch = compile, len(self.token)
+        self._fused = fused_layers(model, batch) if fused else [None] * len(cache.layers)
+        self._norm_and_head = fused_head(model, batch) if fused else None
+        self._alone = [Cache(layers=[layer]) for layer in cache.layers]
+
+    def __call__(self) -> None:
+        """Run the last token through the model, choose the next and write it."""
+        stack = self.model.model
+        hidden = stack.embed_tokens(self.token)
+        tables = stack.rotary_emb(hidden, position_ids=self.positions.index)
+        with self._counters.moved_together():
+            hidden = self._through_layers(hidden, tables)
+        self.take(self.choose(self._head(self.model, self._norm_and_head, hidden)))
+        if self._compile:
+            # From the second call on: what layers make once, in their first, would be a program of its own.
+            self._layer, self._fused_layer, self._head = map(torch.compile, (_layer_step, fused_layer_step, _head_step))
+            self._compile = False
+
+    def _through_layers(self, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        for number, (layer, fused) in enumerate(zip(self.model.model.layers, self._fused, strict=True)):
+            # Numbers of the host are compiled into a layer's step: with its index, and the length of its cache, there
+            # would be one for each layer and each token. A replay leaves the host's count as it is, too.
+            if fused is not None:
+                hidden = self._fused_layer(fused, hidden, self.positions, tables, self.cache.layers[number])
+            else:
+                with _first_of_its_cache(layer.self_attn):
+                    hidden = self._layer(layer, hidden, self.positions, tables, self._alone[number])
+            self.cache.layers[number].length = self.held
+        return hidden
+
+    def take(self, tokens: Tensor) -> None:
+        """Let `tokens` `[B]` be the next of each row."""
+        self.token.copy_(self.output.append(tokens)[:, None])
+        self.positions.index.add_(1)
+
+
+class Replay:
+    """Calls of a step, of which the first few are run, one is captured, and all others are its replays.
+
+    Args:
+        step: what to call; without CUDA it is called each time.
+        generator: of the random numbers in it, where they are not torch's own.
+    """
+
+    def __init__(self, step: DecodingStep, generator: torch.Generator | None = None):
+        self.step, self.generator, self.calls = step, generator, 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        """One token."""
+        if not self.step.token.is_cuda or self.calls < WARM_UP:
+            self.calls += 1
+            self.step()
+            return
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            if self.generator is not None:
+                self.graph.register_generator_state(self.generator)
+            # Other threads, which pin batches for training, may go on asking the device for memory meanwhile.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.step()
+        self.graph.replay()
+
+
+@contextmanager
+def _first_of_its_cache(attention: torch.nn.Module) -> Iterator[None]:
+    """For a while, the layer whose cache is the first."""
+    number = attention.layer_idx
+    attention.layer_idx = 0
+    try:
+        yield
+    finally:
+        attention.layer_idx = number
+
+
+def _layer_step(
+    layer: torch.nn.Module, hidden: Tensor, positions: Positions, tables: tuple[Tensor, Tensor], cache: Cache
+) -> Tensor:
+    return layer(
+        hidden,
+        attention_mask=None,
+        position_ids=positions.index,
+        past_key_values=cache,
+        use_cache=True,
+        position_embeddings=tables,
+        positions=positions,
+    )
+
+
+def _head_step(model: Any, norm_and_head: Product | None, hidden: Tensor) -> Tensor:
+    """Logits `[B, vocabulary]` float32."""
+    if norm_and_head is not None:
+        return norm_and_head(hidden[:, 0]).float()
+    return model.lm_head(model.model.norm(hidden))[:, -1].float()
+
+
+def _show(output: Output, shown: int, made: int, streamer: Any) -> int:
+    """Give the streamer what is new, up to the row's end; returns how many tokens it has been given."""
+    if streamer is not None:
+        for token in output.tokens[:, shown : min(made, output.longest())].cpu().unbind(1):
+            streamer.put(token)
+    return made

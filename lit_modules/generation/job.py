@@ -1,0 +1,332 @@
+"""`job=generate`: write on from a prompt, or from each line of a file, with a trained model."""
+
+import contextlib
+import difflib
+import json
+import logging
+import pickle
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from common.atomic_files import write_atomic
+from common.hub import is_path, use_cache_where_unreachable
+from common.setting_types import check_type
+from common.settings import check_whole, is_number, shown
+from data_pipeline.tokenizer import add_document_start, document_start, end_tokens
+from lit_modules import checkpoints
+from lit_modules.generation import cuda_graphs
+from lit_modules.launching import run_folder
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
+from lit_modules.networks.loading import load_whole
+from lit_modules.planning import out_of_memory
+
+log = logging.getLogger(__name__)
+
+PROMPTS = ("prompt", "prompt_file", "prompts_file")
+FOR_MANY = ("output", "batch_size")  # settings for prompts_file alone
+SETTINGS = ("checkpoint", *PROMPTS, *FOR_MANY, "max_new_tokens", "temperature", "top_k", "top_p", "device", "seed")
+FOR_EVERY_JOB = ("job", "debug", "local", "hydra")
+
+
+def run(cfg: DictConfig) -> None:
+    """Print what follows a prompt as it is written, or the continuations of a file of prompts.
+
+    Raises:
+        ValueError: no prompt or two kinds of prompt, no such checkpoint, a setting out of range or without effect.
+    """
+    refuse_other_settings(cfg)
+    transformers.logging.disable_progress_bar()
+    prompts = read_prompts(cfg)
+    settings = sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    for key in ("max_new_tokens", "batch_size"):
+        check_whole(key, cfg[key], 1)
+    check_whole("seed", cfg.seed, 0, 2**32 - 1)
+    check_type("device", cfg.device, str)
+    check_type("output", cfg.output, str | None)
+    if cfg.output is not None:
+        check_output(Path(str(cfg.output)))
+    smaller = "max_new_tokens" if cfg.prompts_file is None else "batch_size or max_new_tokens"
+    with out_of_memory.in_one_line(cfg, f"give a smaller {smaller}, or device=cpu"):
+        generate(cfg, prompts, settings)
+
+
+def generate(cfg: DictConfig, prompts: list[str], settings: dict[str, Any]) -> None:
+    """Load the model, and print or write what follows the prompts."""
+    model, tokenizer = load(str(cfg.checkpoint))
+    model.to(choose_device(cfg.device)).eval()
+    torch.manual_seed(cfg.seed)
+    if cfg.prompts_file is None:
+        print(prompts[0], end="", flush=True)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        write_on(model, tokenizer, prompts, cfg.max_new_tokens, settings, streamer=streamer)
+        return
+    records = []
+    for start in range(0, len(prompts), cfg.batch_size):
+        batch = prompts[start : start + cfg.batch_size]
+        texts = write_on(model, tokenizer, batch, cfg.max_new_tokens, settings)
+        records += [{"prompt": prompt, "text": text} for prompt, text in zip(batch, texts, strict=True)]
+        log.info(f"{len(records)} of {len(prompts)} prompts")
+        if cfg.output is None:
+            for record in records[start:]:
+                print(json.dumps(record, ensure_ascii=False), flush=True)
+    if cfg.output is not None:
+        write_atomic(Path(str(cfg.output)), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+
+
+def read_prompts(cfg: DictConfig) -> list[str]:
+    """The prompt, or the lines of the prompts' file.
+
+    Raises:
+        ValueError: there is none, or more than one kind, or the file cannot be read.
+    """
+    if sum(cfg[key] is not None for key in PROMPTS) != 1:
+        raise ValueError(
+            'give one of prompt="...", prompt_file=FILE (the whole file is the prompt) and prompts_file=FILE (a prompt '
+            "on each line); FILE may be - for standard input"
+        )
+    if cfg.prompt is not None:
+        return [str(cfg.prompt)]
+    if cfg.prompt_file is not None:
+        return [read_text("prompt_file", str(cfg.prompt_file)).removesuffix("\n").removesuffix("\r")]
+    prompts = [line for line in read_text("prompts_file", str(cfg.prompts_file)).splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"prompts_file={cfg.prompts_file} has no prompt: give one on each line")
+    return prompts
+
+
+def read_text(key: str, path: str) -> str:
+    """The text of a file, or of standard input for "-". Raises ValueError naming the key."""
+    try:
+        return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{key}={path} cannot be read: {error}") from error
+
+
+def refuse_other_settings(cfg: DictConfig) -> None:
+    """Raise ValueError for a setting on the command line that changes nothing here."""
+    if cfg.prompts_file is None and cfg.output is not None:
+        raise ValueError(f"output={cfg.output} is for prompts_file=FILE: leave it out, or redirect what is printed")
+    given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    for override in given:
+        key = override.lstrip("+~").partition("=")[0]
+        group = re.split(r"[.@/]", key)[0]
+        if cfg.prompts_file is None and key in FOR_MANY:
+            raise ValueError(f"{override} is for prompts_file=FILE: leave it out")
+        if group not in SETTINGS + FOR_EVERY_JOB:
+            near = difflib.get_close_matches(key, SETTINGS, 1)
+            meant = f"did you mean {near[0]}?" if near else f"it reads {', '.join(SETTINGS)}"
+            raise ValueError(f"{override} changes nothing with job=generate: leave it out; {meant}")
+
+
+def check_output(path: Path) -> None:
+    """Raise ValueError, before anything is generated, if no file can be at `path`. One that is there stays."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output={path} cannot be written: {error.strerror}") from error
+    if path.is_dir():
+        raise ValueError(f"output={path} is a folder: give a .jsonl file")
+
+
+def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
+    """Arguments of `generate` for a temperature (0: greedy), the k likeliest tokens, and the nucleus of mass p.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+    check_number("temperature", temperature)
+    if top_k is not None:
+        check_number("top_k", top_k, whole=True)
+    if top_p is not None:
+        check_number("top_p", top_p)
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} is negative: give 0 (the likeliest token) or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} leaves no token: give 1 or more, or null")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} is not a part of the probability: give a number above 0, at most 1, or null")
+    if temperature == 0:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": top_k or 0,
+        "top_p": 1.0 if top_p is None else top_p,
+    }
+
+
+def check_number(key: str, value: Any, *, whole: bool = False) -> None:
+    """Raise ValueError, naming the key, for a value that is not a finite number (or not a whole one)."""
+    if not is_number(value) or (whole and not isinstance(value, int)):
+        raise ValueError(f"{key}={shown(value)}: give a {'whole ' if whole else ''}number")
+
+
+def load(checkpoint: str) -> tuple[Any, Any]:
+    """Model and tokenizer of a run's folder (its export, or its newest checkpoint), of one of its checkpoints (or
+    `checkpoints/best`), of an export, of the adapter of a linearized model (folded in), or of any Hugging Face folder
+    or name.
+
+    The tokenizer begins a text as training documents began. Tokenizers saved by earlier versions did not.
+
+    Raises:
+        ValueError: there is nothing to load, or a file of it is missing.
+    """
+    model, tokenizer = read(checkpoint)
+    if isinstance(model.config, PalimpsestConfig) or is_pretraining_run(Path(checkpoint)):
+        add_document_start(tokenizer)
+    return model, tokenizer
+
+
+def is_pretraining_run(folder: Path) -> bool:
+    """Whether the folder is that of a run of job=pretrain on documents (and not on instructions)."""
+    config = folder / run_folder.CONFIG
+    if not config.is_file():
+        return False
+    began = OmegaConf.load(config)
+    data = OmegaConf.select(began, "data._target_")
+    return data is not None and "base" not in began and not data.endswith(".InstructionData")
+
+
+def read(checkpoint: str) -> tuple[Any, Any]:
+    """`load`, with the tokenizer as it was saved."""
+    from lit_modules.networks.linearized import adapters  # peft takes its time, and runs that sample need none
+
+    folder = Path(checkpoint)
+    try:
+        if checkpoints.is_checkpoint(folder):
+            wrong = checkpoints.damage(folder)
+            if wrong is not None:
+                raise ValueError(f"checkpoint={checkpoint} cannot be loaded: {wrong}")
+            return from_checkpoint(folder), AutoTokenizer.from_pretrained(folder.parent.parent / "tokenizer")
+        check_there(checkpoint)
+        if not folder.is_dir():
+            use_cache_where_unreachable()
+        if (folder / adapters.RECORD).is_file():
+            beside = folder.resolve().parent / "tokenizer"
+            source = beside if beside.is_dir() else adapters.read_record(folder)["base"]
+            return adapters.load_adapted(folder, merge=True), AutoTokenizer.from_pretrained(source)
+        if not (folder / run_folder.CONFIG).is_file():
+            return load_whole(AutoModelForCausalLM, checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+        tokenizer_folder = folder / "tokenizer"
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+        if (folder / "export").is_dir():
+            return load_whole(AutoModelForCausalLM, str(folder / "export")), tokenizer
+        path = checkpoints.newest_whole(folder / "checkpoints")
+        if path is None:
+            raise ValueError(f"checkpoint={checkpoint} has no checkpoint yet: its run has not come so far")
+        return from_checkpoint(path), tokenizer
+    except (OSError, KeyError, ValueError, SafetensorError, pickle.UnpicklingError, RuntimeError) as error:
+        if str(error).startswith("checkpoint="):
+            raise
+        raise ValueError(f"checkpoint={checkpoint} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def damage_told() -> Iterator[None]:
+    """Raise ValueError where tokens cannot be drawn, since probabilities are not numbers."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise ValueError("checkpoint: its probabilities are not numbers, so weights are damaged") from error
+
+
+def check_there(checkpoint: str) -> None:
+    """Raise ValueError for what can only be a folder, and is none."""
+    if not Path(checkpoint).is_dir() and is_path(checkpoint):
+        raise ValueError(
+            f"checkpoint={checkpoint} is no folder: give a run's, an export's, an adapter's, or a name on the Hub"
+        )
+
+
+def from_checkpoint(path: Path) -> Any:
+    """The network of a training checkpoint, with the weights it had then.
+
+    Raises:
+        ValueError: the checkpoint is one of job=linearize, which holds what is trained and not the network.
+    """
+    state = checkpoints.read_trainer(path)
+    config = state["palimpsest"]["model_config"]
+    if config.get("model_type", PalimpsestConfig.model_type) != PalimpsestConfig.model_type:
+        raise ValueError(f"{path} is there to go on linearizing from: its run has a model to load, export/, at its end")
+    model = PalimpsestForCausalLM(PalimpsestConfig(**config))
+    weights = checkpoints.consolidated(path)
+    model.load_state_dict({k.removeprefix("model."): v for k, v in weights.items() if k.startswith("model.")})
+    return model
+
+
+def choose_device(device: str) -> torch.device:
+    """The device named, or with "auto" the GPU where there is one.
+
+    Raises:
+        ValueError: the device is unknown or not there.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.zeros(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def write_on(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[str],
+    max_new_tokens: int,
+    settings: dict[str, Any],
+    streamer: TextStreamer | None = None,
+) -> list[str]:
+    """The texts that follow `prompts`, generated as one left-padded batch.
+
+    Each prompt gets the special tokens that the tokenizer adds, or where that leaves no token at all, the start token.
+    A text ends at the tokenizer's eos, at the ends that the model's generation settings name, and for a model of ours
+    at the start of the next document. Random numbers come from torch's global generator. A linearized model on a GPU
+    decodes by replays of a captured step.
+    """
+    rows = [tokenizer(prompt)["input_ids"] or [document_start(tokenizer)] for prompt in prompts]
+    if [None] in rows:
+        raise ValueError("prompt is empty, and checkpoint's tokenizer has no token that begins a text: give a prompt")
+    ends = end_tokens(model, tokenizer)
+    if isinstance(model.config, PalimpsestConfig):
+        ends.add(document_start(tokenizer))
+    longest = max(map(len, rows))
+    pad = next((t for t in (tokenizer.pad_token_id, *sorted(ends)) if t is not None), 0)
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    if cuda_graphs.can_be_captured(model):
+        out = cuda_graphs.generate_captured(
+            model,
+            ids,
+            mask,
+            max_new_tokens=max_new_tokens,
+            temperature=settings.get("temperature", 0.0),
+            top_k=settings.get("top_k"),
+            top_p=settings.get("top_p"),
+            eos_token_ids=sorted(ends),
+            pad_token_id=pad,
+            streamer=streamer,
+        )
+    else:
+        with torch.no_grad(), damage_told():
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=sorted(ends) or None,
+                pad_token_id=pad,
+                streamer=streamer,
+                **settings,
+            )
+    return tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)

@@ -1,0 +1,1 @@
+"""What `job=pretrain` and `job=linearize` run, and what the two share."""

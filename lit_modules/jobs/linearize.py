@@ -1,0 +1,292 @@
+"""`job=linearize`: give a pretrained model recurrences in place of attention, and train what that takes."""
+
+import contextlib
+import dataclasses
+import inspect
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import Strategy
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedConfig
+
+from common.settings import check_keys, check_whole
+from lit_modules.jobs.summary import conclude, measured
+from lit_modules.jobs.training_job import Parts, build_trainer, rehearse, set_lengths, train
+from lit_modules.linearization.layer_setup import check_softmax_layers, set_up_layers
+from lit_modules.linearization.module import Linearization as Training
+from lit_modules.linearization.stages import Stage, check_groups
+from lit_modules.linearization.teacher_store import TeacherStore
+from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, load_pretrained
+from lit_modules.networks.linearized.adapters import export_merged, save_adapter
+from lit_modules.networks.linearized.conversion import (
+    linearized_config,
+    read_config,
+    without_weights,
+)
+from lit_modules.networks.linearized.lora import add_lora, groups_of, has_lora
+from lit_modules.parallel.choosing import count_devices, device_of
+from lit_modules.parallel.strategies import DataParallel, OneDevice
+from lit_modules.planning import out_of_memory
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def run(cfg: DictConfig) -> None:
+    """Linearize, train (or go on training), and leave an adapter and a measured model."""
+    with out_of_memory.in_one_line(cfg):
+        train(cfg, build_and_read, adopt, finish)
+
+
+def build_and_read(cfg: DictConfig, folder: Path) -> Parts:
+    """What `build` gives, its module with the base model: what is wrong with that is said before any text is read.
+
+    Raises:
+        ValueError: a setting cannot work; the base model cannot be read, is damaged, or does not fit its tokenizer.
+    """
+    trainer, module, data = build(cfg, folder)
+    module.model = read_base(cfg, data)
+    return trainer, module, data
+
+
+def check_run(cfg: DictConfig, folder: Path) -> None:
+    """Raise ValueError for settings that `run` would refuse, without the devices, the data and the weights it needs."""
+    rehearse(cfg, folder, build)
+
+
+def build(cfg: DictConfig, folder: Path) -> Parts:
+    """Trainer, module without its model, and data module.
+
+    Raises:
+        ValueError: a setting cannot work; the line names its key.
+    """
+    check_keys("linearization", (key for key in cfg.linearization if key != "_target_"), settings_of(Linearization))
+    settings = hydra.utils.instantiate(cfg.linearization, _convert_="all")
+    stages = {name: build_stage(name, stage) for name, stage in (cfg.stages or {}).items() if stage is not None}
+    check(cfg, settings, stages)
+    data = hydra.utils.instantiate(cfg.data)
+    module = Training(
+        stages=stages,
+        max_tokens=cfg.max_tokens,
+        optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
+        schedule=hydra.utils.instantiate(cfg.schedule),
+        batch_tokens=cfg.data.batch_tokens,
+        compile=cfg.compile,
+        activation_checkpointing=cfg.activation_checkpointing,
+    )
+    trainer = build_trainer(cfg, module, build_strategy(cfg, module), folder)
+    set_lengths(cfg, trainer, module, data)
+    return trainer, module, data
+
+
+def settings_of(kind: type) -> list[str]:
+    """The keys of a dataclass of settings."""
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def build_stage(name: str, stage: DictConfig) -> Stage:
+    """One of `stages`. Raises ValueError for a key that a stage does not have."""
+    if not OmegaConf.is_dict(stage):
+        raise ValueError(f"stages.{name}={stage} is no stage: give its keys, as stages.{name}.kl=1, or null for none")
+    given = OmegaConf.to_container(stage, resolve=True)
+    check_keys(f"stages.{name}", given, settings_of(Stage))
+    train_groups = given.get("train", ["lora"])
+    if not isinstance(train_groups, list):
+        raise ValueError(f"stages.{name}.train={train_groups} is not a list: give the groups as [lora,feature_maps]")
+    return Stage(**{**given, "train": tuple(train_groups)})
+
+
+def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) -> None:
+    """Raise ValueError for what can be refused before any weights or data are read."""
+    if cfg.base_dtype not in DTYPES:
+        raise ValueError(f"base_dtype={cfg.base_dtype} is not known: give one of {', '.join(DTYPES)}")
+    if cfg.lora is not None and not OmegaConf.is_dict(cfg.lora):
+        raise ValueError(f"lora={cfg.lora} is not known: give its keys, as lora.rank=8, or null for none")
+    if cfg.base is None:
+        raise ValueError("base=null: give a pretrained model's folder, or its name on the Hub")
+    if cfg.tokenizer._target_.endswith("ByteLevelBPE"):
+        raise ValueError("tokenizer=bpe is trained on text, and base has its own: give tokenizer=pretrained")
+    if cfg.trainer.precision == "bf16-true":
+        raise ValueError(
+            "trainer.precision=bf16-true would make LoRA, gates and scalars bfloat16, in which small steps are lost: "
+            "give bf16-mixed"
+        )
+    config = base_config(cfg, settings)
+    if len(settings.softmax_layers) == config.num_hidden_layers:
+        raise ValueError(
+            f"linearization.softmax_layers={list(settings.softmax_layers)} are all the layers that base={cfg.base} "
+            "has: leave out those that are to be linearized"
+        )
+    if cfg.teacher_top_k is not None:
+        check_whole("teacher_top_k", cfg.teacher_top_k, 1, config.vocab_size)
+        if not any(stage.kl for stage in stages.values()):
+            raise ValueError(f"teacher_top_k={cfg.teacher_top_k} is for stages with kl: set stages.finetuning.kl=1")
+    if cfg.softmax_layers is not None:
+        check_softmax_layers(cfg.softmax_layers, settings, config.num_hidden_layers)
+    with prefix_errors_with_base(cfg):
+        model = without_weights(config)
+    if cfg.lora is not None:
+        put_lora(cfg, model)
+    check_groups(model, stages)
+
+
+def base_config(cfg: DictConfig, settings: Linearization) -> PreTrainedConfig:
+    """The base model's configuration, linearized. Raises ValueError where there is none, or none that fits."""
+    with prefix_errors_with_base(cfg):
+        return linearized_config(read_config(str(cfg.base)), settings)
+
+
+@contextlib.contextmanager
+def prefix_errors_with_base(cfg: DictConfig) -> Iterator[None]:
+    """Put `base=...` before the line of a ValueError that names no key."""
+    try:
+        yield
+    except ValueError as error:
+        said = str(error)
+        if said.startswith("linearization."):
+            raise
+        named = said.startswith(f"{cfg.base} ")
+        raise ValueError(f"base={said}" if named else f"base={cfg.base}: {said}") from error
+
+
+def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
+    """One device, or DDP: adapters and their optimizer are small.
+
+    Raises:
+        ValueError: a strategy that spreads weights, or devices that are not there.
+    """
+    several = len({stage.train for *_, stage in module.stages}) > 1 or any(
+        not stage.cross_entropy and not stage.kl for *_, stage in module.stages
+    )  # of attention_transfer alone layers that stay, and output projections, have no gradient
+    if cfg.strategy._target_:
+        if cfg.strategy.get("context_parallel_size", 1) != 1:
+            raise ValueError(
+                f"strategy.context_parallel_size={cfg.strategy.context_parallel_size} is not for job=linearize: give 1"
+            )
+        of_ddp = hydra.utils.get_class(cfg.strategy._target_) is DataParallel
+        unused = {"find_unused_parameters": cfg.strategy.get("find_unused_parameters", several)} if of_ddp else {}
+        strategy = hydra.utils.instantiate(cfg.strategy, **unused)
+        if not isinstance(strategy, OneDevice | DataParallel):
+            raise ValueError("strategy: job=linearize runs on one device or with strategy=ddp")
+        return strategy
+    try:
+        if count_devices(cfg.trainer.accelerator, cfg.trainer.devices) * cfg.trainer.num_nodes == 1:
+            return OneDevice(device_of(cfg.trainer.accelerator, cfg.trainer.devices))
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise ValueError(f"trainer: {error}") from error
+    return DataParallel(find_unused_parameters=several)
+
+
+def read_base(cfg: DictConfig, data: Any) -> LinearizedForCausalLM:
+    """The base model, linearized.
+
+    Raises:
+        ValueError: it cannot be read, is damaged, or has too few embeddings for the tokenizer.
+    """
+    settings = hydra.utils.instantiate(cfg.linearization, _convert_="all")
+    config = base_config(cfg, settings)
+    known = config.max_position_embeddings
+    for key in ("sequence_length", "validation_length"):
+        if (length := getattr(data, key)) > known:
+            log.warning(
+                f"data.{key}={length} is more than base={cfg.base} was trained for: beyond {known} tokens "
+                f"(max_position_embeddings) the teacher itself is off; give data.{key}={known} or less"
+            )
+    check_tokenizer(cfg, config)
+    with prefix_errors_with_base(cfg):
+        model = load_pretrained(str(cfg.base), settings, DTYPES[cfg.base_dtype])
+        check_finite(model)
+    return model
+
+
+def check_tokenizer(cfg: DictConfig, config: PreTrainedConfig) -> None:
+    """Raise ValueError for a tokenizer with more tokens than the base model has embeddings."""
+    needed = len(hydra.utils.instantiate(cfg.tokenizer).build(None))
+    if needed > config.vocab_size:
+        raise ValueError(
+            f"tokenizer.path={cfg.tokenizer.path} has {needed} tokens, and base={cfg.base} has embeddings for "
+            f"{config.vocab_size}: give the base model's own tokenizer"
+        )
+
+
+def check_finite(model: LinearizedForCausalLM) -> None:
+    """Raise ValueError, naming the first, for weights that are not finite."""
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight.detach().sum(dtype=torch.float32)):
+            raise ValueError(
+                f"{name} holds values that are not finite: the model is damaged, or base_dtype too narrow for it"
+            )
+
+
+def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
+    """Choose which layers of the module's model stay, put LoRA on it, and make the module ready to train it."""
+    model = set_up_layers(cfg, module.model, data, folder)
+    if cfg.teacher_top_k is not None:
+        sequences = math.ceil(cfg.max_tokens / module.batch_tokens) * module.batch_tokens // data.sequence_length
+        module.teacher_store = TeacherStore(data, sequences, cfg.teacher_top_k)
+        device = device_of(cfg.trainer.accelerator, cfg.trainer.devices)
+        module.teacher_store.prepare(model, str(cfg.base), cfg.trainer.precision, device)
+    if cfg.lora is not None:
+        put_lora(cfg, model)
+    module.adopt(model)
+    settings = model.linearization
+    new = sum(parameter.numel() for parameter in model.new_parameters().values())
+    trained = sum(p.numel() for name, p in model.named_parameters() if name in module.trained)
+    gate = "" if settings.gate == "none" else f" {settings.gate}"
+    log.info(
+        f"{settings.mixer}{gate} over {cfg.base}: {new} new parameters, {trained} trained"
+        + (f", softmax layers {list(settings.softmax_layers)}" if settings.softmax_layers else "")
+    )
+    left = groups_of([name for name in model.new_parameters() if name not in module.trained])
+    if left:
+        left.remove("all")
+        log.warning(
+            f"new parameters stay as they begin, since no stage trains them: add {', '.join(left)} to "
+            f"stages.{module.stages[-1][1]}.train, or mean it"
+        )
+
+
+def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
+    """Put the configuration's LoRA on a model, in place. Raises ValueError for one that cannot be."""
+    given = OmegaConf.to_container(cfg.lora, resolve=True)
+    check_keys("lora", given, list(inspect.signature(add_lora).parameters)[1:])
+    add_lora(model, **given)
+
+
+def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
+    """Leave `adapter/` (where there is LoRA) and `export/`, write summary.json, and print what came out."""
+    trainer, module, data = parts
+    summary = measured(trainer, module, data)
+    module.to(trainer.strategy.root_device)  # Lightning has put it into main memory
+    summary["teacher_loss"] = module.measure("teacher") if module.has_teacher else module.before["teacher"]
+    summary["loss_before_training"] = module.before["student"]
+    if not trainer.is_global_zero:
+        return
+    model = module.model
+    summary["new_parameters"] = sum(parameter.numel() for parameter in model.new_parameters().values())
+    summary["trained_parameters"] = sum(p.numel() for n, p in model.named_parameters() if n in module.trained)
+    closing = [f"teacher:  loss {summary['teacher_loss']:.4f} nats per token on the same text"]
+    if summary.get("unigram_bits_per_byte"):
+        unigram = summary["unigram_bits_per_byte"] * math.log(2) * data.validation_bytes / summary["validation_tokens"]
+        if summary["teacher_loss"] < unigram:
+            summary["recovery"] = (unigram - summary["validation_loss"]) / (unigram - summary["teacher_loss"])
+            closing.append(f"recovery: {summary['recovery']:.1%} of the teacher's advantage over the unigram model")
+        else:
+            closing.append(f"recovery: none to tell, token frequencies alone have {unigram:.4f}, less than the teacher")
+    if (has_lora(model) or model.new_parameters()) and not module.changes_base:
+        save_adapter(model, folder / "adapter", base=str(cfg.base))
+        closing.append(f"adapter:  {folder}/adapter/")
+    export_merged(model, data.hf_tokenizer, folder / "export")
+    closing += [
+        f"model:    {folder}/export/ (Hugging Face format; import lit_modules.networks makes it known)",
+        f'write on: palimpsest job=generate checkpoint={folder} prompt="Returns the"',
+    ]
+    conclude(trainer, summary, folder, closing)

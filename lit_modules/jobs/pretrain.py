@@ -1,0 +1,145 @@
+"""`job=pretrain`: train a causal language model from scratch on blocks of text."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import Strategy
+from omegaconf import DictConfig
+
+from data_pipeline.tokenizer import add_document_start, document_start
+from lit_modules.jobs.summary import conclude, measured
+from lit_modules.jobs.training_job import Parts, build_trainer, rehearse, set_lengths, train
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, export_pretrained
+from lit_modules.networks.counting import planned_parameters
+from lit_modules.parallel.choosing import check_memory, choose
+from lit_modules.parallel.context import check_heads, check_tokens
+from lit_modules.parallel.gathering import gathered
+from lit_modules.parallel.layout import Layout
+from lit_modules.parallel.recomputing import check_policy
+from lit_modules.parallel.strategies import Sharded
+from lit_modules.parallel.tensor import check_split
+from lit_modules.planning import out_of_memory
+from lit_modules.pretraining import Pretraining
+
+
+def run(cfg: DictConfig) -> None:
+    """Train (or go on training), and leave a measured model; see lit_modules.jobs.training_job.train."""
+    with out_of_memory.in_one_line(cfg):
+        train(cfg, build, adopt_tokenizer, finish)
+
+
+def check_run(cfg: DictConfig, folder: Path) -> None:
+    """Raise ValueError for settings that `run` would refuse, without the devices, the data and the memory it needs."""
+    rehearse(cfg, folder, functools.partial(build, weights=False))
+
+
+def build(cfg: DictConfig, folder: Path, weights: bool = True) -> tuple[lightning.Trainer, Pretraining, Any]:
+    """Trainer, module and data module of a configuration; nothing is read from the disk yet.
+
+    Args:
+        cfg: the configuration.
+        folder: the run's folder.
+        weights: False makes the network without memory for its weights, for checks.
+
+    Raises:
+        ValueError: a setting cannot work; the line names its key.
+    """
+    data = hydra.utils.instantiate(cfg.data)  # first: the model takes its vocabulary from the tokenizer
+    model_config = hydra.utils.instantiate(cfg.model, _convert_="all")
+    schedule = hydra.utils.instantiate(cfg.schedule)
+    check_policy(cfg.activation_checkpointing, model_config.num_layers)
+    strategy = build_strategy(cfg, model_config)
+    if weights:
+        check_memory(model_config, cfg, strategy)
+    module = Pretraining(
+        model_config,
+        optimizer=hydra.utils.instantiate(cfg.optimizer, _convert_="all"),
+        schedule=schedule,
+        batch_tokens=cfg.data.batch_tokens,
+        sequence_length=cfg.data.sequence_length,
+        compile=cfg.compile,
+        activation_checkpointing=cfg.activation_checkpointing,
+        weights_later=not weights or isinstance(strategy, Sharded),
+    )
+    trainer = build_trainer(cfg, module, strategy, folder)
+    check_spread(model_config, data, trainer.strategy.layout)
+    set_lengths(cfg, trainer, module, data)
+    return trainer, module, data
+
+
+def check_spread(config: PalimpsestConfig, data: Any, layout: Layout) -> None:
+    """Raise ValueError where heads or tokens cannot be shared as `layout` says; the line names the key."""
+    if layout.tensor > 1:
+        check_split(config, layout.tensor)
+    if layout.context > 1:
+        check_heads(config, layout.context, layout.tensor)
+        check_tokens(data.micro_batch_size * data.sequence_length, layout.context)
+        check_tokens(data.validation_batch_tokens(1), layout.context)
+
+
+def build_strategy(cfg: DictConfig, config: PalimpsestConfig) -> Strategy:
+    """The configured strategy, or the one that the model's size and the devices call for.
+
+    Raises:
+        ValueError: the devices asked for are not there.
+    """
+    if cfg.strategy._target_:
+        return hydra.utils.instantiate(cfg.strategy)
+    parameters = planned_parameters(config)
+    try:
+        return choose(cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes, parameters)
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise ValueError(f"trainer: {error}") from error
+
+
+def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Path) -> None:
+    """Make model and tokenizer agree on special tokens, so that the export generates as it was trained.
+
+    The tokenizer adds the start token wherever training documents had it, and generation ends at either end of a
+    document: eos, or the start of the next one.
+
+    Raises:
+        ValueError: the tokenizer has tokens that the model has no embedding for.
+    """
+    rows, needed = module.model.config.vocab_size, data.manifest["vocab_size"]
+    if needed > rows:
+        raise ValueError(
+            f"model.vocab_size={rows} is smaller than the tokenizer's {needed} tokens: "
+            f"give model.vocab_size={needed} or more"
+        )
+    tokenizer, generation = data.hf_tokenizer, module.model.generation_config
+    if data.documents_have_start:
+        add_document_start(tokenizer)
+    start, end = document_start(tokenizer), tokenizer.eos_token_id
+    for config in (module.model.config, generation):
+        config.bos_token_id, config.eos_token_id, config.pad_token_id = start, end, tokenizer.pad_token_id
+    ends = sorted({start, end} - {None})
+    generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+
+
+def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
+    """Export the trained model, write summary.json, and print what came out."""
+    trainer, module, data = parts
+    trained = gathered(module.model, trainer.strategy)
+    if not trainer.is_global_zero:
+        return
+    export(trained, data.hf_tokenizer, folder / "export")
+    closing = [
+        f"model:    {folder}/export/ (Hugging Face format)",
+        f'write on: palimpsest job=generate checkpoint={folder} prompt="Returns the"',
+    ]
+    conclude(trainer, measured(trainer, module, data), folder, closing)
+
+
+def export(model: PalimpsestForCausalLM, tokenizer: Any, folder: Path) -> None:
+    """Write the model and its tokenizer in Hugging Face format, whole or not at all."""
+    if folder.is_dir():  # a run that was killed after this, which has the same weights at its end
+        return
+    beside = folder.with_name(".export")
+    export_pretrained(model, beside)
+    tokenizer.save_pretrained(beside)
+    beside.rename(folder)

@@ -1,0 +1,98 @@
+"""What came out of a training: the numbers of summary.json, and the lines for the terminal."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning
+
+from common.quantities import count
+from data_pipeline.mixtures.card import draw_held_out
+from lit_modules.callbacks.pictures import ignore_disk_errors, show
+from lit_modules.language_modelling import Training
+from lit_modules.launching import run_folder
+
+log = logging.getLogger(__name__)
+
+
+def measured(trainer: lightning.Trainer, module: Training, data: Any) -> dict[str, Any]:
+    """What summary.json says of any training: lengths, sizes, and the loss on the held-out text."""
+    found = module.validation
+    summary: dict[str, Any] = {
+        "tokens": trainer.global_step * module.batch_tokens,
+        "steps": trainer.global_step,
+        "parameters": module.parameter_count.total,
+        "parameters_without_embedding": module.parameter_count.active,
+        "skipped_steps": module.skipped_steps,
+        "validation_loss": found.loss,
+        "validation_perplexity": math.exp(min(found.loss, 700.0)),
+        "validation_tokens": found.tokens,
+        "commit": run_folder.commit(),
+    }
+    if data.validation_bytes:
+        bits = found.loss * found.tokens / math.log(2) / data.validation_bytes
+        summary |= {"bits_per_byte": bits, "validation_bytes": data.validation_bytes, **data.yardsticks()}
+    if found.components:
+        summary["validation_by_component"] = by_component(found.components, data.component_bytes)
+    return summary
+
+
+def by_component(found: dict[str, tuple[float, int]], held_out: dict[str, int]) -> dict[str, dict[str, float]]:
+    """Loss, tokens, and bits for each of its held-out bytes, of each component of a mixture."""
+    return {
+        name: {
+            "loss": loss,
+            "tokens": tokens,
+            "bytes": held_out[name],
+            "bits_per_byte": loss * tokens / math.log(2) / held_out[name],
+        }
+        for name, (loss, tokens) in found.items()
+    }
+
+
+def conclude(trainer: lightning.Trainer, summary: dict[str, Any], folder: Path, closing: list[str]) -> None:
+    """Log a training's last numbers, write summary.json, and print what came out, `closing` lines last."""
+    if "validation_by_component" in summary:
+        picture(trainer, summary, folder / "figures" / "validation_by_component.png")
+    for logger in trainer.loggers:
+        logger.log_metrics({f"final/{k}": v for k, v in summary.items() if isinstance(v, float)}, trainer.global_step)
+    run_folder.write_summary(folder, summary)
+    log.info("\n".join([*held_out_lines(summary, trainer), "", f"pictures: {folder}/figures/", *closing]))
+
+
+@ignore_disk_errors()
+def picture(trainer: lightning.Trainer, summary: dict[str, Any], path: Path) -> None:
+    """Draw the bits per byte of each component."""
+    bits = {name: found["bits_per_byte"] for name, found in summary["validation_by_component"].items()}
+    draw_held_out(list(bits), list(bits.values()), summary["bits_per_byte"], path)
+    show(trainer, "validation_by_component", path)
+
+
+def held_out_lines(summary: dict[str, Any], trainer: lightning.Trainer) -> list[str]:
+    """What the held-out text says of a trained model, and a sample of its writing, for the terminal."""
+    lines = ["", f"held-out text: loss {summary['validation_loss']:.4f} nats per token"]
+    if "bits_per_byte" in summary:
+        rows = [
+            ("this model", summary["bits_per_byte"]),
+            ("xz -9 after training text", summary["xz_after_training_bits_per_byte"]),
+            ("xz -9 of this text alone", summary["xz_bits_per_byte"]),
+            ("token unigram model", summary["unigram_bits_per_byte"]),
+        ]
+        lines.append(f"bits per byte of the {count(summary['validation_bytes'])} held-out bytes:")
+        lines += [f"  {name:<26}{value:.3f}" for name, value in rows if value is not None]
+    if "validation_by_component" in summary:
+        lines.append("of this model, by component:")
+        lines += [f"  {n:<26}{found['bits_per_byte']:.3f}" for n, found in summary["validation_by_component"].items()]
+    samples = sample_of(trainer)
+    if samples:
+        lines += ["", "a sample of its writing:", *(f"  | {line}" for line in samples.splitlines())]
+    return lines
+
+
+def sample_of(trainer: lightning.Trainer) -> str | None:
+    """The last sample that the run wrote, with its prompt."""
+    for callback in trainer.callbacks:
+        if getattr(callback, "texts", None):
+            return callback.prompts[-1] + callback.texts[-1]
+    return None

@@ -1,0 +1,303 @@
+"""What every job that trains does around its training: settings, Trainer, run folder, resuming, loggers."""
+
+import contextlib
+import copy
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning
+import transformers
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
+from lightning.pytorch.strategies import Strategy
+from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
+
+from common.quantities import count
+from common.setting_types import check_type
+from common.settings import check_whole, shown
+from lit_modules import checkpoints
+from lit_modules.callbacks.device_stats import ranks
+from lit_modules.callbacks.preemption import listening
+from lit_modules.callbacks.watchdog import naming_the_cause
+from lit_modules.language_modelling import Training, check_optimizer
+from lit_modules.launching import failures, run_folder
+from lit_modules.launching import process as launched
+from lit_modules.launching.value_types import check_arguments, check_node
+from lit_modules.loggers.csv import MetricsCsv
+from lit_modules.parallel.recomputing import check_policy
+from lit_modules.planning import out_of_memory
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+GROUPS = ("tokenizer", "model", "linearization", "data", "optimizer", "schedule", "strategy", "callbacks", "logger")
+
+Parts = tuple[lightning.Trainer, Any, Any]
+"""Trainer, module (a Training) and data module."""
+
+
+def train(
+    cfg: DictConfig,
+    build: Callable[[DictConfig, Path], Parts],
+    adopt: Callable[[DictConfig, Training, Any, Path], None],
+    finish: Callable[[DictConfig, Parts, Path], None],
+) -> None:
+    """Check the configuration, prepare the text, train (or go on training), and leave a measured model.
+
+    Everything that can be refused is refused before any data is read.
+
+    Args:
+        build: the parts of the training; it refuses what it can, and reads no text.
+        adopt: brings the module together with the prepared data; it may take long, and a run that is killed in it can
+            be resumed.
+        finish: exports and reports what was trained; every rank calls it.
+
+    Raises:
+        ValueError: a setting cannot work; the line names its key.
+        RunFailed: the run could not go on, for a reason that no setting caused.
+    """
+    if not cfg.job.makes_a_run:
+        raise ValueError("job.makes_a_run=false: a training needs a run's folder: leave it true")
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    check_settings(cfg)
+    lightning.seed_everything(cfg.seed, workers=True, verbose=False)
+    quieten_libraries()
+    trainer, module, data = build(cfg, folder)
+    refuse_local_sweep(trainer)
+    lock = run_folder.hold(folder) if trainer.is_global_zero else None
+    config = run_folder.resolved_config(folder, cfg)
+    find = checkpoints.newest_whole if trainer.is_global_zero else checkpoints.newest  # one rank reads it to check it
+    checkpoint = find(folder / "checkpoints")
+    add_loggers(trainer, cfg, folder, config, checkpoint)
+    log.info(f"run: {folder}{start_of(folder, checkpoint)}")
+
+    data.resumed = checkpoints.data_fingerprint(folder / "checkpoints")
+    data.prepare()
+    with run_folder.begun(folder, config) if trainer.is_global_zero else contextlib.nullcontext():
+        adopt(cfg, module, data, folder)
+    module.data_fingerprint = data.fingerprint
+    module.components = tuple(data.component_bytes)
+    module.phase_starts = together(module.phase_starts, data.phase_starts)
+    if trainer.is_global_zero:
+        save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
+    log.info(describe(trainer, module, data))
+    exit_code = 1
+    try:
+        with listening(trainer, module):
+            fit_and_measure(trainer, module, data, checkpoint)
+            finish(cfg, (trainer, module, data), folder)
+        exit_code = 0
+    except (OSError, SafetensorError) as error:
+        raise run_folder.RunFailed(f"{folder}: {error}; resume=auto goes on from the last checkpoint") from error
+    finally:
+        for logger in trainer.loggers:
+            if hasattr(logger, "close"):
+                logger.close(exit_code)
+        if lock is not None:
+            lock.close()
+
+
+def start_of(folder: Path, checkpoint: Path | None) -> str:
+    """Where a run starts, in words; nothing for a new one."""
+    if checkpoint is not None:
+        return f", resumed from {checkpoint.name}"
+    began = (folder / run_folder.CONFIG).is_file()
+    return f", which has no checkpoint in {folder}/checkpoints: it starts from step 0" if began else ""
+
+
+def together(stages: dict[int, str], phases: dict[int, str]) -> dict[int, str]:
+    """The names of what begins at each optimizer step, of a training's own stages and of a mixture's phases."""
+    steps = sorted({*stages, *phases})
+    return {step: ", ".join(name for part in (stages, phases) if (name := part.get(step))) for step in steps}
+
+
+def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, checkpoint: Path | None) -> None:
+    """Train to the end, then measure on all the held-out text unless the last validation was just that.
+
+    Raises:
+        KeyboardInterrupt: the user interrupted the training; Lightning itself would only exit.
+        Preempted: the run was told to end, and has a checkpoint.
+        SilentExit: another rank is the cause of this one's end, and that has been said.
+        RunFailed: the held-out loss is not a number.
+    """
+    with naming_the_cause(trainer):
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        except SystemExit:
+            if trainer.interrupted:
+                raise KeyboardInterrupt("; resume=auto goes on from the last checkpoint") from None
+            raise
+        if module.measured_whole != trainer.global_step:
+            trainer.limit_val_batches = 1.0
+            trainer.validate(module, datamodule=data, verbose=False)
+    if not math.isfinite(module.validation.loss):
+        raise run_folder.RunFailed(
+            f"{trainer.default_root_dir}: the held-out loss at the end is {module.validation.loss}, so nothing is "
+            "exported, and the checkpoints stay: a lower optimizer.lr, a longer schedule.warmup_tokens or "
+            "trainer.precision=32-true may mend it in a new run"
+        )
+
+
+def quieten_libraries() -> None:
+    """Leave out what the libraries say that our own lines say, or that a user can do nothing about."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # it sets its own level when it is imported
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)  # a name, not a use
+    warnings.filterwarnings("ignore", message="The `srun` command is available")  # one process by hand is meant
+    warnings.filterwarnings("ignore", message=".*does not have many workers")  # rows are memory-mapped
+
+
+def check_settings(cfg: DictConfig) -> None:
+    """Raise ValueError for a setting of no group that cannot work; the line names its key."""
+    for key in ("max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens"):
+        check_whole(key, cfg[key], 1)
+    if cfg.validation_tokens is not None:
+        check_whole("validation_tokens", cfg.validation_tokens, 1)
+    check_whole("seed", cfg.seed, 0, 2**32 - 1)
+    check_type("compile", cfg.compile, bool)
+    check_type("data_dir", cfg.data_dir, str)
+    check_policy(cfg.activation_checkpointing)
+    check_arguments(cfg, GROUPS)
+    check_node("trainer", cfg.trainer, lightning.Trainer)
+    check_optimizer(OmegaConf.to_container(cfg.optimizer, resolve=True))
+    if cfg.data.batch_tokens > cfg.max_tokens:
+        raise ValueError(
+            f"data.batch_tokens={cfg.data.batch_tokens} is more than the run's max_tokens={cfg.max_tokens}: lower the "
+            "first, or raise the second"
+        )
+    if cfg.trainer.accelerator not in ACCELERATORS:
+        raise ValueError(
+            f"trainer.accelerator={shown(cfg.trainer.accelerator)} is not supported: give {', '.join(ACCELERATORS)}"
+        )
+    if cfg.trainer.precision not in PRECISIONS:
+        raise ValueError(f"trainer.precision={cfg.trainer.precision} is not supported: give {', '.join(PRECISIONS)}")
+    clip = cfg.trainer.gradient_clip_val
+    if clip is not None and clip < 0:
+        raise ValueError(f"trainer.gradient_clip_val={clip} is not a norm: give a number above 0, or null for no limit")
+
+
+def build_trainer(cfg: DictConfig, module: Training, strategy: Strategy, folder: Path) -> lightning.Trainer:
+    """The Trainer of a configuration, without its loggers.
+
+    Raises:
+        ValueError: the devices asked for are not there.
+    """
+    environment = launched.cluster_environment()
+    callbacks = [hydra.utils.instantiate(callback, _convert_="all") for callback in cfg.callbacks.values() if callback]
+    try:
+        trainer = lightning.Trainer(
+            **cfg.trainer,
+            strategy=strategy,
+            max_steps=math.ceil(cfg.max_tokens / module.batch_tokens),
+            max_epochs=-1,
+            check_val_every_n_epoch=None,
+            callbacks=[*callbacks, checkpoints.RandomState(), first_failure(cfg, folder)],
+            plugins=[environment] if environment else None,
+            logger=False,
+            default_root_dir=folder,
+            use_distributed_sampler=False,  # the data module gives each rank its part of a global batch
+            num_sanity_val_steps=0,
+            inference_mode=False,  # samples are generated in a validation, by modules that may be compiled
+            log_every_n_steps=1,  # nothing is logged through Lightning: this only keeps it from warning
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise ValueError(f"trainer: {error}") from error
+    return trainer
+
+
+def refuse_local_sweep(trainer: lightning.Trainer) -> None:
+    """Raise ValueError for a run of a sweep (-m) that Lightning would start more processes for: it starts them with the
+    same command, and each would be a sweep of its own."""
+    if trainer.world_size > 1 and launched.this_process().alone and HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ValueError(
+            f"trainer.devices={trainer.num_devices}: a sweep's (-m) runs on this machine have one device each: give "
+            "trainer.devices=1, or -m hydra/launcher=slurm"
+        )
+
+
+def rehearse(cfg: DictConfig, folder: Path, build: Callable[[DictConfig, Path], Parts]) -> None:
+    """Raise ValueError for settings that `train` would refuse on the machines that the run is for.
+
+    Args:
+        cfg: the configuration, with trainer.devices and trainer.num_nodes as the launcher starts them.
+        folder: the run's folder; it need not exist.
+        build: as for `train`.
+    """
+    check_settings(cfg)
+    quieten_libraries()
+    here = copy.deepcopy(cfg)
+    here.trainer.accelerator = "cpu"  # this machine may have no GPU, or fewer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the processors that the run is not for
+        build(here, folder)
+    run_folder.resolved_config(folder, cfg)
+
+
+def set_lengths(cfg: DictConfig, trainer: lightning.Trainer, module: Training, data: Any) -> None:
+    """Accumulation, and how often and how much is validated, in micro-batches of this number of ranks."""
+    readers = trainer.strategy.layout.data
+    trainer.accumulate_grad_batches = data.accumulation(readers)
+    if cfg.validation_tokens is not None:
+        trainer.limit_val_batches = math.ceil(cfg.validation_tokens / data.validation_batch_tokens(readers))
+    trainer.val_check_interval = module.steps_of(cfg.validate_every_tokens) * trainer.accumulate_grad_batches
+
+
+def first_failure(cfg: DictConfig, folder: Path) -> LambdaCallback:
+    """Writes down an error in training at once: what Lightning does next ends the other ranks, who would seem first."""
+
+    def record(trainer: lightning.Trainer, module: Training, error: BaseException) -> None:
+        failures.record(folder, out_of_memory.explained(cfg, error))
+
+    return LambdaCallback(on_exception=record)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Keep the tokenizer in the run's folder, so that the run can generate by itself."""
+    if not folder.is_dir():
+        beside = folder.with_name(".tokenizer")
+        tokenizer.save_pretrained(beside)
+        beside.rename(folder)
+
+
+def add_loggers(
+    trainer: lightning.Trainer, cfg: DictConfig, folder: Path, config: dict[str, Any], checkpoint: Path | None
+) -> None:
+    """Give the trainer metrics.csv and the configured loggers, which go on where the checkpoint stands."""
+    if not trainer.is_global_zero:
+        return
+    metrics = MetricsCsv(folder)
+    step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+    metrics.resume_from(step)
+    settings = {**config, "commit": run_folder.commit(), "ranks": ranks(trainer)}
+    # the settings name targets themselves, which Hydra must not build: given after it
+    others = [hydra.utils.instantiate(logger, _partial_=True) for logger in cfg.logger.values()]
+    trainer.loggers = [metrics, *(logger(folder=folder, settings=settings) for logger in others)]
+
+
+def describe(trainer: lightning.Trainer, module: Training, data: Any) -> str:
+    """What is about to be trained, in three lines."""
+    tokens = trainer.max_steps * module.batch_tokens
+    passes = tokens / (data.train_sequences * data.sequence_length)
+    return (
+        f"model: {count(module.parameter_count.active)} parameters and "
+        f"{count(module.parameter_count.embedding)} in the input embedding\n"
+        f"text: {count(data.train_sequences * data.sequence_length)} tokens in sequences of {data.sequence_length}; "
+        f"{count(tokens)} tokens to train on, {passes:.2f} passes\n"
+        f"steps: {trainer.max_steps} of {count(module.batch_tokens)} tokens, "
+        f"{trainer.accumulate_grad_batches} x {data.micro_batch_size} sequences on each of {trainer.world_size} "
+        f"{trainer.accelerator.__class__.__name__.removesuffix('Accelerator')}, {trainer.precision}"
+    )

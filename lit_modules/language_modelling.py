@@ -1,0 +1,371 @@
+"""What every training of a language model shares: steps that are not finite, schedules in tokens, held-out text."""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim.lr_scheduler import LambdaLR
+
+from common.settings import is_number, shown
+from data_pipeline.fingerprint import other_text
+from lit_modules.launching.run_folder import RunFailed
+from lit_modules.networks import ParameterCount
+from lit_modules.networks.positions import locate
+from lit_modules.parallel.context import ContextParallel
+from lit_modules.parallel.gathering import of_all_ranks
+from lit_modules.parallel.gradients import clip_gradients, local
+from lit_modules.schedules import Plateau
+
+log = logging.getLogger(__name__)
+
+MOST_SKIPPED = 10  # steps in a row that may be skipped before the run stops
+
+
+@dataclass
+class Validation:
+    """What a validation found.
+
+    position_loss, position_tokens: [positions] float64, the mean loss at each position and how many tokens it is the
+    mean of (0 where there are none). Positions count from the start of the document or, where a sequence cut it, of the
+    sequence: that is what the model sees. loss: nats per token over all `tokens`. components: of a mixture,
+    (loss, tokens) of each component whose text was read.
+    """
+
+    position_loss: Any
+    position_tokens: Any
+    components: dict[str, tuple[float, int]] = field(default_factory=dict)
+    loss: float = field(init=False)
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = int(self.position_tokens.sum())
+        self.loss = float((self.position_loss * self.position_tokens).sum() / max(self.tokens, 1))
+
+
+class Training(lightning.LightningModule):
+    """Next-token training of a causal language model on packed batches, whatever the model and the loss.
+
+    A kind of training makes `model`, `parameter_count` and `flops_per_token`, and says what the loss of a batch is.
+
+    Args:
+        optimizer: called with parameter groups, gives the optimizer.
+        schedule: from tokens seen to a factor of the peak learning rate (lit_modules.schedules).
+        batch_tokens: tokens of an optimizer step, over all ranks and accumulation steps.
+        compile: torch.compile each block.
+        activation_checkpointing: what the backward pass computes again.
+
+    Batches are dicts as `data_pipeline.token_data` gives them: input_ids, targets int64 [1, N] (-100: no target),
+    cu_seqlens int32 [documents + 1]; of a mixture's held-out text also component int64 [sequences].
+
+    After its making may be set: data_fingerprint, which checkpoints keep; components, the names behind the numbers in
+    `component`; phase_starts, from optimizer steps to the names of the phases that begin with them.
+
+    Raises:
+        ValueError: the optimizer cannot be built from its settings.
+    """
+
+    model: Any
+    parameter_count: ParameterCount
+    flops_per_token: int
+
+    def __init__(
+        self,
+        *,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
+        schedule: Callable[[int], float],
+        batch_tokens: int,
+        compile: bool,
+        activation_checkpointing: str | int,
+    ) -> None:
+        super().__init__()
+        check_optimizer(getattr(optimizer, "keywords", {}))
+        try:
+            trial = optimizer([torch.nn.Parameter(torch.ones(1))])
+            trial.param_groups[0]["params"][0].grad = torch.ones(1)
+            trial.step()
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise ValueError(f"optimizer: {error}") from error
+        self.make_optimizer, self.schedule = optimizer, schedule
+        self.batch_tokens = batch_tokens
+        self.data_fingerprint: str | None = None
+        self.components: tuple[str, ...] = ()
+        self.phase_starts: dict[int, str] = {}
+        self.compile_blocks, self.activation_checkpointing = compile, activation_checkpointing
+        self.context: ContextParallel | None = None
+        self.micro_losses: list[torch.Tensor] = []  # of the step under way, each times its share
+        self.micro_shares: list[torch.Tensor] = []  # of those micro-batches; empty where all count alike
+        self.window_loss, self.window_steps = 0.0, 0  # since the last report
+        self.gradient_norm, self.learning_rate = 0.0, 0.0  # of the last step
+        self.skipped_steps, self.skipped_in_a_row = 0, 0
+        self.asked_to_end = (False, False, False)  # this rank, by each of callbacks.preemption's SIGNALS, which sets it
+        self.agreed_to_end = (False, False, False)  # any rank, as of the last reduction
+        self.validation: Validation | None = None
+        self.measured_whole: int | None = None  # the step at which a validation last read all the held-out text
+        self._sums: torch.Tensor | None = None
+        self._component_sums: torch.Tensor | None = None
+
+    @abstractmethod
+    def training_loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The loss of what this rank reads of a micro-batch, a scalar with a gradient."""
+
+    @abstractmethod
+    def token_losses(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Nats of each token `[N]`, 0 where there is no target; without a gradient."""
+
+    def share(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """What a micro-batch's loss counts for beside those of the other micro-batches of its step, a scalar; None
+        where all count alike."""
+        return None
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What the optimizer is to train, with weight decay for matrices only."""
+        kept = self.model.no_decay_parameters()
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        return [
+            {"params": [p for name, p in named if name not in kept]},
+            {"params": [p for name, p in named if name in kept], "weight_decay": 0.0},
+        ]
+
+    def take_metrics(self) -> dict[str, float]:
+        """What there is to log of the steps since the last call, beside their loss. Every rank takes part."""
+        return {}
+
+    def factor(self, group: int, tokens: int) -> float:
+        """The factor of the peak learning rate of a parameter group, after so many tokens."""
+        return self.schedule(tokens)
+
+    def steps_of(self, tokens: int) -> int:
+        """Optimizer steps in `tokens`, rounded, at least one."""
+        return max(1, round(tokens / self.batch_tokens))
+
+    def ends_step(self, batch_idx: int) -> bool:
+        """Whether the micro-batch `batch_idx` completes an optimizer step."""
+        return (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
+
+    def on_train_batch_start(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Say which phase of a mixture begins."""
+        step = self.trainer.global_step
+        if step not in self.phase_starts or batch_idx % self.trainer.accumulate_grad_batches:
+            return
+        number, tokens = list(self.phase_starts).index(step), step * self.batch_tokens
+        for logger in self.trainer.loggers:
+            logger.log_metrics({"tokens": tokens, "train/phase": number + 1}, step)
+        if self.trainer.is_global_zero:
+            log.info(f"phase {number + 1} of {len(self.phase_starts)} begins: {self.phase_starts[step]}")
+
+    def own_part(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Of a batch, what this rank reads: all of it, unless ranks share sequences."""
+        if self.compile_blocks:  # the number of documents changes from batch to batch: else it would compile twice
+            torch._dynamo.maybe_mark_dynamic(batch["cu_seqlens"], 0)
+        return batch if self.context is None else self.context.part(batch)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        batch = self.own_part(batch)
+        loss, share = self.training_loss(batch), self.share(batch)
+        if share is not None:
+            loss = loss * share
+            self.micro_shares.append(share)
+        self.micro_losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """The optimizer, and the schedule at the middle of each step's tokens."""
+        optimizer = self.make_optimizer(self.parameter_groups())
+        factors = [
+            lambda step, group=group: self.factor(group, int((step + 0.5) * self.batch_tokens))
+            for group in range(len(optimizer.param_groups))
+        ]
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, factors), "interval": "step"},
+        }
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the global norm; where it or the loss is not finite, drop the gradients: the step changes nothing.
+
+        Raises:
+            RunFailed: ten steps in a row were dropped.
+        """
+        limit = gradient_clip_val or float("inf")  # as for Lightning, 0 is no limit
+        loss = torch.stack(self.micro_losses).mean() * self.weigh_gradients()
+        norm = clip_gradients(self.parameters(), limit)
+        self.learning_rate = max(group["lr"] for group in optimizer.param_groups)  # a stage leaves some at 0
+        self.micro_losses.clear()
+        if self.agree(torch.isfinite(norm) & torch.isfinite(loss)):
+            self.skipped_in_a_row = 0
+            self.gradient_norm = float(norm)
+            self.window_loss, self.window_steps = self.window_loss + float(loss), self.window_steps + 1
+            return
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        step = self.trainer.global_step + 1
+        found = f"loss {float(loss):g}, gradient norm {float(norm):g}"
+        log.warning(f"step {step} is skipped: it is not finite ({found}); {self.skipped_steps} skipped so far")
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise RunFailed(
+                f"stopped at step {step}: {MOST_SKIPPED} steps in a row were not finite ({found}); "
+                "a lower optimizer.lr, a longer schedule.warmup_tokens or trainer.precision=32-true may mend it"
+            )
+
+    def weigh_gradients(self) -> torch.Tensor | float:
+        """Divide the gradients, means over the step's micro-batches on all ranks, by the mean of their shares: they are
+        then means over all that counts in the step, however it was cut. Returns the factor."""
+        if not self.micro_shares:
+            return 1.0
+        mean = self.trainer.strategy.reduce(torch.stack(self.micro_shares).mean(), reduce_op="mean")
+        self.micro_shares.clear()
+        factor = torch.where(mean > 0, 1 / mean, 0.0)
+        torch._foreach_mul_([local(p.grad) for p in self.parameters() if p.grad is not None], factor)
+        return factor
+
+    def agree(self, finite: torch.Tensor | bool) -> bool:
+        """Whether it is finite on every rank. In the same reduction, `agreed_to_end` takes what any rank was told."""
+        told = torch.tensor([0.0, *map(float, self.asked_to_end)], device=self.device)
+        told[0] = ~torch.as_tensor(finite, device=self.device)
+        found, *asked = self.trainer.strategy.reduce(told, reduce_op="sum").tolist()
+        self.agreed_to_end = tuple(number > 0 for number in asked)
+        return not found
+
+    def take_mean_loss(self) -> float:
+        """The mean loss of the steps since the last call, over all ranks; NaN if every one was skipped."""
+        sums = torch.tensor([self.window_loss, float(self.window_steps)], device=self.device)
+        total, steps = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
+        self.window_loss, self.window_steps = 0.0, 0
+        return total / steps if steps else float("nan")
+
+    def window(self) -> list[float]:
+        """This rank's sums of the steps since the last report."""
+        return [self.window_loss, float(self.window_steps)]
+
+    def restore_window(self, sums: list[float]) -> None:
+        """Take back what `window` gave."""
+        self.window_loss, self.window_steps = sums[:2]
+
+    def on_validation_epoch_start(self) -> None:
+        length = self.trainer.datamodule.validation_length
+        self._sums = torch.zeros(2, length, dtype=torch.float64, device=self.device)
+        self._component_sums = torch.zeros(2, len(self.components), dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Add each token's loss to the sum of its position and, in a mixture, of its component."""
+        if self.components:
+            of_sequences = batch["component"]
+            length = batch["targets"].shape[1] // len(of_sequences)
+            batch = batch | {"component": of_sequences.repeat_interleave(length)}
+        batch = self.own_part(batch)
+        losses = self.token_losses(batch).double()
+        counts = (batch["targets"][0] != -100).double()
+        if "positions" in batch:
+            position = batch["positions"].index[0]
+        else:
+            position = locate(1, len(losses), 0, losses.device, cu_seqlens=batch["cu_seqlens"]).index[0]
+        self._sums.index_add_(1, position, torch.stack((losses, counts)))
+        if self.components:
+            self._component_sums.index_add_(1, batch["component"], torch.stack((losses, counts)))
+
+    def on_validation_epoch_end(self) -> None:
+        total, tokens = self._over_ranks(self._sums).cpu().numpy()
+        self.validation = Validation(total / tokens.clip(min=1), tokens, self._component_losses())
+        step = self.trainer.global_step
+        limit = self.trainer.limit_val_batches  # as for Lightning, 1.0 is all the batches and 1 is one batch
+        self.measured_whole = step if isinstance(limit, float) and limit == 1.0 else None
+        if self.trainer.state.fn == TrainerFn.FITTING:  # the one at the end is of all the text: another curve
+            metrics = {"tokens": step * self.batch_tokens, "validation/loss": self.validation.loss}
+            metrics |= {f"validation/loss/{name}": loss for name, (loss, _) in self.validation.components.items()}
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics, step)
+            if isinstance(self.schedule, Plateau):
+                self.schedule.observe(self.validation.loss)
+        if self.trainer.is_global_zero:
+            log.info(f"held-out loss {self.validation.loss:.4f} over {self.validation.tokens} tokens")
+
+    def _over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, counting the tokens of those that share heads once: each of them has had them all."""
+        layout = getattr(self.trainer.strategy, "layout", None)
+        return self.trainer.strategy.reduce(sums, reduce_op="sum") / (1 if layout is None else layout.tensor)
+
+    def _component_losses(self) -> dict[str, tuple[float, int]]:
+        """(loss, tokens) of each component that the validation has read, over all ranks."""
+        if not self.components:
+            return {}
+        sums = self._over_ranks(self._component_sums).T.tolist()
+        return {
+            name: (total / tokens, int(tokens))
+            for name, (total, tokens) in zip(self.components, sums, strict=True)
+            if tokens
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["palimpsest"] = {
+            "model_config": self.model.config.to_diff_dict(),
+            "data_fingerprint": self.data_fingerprint,
+            "windows": self.windows_of_all_ranks(),
+            "gradient_norm": self.gradient_norm,
+            "skipped": [self.skipped_steps, self.skipped_in_a_row],
+        }
+        if isinstance(self.schedule, Plateau):
+            checkpoint["palimpsest"]["schedule"] = self.schedule.state_dict()
+
+    def windows_of_all_ranks(self) -> list[list[float]]:
+        """`window` of each rank. Every rank takes part."""
+        own = torch.tensor(self.window(), dtype=torch.float64, device=self.device)
+        return torch.stack(of_all_ranks(own, self.trainer.world_size)).tolist()
+
+    def own_window(self, windows: list[list[float]]) -> list[float]:
+        """This rank's of the windows in a checkpoint; their mean where another number of ranks wrote them."""
+        if len(windows) == self.trainer.world_size:
+            return windows[self.trainer.global_rank]
+        return [sum(sums) / len(windows) for sums in zip(*windows, strict=True)]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the counters back, and place Lightning's count of micro-batches where the optimizer step is: the
+        number of micro-batches in a step may have changed with the devices or the micro-batch.
+
+        Raises:
+            ValueError: the checkpoint was trained on other blocks.
+        """
+        state = checkpoint["palimpsest"]
+        if self.data_fingerprint is not None and state["data_fingerprint"] != self.data_fingerprint:
+            raise ValueError(other_text(state["data_fingerprint"], self.data_fingerprint))
+        # older checkpoints have rank 0's alone
+        self.restore_window(self.own_window(state["windows"] if "windows" in state else [state["window"]]))
+        self.gradient_norm = state["gradient_norm"]
+        self.skipped_steps, self.skipped_in_a_row = state["skipped"]
+        if isinstance(self.schedule, Plateau):
+            self.schedule.load_state_dict(state["schedule"])
+        done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for part in ("total", "current"):
+            behind = {name: progress[part]["processed"] - number for name, number in progress[part].items()}
+            progress[part] = {name: done - max(0, less) for name, less in behind.items()}
+
+
+def check_optimizer(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming the key, for a setting that no optimizer of torch can work with."""
+    lr, decay = settings.get("lr", 1.0), settings.get("weight_decay", 0.0)
+    if not is_number(lr) or lr <= 0:
+        raise ValueError(f"optimizer.lr={shown(lr)}: give a learning rate above 0")
+    if not is_number(decay) or decay < 0:
+        raise ValueError(f"optimizer.weight_decay={shown(decay)}: give a number, 0 or more")
+    betas = settings.get("betas", (0.0, 0.0))
+    if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(f"optimizer.betas={shown(betas)}: give numbers of 0 or more, below 1, as [0.9,0.95]")
+
+
+def as_arguments(batch: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the model for a batch, or for a rank's part of one, which holds positions in place of
+    cu_seqlens."""
+    where = "positions" if "positions" in batch else "cu_seqlens"
+    return {"input_ids": batch["input_ids"], "shift_labels": batch["targets"], where: batch[where]}

@@ -1,0 +1,182 @@
+"""What the ranks of a run have to agree in: the code, the folder, the devices, and how many they are."""
+
+import hashlib
+import logging
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from common.settings import check_whole, shown
+from data_pipeline.parallel import most_processes
+from lit_modules.launching import rendezvous, run_folder
+from lit_modules.launching.failures import host
+from lit_modules.launching.process import ProcessInfo, this_process
+
+log = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("palimpsest.py", "lit_modules/**/*.py", "data_pipeline/**/*.py", "kernels/**/*.py")
+SKEW = 30.0  # seconds between two nodes' clocks that are worth a line; nothing of ours depends on them
+
+
+def apply_launcher_sizes(trainer: DictConfig, here: ProcessInfo) -> None:
+    """Put what the launcher started into trainer.devices and trainer.num_nodes where they say nothing of their own.
+
+    Raises:
+        ValueError: what they do say is not what was started.
+    """
+    check_whole("trainer.num_nodes", trainer.num_nodes, 1)
+    check_devices(trainer.accelerator, trainer.devices)
+    if not here.from_outside:
+        if trainer.num_nodes != 1:
+            raise ValueError(
+                f"trainer.num_nodes={trainer.num_nodes}: one process was started, on one node: start the command on "
+                "each with srun or torchrun, or give -m hydra/launcher=slurm hydra.launcher.nodes="
+                f"{trainer.num_nodes}"
+            )
+        return
+    if not here.even:
+        raise ValueError(
+            f"srun started {here.world_size} tasks on {here.nodes} nodes, not as many on each: give --ntasks-per-node"
+        )
+    if trainer.num_nodes == 1:
+        trainer.num_nodes = here.nodes
+    found = devices(trainer.devices)
+    if found is None:
+        trainer.devices = here.local_size
+    elif (found, trainer.num_nodes) != (here.local_size, here.nodes):
+        needed = found * trainer.num_nodes
+        options = {"srun": "--nodes={} --ntasks-per-node={}", "torchrun": "--nnodes={} --nproc-per-node={}"}
+        raise ValueError(
+            f"trainer.devices={trainer.devices} on trainer.num_nodes={trainer.num_nodes} are {needed} processes, and "
+            f"{here.launcher} started {here.world_size} on {here.nodes} node{'s' * (here.nodes > 1)}: give "
+            f"{here.launcher} {options[here.launcher].format(trainer.num_nodes, found)}, or trainer.devices="
+            f"{here.local_size} trainer.num_nodes={here.nodes}"
+        )
+
+
+def check_devices(accelerator: str, asked: Any) -> None:
+    """Raise ValueError unless trainer.devices is a number of devices, auto, or of GPUs the numbers of some or all."""
+    asked = list(asked) if OmegaConf.is_list(asked) else asked
+    given = asked.strip(",").split(",") if isinstance(asked, str) else asked if isinstance(asked, list) else []
+    numbered = bool(given) and all(str(each).strip().isdigit() for each in given)
+    if asked == "auto" or (accelerator != "cpu" and (numbered or asked in (-1, "-1"))):
+        return
+    if not isinstance(asked, int) or isinstance(asked, bool) or not 1 <= asked <= most_processes():
+        gpus = "" if accelerator == "cpu" else ", the numbers of GPUs as [0,1]"
+        raise ValueError(
+            f"trainer.devices={shown(asked)}: give a whole number from 1 to {most_processes()}{gpus}, or auto"
+        )
+
+
+def devices(asked: Any) -> int | None:
+    """How many devices of a node trainer.devices asks for; None where it leaves that open."""
+    if asked in ("auto", -1, "-1"):
+        return None
+    if isinstance(asked, str):
+        return len(asked.strip(",").split(",")) if "," in asked else int(asked)
+    return asked if isinstance(asked, int) else len(asked)
+
+
+def agree(cfg: DictConfig, folder: Path) -> None:
+    """Have all ranks compare what they are, once the folder is known to each, and take the launcher's numbers.
+
+    Raises:
+        ValueError: they cannot run together; on rank 0, which says so. run_folder.SilentExit: the same, on the others.
+    """
+    met = rendezvous.meeting()
+    if met is None:
+        apply_launcher_sizes(cfg.trainer, this_process())
+        return
+    announced = met.announce("token", lambda: [time.time(), rendezvous.write_token(folder)])
+    # the clock is read before the folder is looked for, which may take its time
+    now = time.time()
+    mine = report(met.here) | {"time": now, "sees": rendezvous.sees(folder, announced[1])}
+    if not mine["sees"]:
+        run_folder.discard_unbegun(folder)  # Hydra has made it, on a disk of this node's own
+
+    def judge_them() -> None:
+        reports = met.report("report", mine)
+        (folder / rendezvous.TOKEN).unlink(missing_ok=True)
+        apply_launcher_sizes(cfg.trainer, met.here)
+        check_ranks_agree(reports, cfg, folder)
+        warn_of_clocks(reports, announced[0], time.time())
+
+    if met.here.rank > 0:
+        met.report("report", mine)
+    met.announce("verdict", judge_them)
+    apply_launcher_sizes(cfg.trainer, met.here)
+
+
+def report(here: ProcessInfo) -> dict[str, Any]:
+    """What a rank has to say of itself, but for its clock and the folder."""
+    import torch
+
+    return {
+        "rank": here.rank,
+        "host": host(),
+        "commit": run_folder.commit() if here.local_rank == 0 else None,
+        "code": fingerprint(),
+        "torch": torch.__version__,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "gpus": torch.cuda.device_count(),
+    }
+
+
+@cache
+def fingerprint() -> str:
+    """Eight hexadecimal digits of this installation's Python files."""
+    digest = hashlib.sha256()
+    for path in sorted(file for part in PARTS for file in ROOT.glob(part)):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def check_ranks_agree(reports: list[dict[str, Any]], cfg: DictConfig, folder: Path) -> None:
+    """Raise ValueError for the first thing in which the ranks' reports do not fit together."""
+    first = reports[0]
+    blind = next((each for each in reports if not each["sees"]), None)
+    if blind is not None:
+        raise ValueError(
+            f"runs_dir={cfg.runs_dir} is not shared: {blind['host']} does not see {folder}, which {first['host']} made:"
+            " give one on a file system that all nodes share"
+        )
+    for name, words in (("code", "versions of the code"), ("torch", "torch"), ("python", "Python")):
+        other = next((each for each in reports if each[name] != first[name]), None)
+        if other is not None:
+            here, there = (version(each, name) for each in (first, other))
+            raise ValueError(
+                f"the nodes have different {words}: {here} on {first['host']}, {there} on {other['host']}: run all "
+                "nodes from one checkout and one environment, on a file system that they share"
+            )
+    if cfg.trainer.accelerator in ("gpu", "cuda") or any(each["gpus"] for each in reports):
+        if cfg.trainer.accelerator == "cpu":
+            return
+        asked = devices(cfg.trainer.devices) or 1
+        poor = next((each for each in reports if each["gpus"] < asked), None)
+        if poor is not None:
+            raise ValueError(
+                f"trainer.devices={cfg.trainer.devices}: rank {poor['rank']} on {poor['host']} finds {poor['gpus']} "
+                f"GPUs: ask for more, for all tasks of a node together (--gpus-per-node={asked}), or give fewer devices"
+            )
+
+
+def version(each: dict[str, Any], name: str) -> str:
+    """A report's version of something; of the code the commit, too."""
+    return f"{each['commit']} ({each[name]})" if name == "code" and each["commit"] else each[name]
+
+
+def warn_of_clocks(reports: list[dict[str, Any]], asked: float, heard: float) -> None:
+    """Say which node's clock is far from rank 0's. Each has read its own between two moments of rank 0's."""
+    for each in reports:
+        skew = each["time"] - heard if each["time"] > heard else min(0.0, each["time"] - asked)
+        if abs(skew) > SKEW:
+            log.warning(
+                f"the clock of {each['host']} is {abs(skew):.0f} s {'before' if skew > 0 else 'behind'} that of "
+                f"{reports[0]['host']}: times in logs do not compare (the run itself needs no clocks)"
+            )
+            return

@@ -1,0 +1,212 @@
+"""Runs given to SLURM through submitit: what the launcher of hydra-submitit-launcher calls instead of submitit's own.
+
+submitit makes the script, carries the run to its tasks and keeps their results. Everything that a person meets is here:
+what sbatch refuses, what is waited for and how that is seen, and which rank failed.
+"""
+
+import contextlib
+import copy
+import io
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from submitit.core import plugins
+from submitit.core.job_environment import JobEnvironment
+from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, pickle_load
+from submitit.slurm.slurm import SlurmExecutor
+
+from lit_modules.launching import rehearsal, run_folder, slurm_queue
+from lit_modules.launching.failures import first_failed
+from lit_modules.launching.launcher_settings import check_launcher
+from lit_modules.launching.start import started_by
+
+STARTED_BY_SLURM = re.compile(r"slurm (?P<job>\d+)\..*")  # as Ranks.job names a start
+OF_THE_LAUNCHER = ("_target_", "submitit_folder", "max_num_timeout")  # what does not go to submitit's parameters
+
+
+def take_over(config: DictConfig) -> None:
+    """Have submitit submit through `Submission` from now on, with the settings of this configuration."""
+    Submission.config = config
+    plugins.get_executors()[SlurmExecutor.name()] = Submission
+
+
+class Task:
+    """What each task of a job calls: the launcher's own function, in a process as the command makes its own."""
+
+    def __init__(self, launch: Any) -> None:
+        self.launch = launch
+
+    def __call__(self, *arguments: Any) -> Any:
+        from lit_modules.launching.start import register_resolvers
+        from lit_modules.launching.supervision import supervise
+
+        # submitit's handlers would requeue the job and swallow SIGTERM; the run sets its own when it trains
+        for number in (signal.SIGTERM, signal.SIGCONT, JobEnvironment._usr_sig()):
+            signal.signal(number, signal.SIG_DFL)
+        supervise()
+        os.environ["HYDRA_FULL_ERROR"] = "1"
+        register_resolvers()
+        return self.launch(*arguments)
+
+
+class Submission(SlurmExecutor):
+    """submitit's executor for SLURM, which waits for its jobs, and says what becomes of them.
+
+    `config`: the whole configuration of the command, Hydra's part included.
+    """
+
+    config: DictConfig
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        try:
+            check_launcher(self.config, self.settings_known())
+        except ValueError:
+            self.discard()
+            raise
+        super().__init__(*arguments, **settings)
+
+    @classmethod
+    def settings_known(cls) -> set[str]:
+        """The names of all settings that the launcher takes."""
+        return {*OF_THE_LAUNCHER, *cls._equivalence_dict(), *cls._valid_parameters()}
+
+    @classmethod
+    def name(cls) -> str:
+        return SlurmExecutor.name()
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2  # also where there is no SLURM: a script can be printed there
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Any]:
+        """Submit the runs of a sweep and wait for them. Returns submitit's jobs, all of which have ended well.
+
+        Raises:
+            ValueError: a setting is none that SLURM can take. run_folder.RunFailed: a job failed.
+            KeyboardInterrupt: the user does not wait any longer.
+        """
+        sweep = Path(self.config.hydra.sweep.dir).absolute()
+        try:
+            folders = [sweep / run_folder.sweep_run(str(sweep), delayed.args[2]) for delayed in delayed_submissions]
+            for delayed, folder in zip(delayed_submissions, folders, strict=True):
+                rehearsal.check_run(delayed.function, delayed.args[0], folder)
+                delayed.function = Task(delayed.function)
+        except Exception:
+            self.discard()
+            raise
+        if self.config.dry_run:
+            self.print_script(len(delayed_submissions))
+            self.discard()
+            raise SystemExit(0)
+        if shutil.which("sbatch") is None:
+            self.discard()
+            slurm_queue.ask("sbatch")
+        try:
+            refuse_what_is_queued(folders)
+            with contextlib.redirect_stderr(io.StringIO()):  # where submitit repeats what sbatch says
+                jobs = super()._internal_process_submissions(delayed_submissions)
+            numbers = [job.job_id for job in jobs]
+            slurm_queue.refuse_if_never_to_begin(numbers, self.config.hydra.launcher)
+        except (FailedJobError, ValueError) as error:
+            self.discard()
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(slurm_queue.refused(str(error), self.config.hydra.launcher)) from error
+        self.wait(jobs, {job.job_id: folder for job, folder in zip(jobs, folders, strict=True)})
+        return jobs
+
+    def discard(self) -> None:
+        """Remove the folder of a sweep of which no run began, and those above it up to runs_dir that are empty then. A
+        folder in which there is anything else stays."""
+        sweep, runs_dir = Path(self.config.hydra.sweep.dir).absolute(), Path(self.config.runs_dir).absolute()
+        if {path.name for path in sweep.iterdir()} <= {".submitit", "multirun.yaml"}:
+            shutil.rmtree(sweep)
+        for folder in sweep.parents:
+            if folder == runs_dir or runs_dir in folder.parents:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+    def print_script(self, count: int) -> None:
+        """Print what would be given to sbatch for so many runs."""
+        script = copy.copy(self)
+        script.parameters = self.parameters | ({"map_count": count} if count > 1 else {})
+        print(script._make_submission_file_text(self._submitit_command_str, ""), flush=True)
+
+    def wait(self, jobs: list[Any], folders: dict[str, Path]) -> None:
+        """Wait for the jobs, and say what becomes of them.
+
+        Raises:
+            run_folder.RunFailed: one or several failed; the line says which rank did first, and where its log is.
+            KeyboardInterrupt: the user does not wait any longer.
+        """
+        numbers = ",".join(dict.fromkeys(job.job_id.partition("_")[0] for job in jobs))
+        print(f"submitted to SLURM: job {numbers}; follow with: squeue --jobs={numbers}", flush=True)
+        for job in jobs:
+            print(f"job {job.job_id}: run {folders[job.job_id]}; output of its tasks {job.paths.folder}", flush=True)
+        paths = {job.job_id: JobPaths(self.folder, job_id=job.job_id, task_id=0) for job in jobs}
+        try:
+            ended = slurm_queue.follow(list(paths), say, lambda job: paths[job].result_pickle.exists())
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"; the jobs go on: follow them with squeue --jobs={numbers}, cancel them with scancel "
+                f"{numbers.replace(',', ' ')}"
+            ) from None
+        failed = [job for job in jobs if ended[job.job_id].word != "COMPLETED" or not succeeded(job)]
+        if failed:
+            lines = [f"job {job.job_id}: {reason(job, ended[job.job_id], folders[job.job_id])}" for job in failed]
+            many = f"{len(failed)} of {len(jobs)} runs failed: " if len(jobs) > 1 else ""
+            raise run_folder.RunFailed(many + "; ".join(lines))
+
+
+def refuse_what_is_queued(folders: list[Path]) -> None:
+    """Raise ValueError for a run to be resumed whose job is still queued or running: two jobs would have one folder."""
+    for folder in folders:
+        start = STARTED_BY_SLURM.fullmatch(started_by(folder) or "")
+        state = start and (slurm_queue.states([start["job"]]) or {}).get(start["job"])
+        if state and state.word not in slurm_queue.ENDED:
+            raise ValueError(
+                f"resume: {folder} is that of SLURM job {start['job']}, which is {state.word.lower()}: wait for it, or "
+                f"cancel it first (scancel {start['job']})"
+            )
+
+
+def say(job: str, state: slurm_queue.State) -> None:
+    """Say that a job's state has changed."""
+    why = f" ({state.reason})" if state.reason not in ("", "None") else ""
+    print(f"job {job}: {state.word.lower().replace('_', ' ')}{why}", flush=True)
+
+
+def succeeded(job: Any, seconds: float = 10.0) -> bool:
+    """Whether every task of a job has left its result, and it is a good one. A file system may take its time."""
+    deadline = time.monotonic() + seconds
+    for rank in range(job.num_tasks):
+        path = JobPaths(job.paths.folder, job_id=job.job_id, task_id=rank).result_pickle
+        while not path.exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+        outcome, _ = pickle_load(path)
+        if outcome != "success":
+            return False
+    return True
+
+
+def reason(job: Any, state: slurm_queue.State, folder: Path) -> str:
+    """Why a job failed: the first failed rank's line, or what its tasks said last, or how SLURM ended it."""
+    said = first_failed(folder) or last_words(job)
+    end = state.word.lower().replace("_", " ") + (f", {state.exit}" if state.exit else "")
+    return said or f"{end}, without a word; see {job.paths.stderr.parent}"
+
+
+def last_words(job: Any) -> str | None:
+    """The line of ours, or else the last one, that a job's tasks left in submitit's logs."""
+    logs = sorted(job.paths.folder.glob(f"{job.job_id}_*_log.err"))
+    lines = [line.strip() for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    mine = [line.removeprefix("palimpsest: ") for line in lines if line.startswith("palimpsest: ")]
+    return (mine or lines or [None])[-1]

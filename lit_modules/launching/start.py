@@ -1,0 +1,123 @@
+"""How a run begins, on each of its ranks: its folder, whether there is anything left to do, and where its log is."""
+
+import contextlib
+import json
+import logging
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from common.atomic_files import write_atomic
+from common.setting_types import check_type
+from lit_modules.launching import consistency, failures, rank_logs, rendezvous, restarts, supervision
+from lit_modules.launching.choices import choices
+from lit_modules.launching.process import ProcessInfo, this_process
+from lit_modules.launching.run_folder import SUMMARY, choose_hydra, choose_run, choose_sweep, sweep_run
+
+log = logging.getLogger(__name__)
+
+STARTED = "started.json"  # {"job"}: the start that a run goes on with by itself when it is requeued
+
+
+def register_resolvers() -> None:
+    """Give conf/ the functions that choose folders and files, with one answer for all ranks of a run. A choice is made
+    once: hence the cache."""
+    for function in (
+        run_folder,
+        sweep_folder,
+        sweep_run,
+        hydra_folder,
+        rank_logs.log_file,
+        gpus_per_node,
+        choices,
+    ):
+        OmegaConf.register_new_resolver(function.__name__, function, use_cache=True, replace=True)
+
+
+def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume: str | None) -> str:
+    """As choose_run, one for all ranks; a start that was requeued goes on in the folder that it began."""
+    check_type("job.makes_a_run", makes_a_run, bool)
+    check_type("runs_dir", runs_dir, str)
+    check_type("resume", resume, str | None)
+    if not makes_a_run:
+        return "."
+    here = this_process()
+
+    def choose() -> str:
+        began = begun_by(here, Path(runs_dir) / (experiment or "default"))
+        return str(began) if began else choose_run(makes_a_run, runs_dir, experiment, resume)
+
+    return choose() if here.launcher == "lightning" else rendezvous.one_folder(choose)
+
+
+def sweep_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str:
+    """As choose_sweep, one for all ranks."""
+    check_type("runs_dir", runs_dir, str)
+    return rendezvous.one_folder(lambda: choose_sweep(runs_dir, experiment, resume))
+
+
+def hydra_folder(makes_a_run: bool, folder: str) -> str | None:
+    """As choose_hydra; None for every rank but the first, which alone writes Hydra's files."""
+    return choose_hydra(makes_a_run, folder) if this_process().rank == 0 else None
+
+
+def gpus_per_node(accelerator: str, devices: Any) -> Any:
+    """What a launcher asks a node for: as many GPUs as devices, or None for a run on processors."""
+    return None if accelerator == "cpu" else devices
+
+
+def begun_by(here: ProcessInfo, parent: Path) -> Path | None:
+    """The newest run below `parent` that this start began before it was requeued; None if there is none."""
+    if here.job is None or here.attempt == 0 or not parent.is_dir():
+        return None
+    for folder in sorted((each for each in parent.iterdir() if each.is_dir()), key=lambda f: f.name, reverse=True):
+        if started_by(folder) == here.job:
+            return folder
+    return None
+
+
+def started_by(folder: Path) -> str | None:
+    """The name of the start, as `Ranks.job`, that a run was last started by; None where nothing is known."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / STARTED).read_text(encoding="utf-8")).get("job")
+    return None
+
+
+def check_switches(cfg: DictConfig) -> None:
+    """Raise ValueError for a switch of the command that is neither true nor false."""
+    for key in ("debug", "dry_run"):
+        check_type(key, cfg[key], bool)
+
+
+def begin(cfg: DictConfig, folder: Path) -> bool:
+    """Bring this rank to where its job can begin, with trainer.devices and trainer.num_nodes as they were started.
+
+    Returns whether there is anything left to do: not for a run that has finished, requeued or of a resumed sweep.
+
+    Raises:
+        ValueError: the ranks cannot run together, or their number is not the one asked for.
+        run_folder.SilentExit: the same, on the ranks whose mistake another one says.
+    """
+    here = this_process()
+    supervision.tell_folder(folder)
+    if cfg.dry_run:
+        raise ValueError("dry_run=true prints the script of a launcher: give -m hydra/launcher=slurm as well")
+    if here.launcher == "lightning" and here.rank > 0:
+        rank_logs.log_to_own_file(folder, here)
+        return True
+    consistency.agree(cfg, folder)
+    rank_logs.log_to_own_file(folder, here)
+    if (here.attempt > 0 or cfg.resume is not None) and (folder / SUMMARY).is_file():
+        if here.rank == 0:
+            log.info(f"run: {folder} has finished; nothing is left to do")
+        return False
+    if here.rank == 0:
+        failures.set_aside(folder)
+        if here.attempt == 0:
+            restarts.forget(folder)
+        if here.job is not None:
+            when = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+            write_atomic(folder / STARTED, json.dumps({"job": here.job, "attempt": here.attempt, "at": when}) + "\n")
+    return True

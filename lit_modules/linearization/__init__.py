@@ -1,0 +1,1 @@
+"""Linearizing a pretrained model: the LightningModule, its stages and the teacher's stored outputs."""

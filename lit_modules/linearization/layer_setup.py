@@ -1,0 +1,127 @@
+"""What the base model's layers become before they are trained: which stay softmax attention, where maps begin."""
+
+import itertools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from omegaconf import DictConfig, OmegaConf
+
+from common.atomic_files import write_atomic
+from lit_modules.launching.process import this_process
+from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM
+from lit_modules.networks.linearized.calibration import fit_clusters
+from lit_modules.networks.linearized.conversion import with_softmax_layers
+from lit_modules.networks.linearized.sensitivity import choose_layers, every, sensitivity
+from lit_modules.parallel.choosing import device_of
+
+log = logging.getLogger(__name__)
+
+KEPT = "softmax_layers.json"  # in the run's folder: the layers that stay, once they have been chosen
+SENSITIVITY_BATCHES, FITTING_BATCHES = 8, 4  # micro-batches of the train text
+
+
+def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> None:
+    """Raise ValueError unless `softmax_layers` is one of its two forms, and keeps some of so many layers, not all; or
+    all its keys are null."""
+    ways = chosen_ways(kept)
+    if OmegaConf.is_dict(kept) and not ways:
+        return
+    if len(ways) != 1 or not ways.keys() <= {"every", "most_sensitive"}:
+        one = "; of several keys set all but one to null, as softmax_layers.every=null" if len(ways) > 1 else ""
+        raise ValueError(
+            f"softmax_layers={kept} is not known: give softmax_layers.every=8, softmax_layers.most_sensitive=2, or a "
+            f"list as linearization.softmax_layers=[7,15]{one}"
+        )
+    if settings.softmax_layers:
+        raise ValueError("softmax_layers and linearization.softmax_layers are both given: give one of them")
+    ((way, number),) = ways.items()
+    if layers == 1:
+        raise ValueError(
+            f"softmax_layers.{way}={number}: the base has one layer, and one is to be linearized: give null"
+        )
+    least, most = (2, layers) if way == "every" else (1, layers - 1)
+    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
+        raise ValueError(
+            f"softmax_layers.{way}={number} of {layers} layers: give a whole number from {least} to {most}"
+        )
+
+
+def chosen_ways(kept: Any) -> dict[str, Any]:
+    """The keys of `softmax_layers` that are not null."""
+    given = OmegaConf.to_container(kept) if OmegaConf.is_dict(kept) else {}
+    return {way: number for way, number in given.items() if number is not None}
+
+
+def set_up_layers(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, folder: Path) -> LinearizedForCausalLM:
+    """The model with the layers that `softmax_layers` keeps; a resumed run keeps those that it chose.
+
+    Args:
+        model: with its layers linearized; the result has the same parameters.
+        data: prepared; layers are measured, and maps fitted, on the first of its train text.
+        folder: of the run.
+    """
+    asked, chosen = chosen_ways(cfg.softmax_layers), folder / KEPT
+    if "most_sensitive" in asked:
+        # Of several ranks the first one here measures: each by itself might choose another layer in the last digit.
+        with FileLock(folder / f".{KEPT}.lock"):
+            if not chosen.is_file():
+                begin_maps(cfg, model, data)
+                return keep_most_sensitive(cfg, model, data, chosen)
+    if chosen.is_file():
+        model = with_softmax_layers(model, read_choice(chosen))
+    elif "every" in asked:
+        kept = every(model.config.num_hidden_layers, asked["every"])
+        model = with_softmax_layers(model, kept)
+        if this_process().rank == 0:
+            keep_choice(chosen, kept)
+    begin_maps(cfg, model, data)
+    return model
+
+
+def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, path: Path) -> LinearizedForCausalLM:
+    """The same model with the layers as softmax attention that lose most, on the first batches of the train text."""
+    found = sensitivity(model, first_batches(cfg, model, data, SENSITIVITY_BATCHES))
+    log.info(
+        "nats per token of train text that each layer loses when it alone is linearized: "
+        + ", ".join(f"{layer}: {loss:.4f}" for layer, loss in enumerate(found.tolist()))
+    )
+    kept = choose_layers(found, chosen_ways(cfg.softmax_layers)["most_sensitive"])
+    keep_choice(path, kept, found.tolist())
+    return with_softmax_layers(model, kept)
+
+
+def keep_choice(path: Path, kept: tuple[int, ...], found: list[float] | None = None) -> None:
+    """Write down which layers stay, for when the run goes on, and for other ranks."""
+    write_atomic(path, json.dumps({"kept": list(kept), "sensitivity": found}) + "\n")
+
+
+def read_choice(path: Path) -> list[int]:
+    """Which layers `keep_choice` wrote down. Raises ValueError for another file."""
+    try:
+        return json.loads(path.read_text())["kept"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: it does not say which layers stay ({error}): start a new run without resume"
+        ) from error
+
+
+def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> None:
+    """Begin feature maps that are fitted to text, where the settings have such."""
+    if model.linearization.feature_map == "clusters":
+        batches = first_batches(cfg, model, data, FITTING_BATCHES)
+        fit_clusters(model, [{key: batch[key] for key in ("input_ids", "cu_seqlens")} for batch in batches])
+
+
+def first_batches(
+    cfg: DictConfig, model: LinearizedForCausalLM, data: Any, number: int
+) -> list[dict[str, torch.Tensor]]:
+    """Arguments of the model for the first micro-batches of the train text, both on the trainer's device."""
+    device = device_of(cfg.trainer.accelerator, cfg.trainer.devices)
+    model.to(device)
+    names = {"input_ids": "input_ids", "shift_labels": "targets", "cu_seqlens": "cu_seqlens"}
+    batches = itertools.islice(data.train_dataloader(), number)
+    return [{name: batch[key].to(device) for name, key in names.items()} for batch in batches]

@@ -1,0 +1,329 @@
+"""The LightningModule of linearization: stages of objectives against a teacher that is the same model unchanged."""
+
+import copy
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_modules.language_modelling import Training
+from lit_modules.launching.run_folder import RunFailed
+from lit_modules.linearization.stages import CHANGES_BASE, OBJECTIVES, Stage, check_groups, plan_stages, schedule_over
+from lit_modules.linearization.teacher_store import TeacherStore
+from lit_modules.networks import count_parameters
+from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+from lit_modules.networks.linear_kl_divergence import (
+    linear_cross_entropy_and_kl,
+    linear_kl_divergence,
+    linear_top_k_kl,
+)
+from lit_modules.networks.linearized.fingerprints import fingerprint, has_fingerprint
+from lit_modules.networks.linearized.lora import set_trainable, trainable
+from lit_modules.networks.positions import locate
+
+log = logging.getLogger(__name__)
+
+# Of one layer's code, for kinds of layer, modes, with gradients and without: what is beyond dynamo leaves uncompiled.
+COMPILATIONS = 64
+
+
+class Linearization(Training):
+    """Training of a linearized model towards the text and its teacher, the model that it was.
+
+    Args:
+        stages: by name, in order.
+        max_tokens: of the whole training.
+        schedule: a schedule of lit_modules.schedules; each stage runs through it anew, on its own tokens.
+        optimizer, batch_tokens, compile, activation_checkpointing: as in Training; what is computed again is "none" or
+            "full", every layer.
+
+    The model comes after the data, with `adopt`. While one copy of the weights can be student and teacher at once, it
+    is; where all of them are trained, the teacher is a copy, unless there is a `teacher_store`.
+
+    Raises:
+        ValueError: a setting cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: dict[str, Stage],
+        max_tokens: int,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
+        schedule: Any,
+        batch_tokens: int,
+        compile: bool = False,
+        activation_checkpointing: str | int = "none",
+    ) -> None:
+        super().__init__(
+            optimizer=optimizer,
+            schedule=schedule,
+            batch_tokens=batch_tokens,
+            compile=compile,
+            activation_checkpointing=activation_checkpointing,
+        )
+        if activation_checkpointing not in ("none", "full"):
+            raise ValueError(
+                f"activation_checkpointing={activation_checkpointing} is not for job=linearize: give none or full"
+            )
+        self.base_lr = optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
+        self.stages = plan_stages(stages, max_tokens, batch_tokens)
+        self.schedules = [schedule_over(name, stage.tokens, schedule) for _, name, stage in self.stages]
+        self.schedule = self.schedules[0]  # of the stage under way
+        self.phase_starts = {step: name for step, name, _ in self.stages} if len(self.stages) > 1 else {}
+        self.before: dict[str, float] = {}  # held-out loss of the teacher, and of the student before training
+        self.groups: list[str] = []  # of parameters, one for each of the optimizer's groups
+        self.base_weights = ""  # a fingerprint of those that the model was made from
+        self.stage = -1  # the one whose parameters have gradients
+        self.changes_base = False  # whether the teacher's weights are trained, too
+        self.teacher_store: TeacherStore | None = None  # asked in the teacher's place
+        self.micro_batch = 0  # the one under way, counted from the run's beginning
+        self._teacher: list[nn.Module] = []  # in a list: it is no part of this module
+        self._parts: dict[str, Tensor] = {}  # since the last report, by objective: [sum of loss times share, of shares]
+
+    def adopt(self, model: Any) -> None:
+        """Take the linearized model, LoRA and all, that is to be trained.
+
+        Raises:
+            ValueError: a stage trains what the model does not have.
+        """
+        self.model = model.train()
+        self.base_weights = fingerprint(model)
+        self.parameter_count = count_parameters(model)
+        self.flops_per_token = self._flops_per_token()
+        self.changes_base = any(CHANGES_BASE.intersection(stage.train) for *_, stage in self.stages)
+        if self.changes_base and self.teacher_store is None and any(stage.kl for *_, stage in self.stages):
+            self._teacher = [copy.deepcopy(model).requires_grad_(False)]
+        if self.activation_checkpointing == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        check_groups(model, {name: stage for _, name, stage in self.stages})
+        everything = {name for _, _, stage in self.stages for name in stage.train}
+        set_trainable(model, sorted(everything))  # the optimizer takes what any stage trains
+        self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.kept = self.trained | set(model.new_parameters())
+        if self.compile_blocks:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
+            for layer in model.model.layers:
+                layer.forward = torch.compile(layer.forward)
+
+    def _flops_per_token(self) -> int:
+        """Of the projections alone, in the longest stage: two for each weight and pass. Backward passes that reach no
+        weight cost one pass, those of trained weights two."""
+        stage = max((stage for *_, stage in self.stages), key=lambda stage: stage.tokens)
+        passes = 3.0 if "all" in stage.train else 2.0
+        student = passes if stage.cross_entropy or stage.kl else 0.0
+        teacher = 1.0 if stage.kl or stage.attention_transfer else 0.0
+        return int(2 * self.parameter_count.active * (student + teacher))
+
+    def enter(self, stage: int) -> None:
+        """Let the parameters of a stage have gradients, and no others."""
+        if stage == self.stage:
+            return
+        self.stage, self.schedule = stage, self.schedules[stage]
+        set_trainable(self.model, self.stages[stage][2].train)
+
+    def stage_at(self, step: int) -> int:
+        """The stage that an optimizer step belongs to."""
+        return max(number for number, (first, _, _) in enumerate(self.stages) if first <= step)
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the teacher's weights are still there."""
+        return bool(self._teacher) or not self.changes_base
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """One group for each kind of parameter that a stage trains, weight decay for matrices only."""
+        kept = self.model.no_decay_parameters()
+        parameters = dict(self.model.named_parameters())
+        seen: set[str] = set()
+        groups, self.groups = [], []
+        for kind in dict.fromkeys(kind for *_, stage in self.stages for kind in stage.train):
+            names = [name for name in trainable(self.model, [kind])[kind] if name not in seen]
+            seen.update(names)
+            for decays in (True, False):
+                chosen = [parameters[name] for name in names if (name not in kept) == decays]
+                if chosen:
+                    groups.append({"params": chosen} if decays else {"params": chosen, "weight_decay": 0.0})
+                    self.groups.append(kind)
+        return groups
+
+    def factor(self, group: int, tokens: int) -> float:
+        """The factor of optimizer.lr of a parameter group, after so many tokens; 0 in stages that do not train it."""
+        number = self.stage_at(tokens // self.batch_tokens)
+        first, _, stage = self.stages[number]
+        if self.groups[group] not in stage.train:
+            return 0.0
+        scale = 1.0 if stage.lr is None else stage.lr / self.base_lr
+        return scale * self.schedules[number](tokens - first * self.batch_tokens)
+
+    def on_fit_start(self) -> None:
+        for teacher in self._teacher:
+            teacher.to(self.device)
+
+    def on_train_start(self) -> None:
+        """Measure where the training begins, and where it is to lead."""
+        if self.before:
+            return
+        limit = self.trainer.limit_val_batches
+        for mode in ("teacher", "student"):
+            last_chance = mode == "teacher" and not self.has_teacher  # so on all the text, as the student at the end
+            self.before[mode] = self.measure(mode, None if last_chance or isinstance(limit, float) else limit)
+            if not math.isfinite(self.before["teacher"]):
+                raise RunFailed(
+                    f"the base model itself has a held-out loss of {self.before['teacher']}: its weights are damaged, "
+                    "or base_dtype and trainer.precision are too coarse for it"
+                )
+        if self.trainer.is_global_zero:
+            log.info(
+                f"held-out loss: teacher {self.before['teacher']:.4f}, before training {self.before['student']:.4f}"
+            )
+        for logger in self.trainer.loggers:
+            found = {f"validation/{mode}_before": loss for mode, loss in self.before.items()}
+            logger.log_metrics({"tokens": 0, **found}, 0)
+
+    @torch.no_grad()
+    def measure(self, mode: str, batches: int | None = None) -> float:
+        """The held-out loss in nats per token of the "teacher" or of the "student", over all ranks.
+
+        Args:
+            batches: of each rank; None: all.
+        """
+        data, strategy = self.trainer.datamodule, self.trainer.strategy
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        was_training = self.training
+        self.eval()
+        with self.trainer.precision_plugin.forward_context():
+            for batch in itertools.islice(data.val_dataloader(), batches):
+                batch = self.own_part({name: tensor.to(self.device) for name, tensor in batch.items()})
+                sums[0] += self.token_losses(batch, mode).double().sum()
+                sums[1] += (batch["targets"] != IGNORE_INDEX).sum()
+        self.train(was_training)
+        total, tokens = strategy.reduce(sums, reduce_op="sum").tolist()
+        return total / max(tokens, 1.0)
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.micro_batch = batch_idx
+        self.enter(self.stage_at(self.trainer.global_step))
+
+    def share(self, batch: dict[str, Any]) -> Tensor | None:
+        """The part of the tokens that have a target, where the stage's objectives are of next tokens: those of a long
+        answer count as much as those of a short one, whichever micro-batches and ranks they come to."""
+        stage = self.stages[self.stage][2]
+        if not stage.cross_entropy and not stage.kl:
+            return None
+        return (batch["targets"] != IGNORE_INDEX).float().mean()
+
+    def training_loss(self, batch: dict[str, Any]) -> Tensor:
+        """The weighted sum of the stage's objectives."""
+        stage, ids = self.stages[self.stage][2], batch["input_ids"]
+        positions = locate(*ids.shape, 0, ids.device, cu_seqlens=batch["cu_seqlens"])
+        parts: dict[str, Tensor] = {}
+        loss, teacher = 0.0, None
+        if stage.attention_transfer:
+            teacher = self.model.features(ids, positions=positions, mode="transfer").detach()
+            parts["attention_transfer"] = self.model.transfer_losses().mean()
+            loss = stage.attention_transfer * parts["attention_transfer"]
+        if stage.cross_entropy or stage.kl:
+            of_tokens, found = self.next_token_loss(batch, positions, teacher)
+            loss, parts = loss + of_tokens, parts | found
+        share = self.share(batch)
+        share = torch.ones((), device=ids.device) if share is None else share
+        for name, part in parts.items():
+            self._parts[name] = self._parts.get(name, 0.0) + torch.stack((part.detach().float() * share, share))
+        return loss
+
+    def next_token_loss(
+        self, batch: dict[str, Any], positions: Any, teacher: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum of the stage's objectives of next tokens, and each alone. teacher: its features, if they are
+        there already."""
+        stage, head, targets = self.stages[self.stage][2], self.model.lm_head.weight, batch["targets"]
+        ids, counted = batch["input_ids"], targets != IGNORE_INDEX
+        student = self.model.features(ids, positions=positions)
+        if stage.kl and self.teacher_store is None:
+            if teacher is None:
+                teacher = self.teacher_features(ids, positions)
+            teacher_head = self._teacher[0].lm_head.weight if self._teacher else head
+            if not stage.cross_entropy:
+                kl = linear_kl_divergence(student, head, teacher, teacher_head, counted)
+                return stage.kl * kl, {"kl": kl}
+            both, cross_entropy, kl = linear_cross_entropy_and_kl(  # from one product with the head
+                *(student, head, targets, teacher, teacher_head, counted),
+                cross_entropy_weight=stage.cross_entropy,
+                kl_weight=stage.kl,
+            )
+            return both, {"cross_entropy": cross_entropy, "kl": kl}
+        parts = {}
+        if stage.cross_entropy:
+            parts["cross_entropy"] = linear_cross_entropy(student, head, targets)
+        if stage.kl:
+            sequences = self.trainer.train_dataloader.batch_sampler.micro_batch(self.micro_batch)
+            likeliest, tokens = self.teacher_store.of(sequences, ids.device)
+            parts["kl"] = linear_top_k_kl(student, head, tokens, likeliest, counted)
+        return sum(getattr(stage, name) * part for name, part in parts.items()), parts
+
+    @torch.no_grad()
+    def teacher_features(self, ids: Tensor, positions: Any) -> Tensor:
+        """What the head reads of the model before it was linearized: `[1, N, hidden_size]`."""
+        model = self._teacher[0] if self._teacher else self.model
+        return model.features(ids, positions=positions, mode="teacher")
+
+    @torch.no_grad()
+    def token_losses(self, batch: dict[str, Any], mode: str = "student") -> Tensor:
+        """Nats of each token, [N], of the "student" or of the "teacher"."""
+        ids = batch["input_ids"]
+        positions = locate(*ids.shape, 0, ids.device, cu_seqlens=batch["cu_seqlens"])
+        model = self._teacher[0] if self._teacher and mode == "teacher" else self.model
+        hidden = model.features(ids, positions=positions, mode=mode)
+        return linear_cross_entropy(hidden, model.lm_head.weight, batch["targets"], reduction="none")[0]
+
+    def take_metrics(self) -> dict[str, float]:
+        """The mean of each objective since the last call, over all ranks."""
+        names = self.objectives()
+        sums = self._part_sums()
+        self._parts.clear()
+        total, counts = self.trainer.strategy.reduce(sums, reduce_op="sum").T.tolist()
+        found = zip(names, total, counts, strict=True)
+        return {f"train/{name}": value / number for name, value, number in found if number}
+
+    def objectives(self) -> list[str]:
+        """The objectives of any stage, in the order in which they are reported."""
+        return sorted({name for *_, stage in self.stages for name in OBJECTIVES if getattr(stage, name)})
+
+    def _part_sums(self) -> Tensor:
+        """`[objectives, 2]`: the sums of this rank since the last report."""
+        zero = torch.zeros(2, device=self.device)
+        return torch.stack([self._parts.get(name, zero) for name in self.objectives()])
+
+    def window(self) -> list[float]:
+        return [*super().window(), *self._part_sums().flatten().tolist()]
+
+    def restore_window(self, sums: list[float]) -> None:
+        super().restore_window(sums)
+        pairs = torch.tensor(sums[2:], device=self.device).reshape(-1, 2)  # older checkpoints have none
+        self._parts = {name: pair for name, pair in zip(self.objectives(), pairs, strict=False) if pair.any()}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["palimpsest"] |= {"before": self.before, "base_weights": self.base_weights}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        began_with = checkpoint["palimpsest"].get("base_weights", self.base_weights)  # older ones have none
+        if began_with != self.base_weights and not has_fingerprint(self.model, began_with):
+            raise ValueError(
+                "base: its weights are not those that this run began with: bring them back, or start a new run without "
+                "resume"
+            )
+        self.schedule = self.schedules[self.stage_at(max(0, checkpoint["global_step"] - 1))]  # that has its state
+        super().on_load_checkpoint(checkpoint)
+        self.before = checkpoint["palimpsest"]["before"]
+
+    def checkpointed(self, name: str) -> bool:
+        """Whether a tensor of this module belongs in a checkpoint: what is of the base model, and stays as it is, comes
+        from there."""
+        return name.removeprefix("model.") in self.kept

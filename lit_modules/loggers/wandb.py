@@ -1,0 +1,178 @@
+"""Metrics to Weights & Biases, where it is asked for."""
+
+import html
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import wandb
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from common.atomic_files import write_atomic
+from lit_modules.loggers.wandb_sync import RUN_ID, UNSENT, no_answer, no_key, send, unsent_parts
+
+log = logging.getLogger(__name__)
+
+BEGIN_SECONDS = 30.0  # that wandb may take to begin a run; it asks its server
+END_SECONDS = 20.0  # that it may take to send the rest: less than SLURM gives a job that it preempts
+
+
+class Wandb(WandbLogger):
+    """Weights & Biases with steps given by us, so that a resumed run goes on in the same run, also offline.
+
+    Everything is written below the run's folder first, and sent from there by a process of wandb's own: a server that
+    cannot be reached for a while, or until the end, neither stops nor slows the training. What it has not taken then,
+    `palimpsest job=sync` sends later.
+
+    Args:
+        folder: the run's folder; it keeps the id of the wandb run, which a resume goes on with.
+        settings: the resolved configuration, the commit and the ranks, which become wandb's config.
+        mode: "online", "offline", or "auto": as the environment's WANDB_MODE says, and offline where there is no key or
+            the server does not answer.
+        project, entity, group, tags: as in wandb.init.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        settings: dict[str, Any],
+        *,
+        mode: str = "auto",
+        project: str = "palimpsest",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: list[str] | None = None,
+    ) -> None:
+        if mode not in ("auto", "online", "offline"):
+            raise ValueError(f"logger.wandb.mode={mode} is unknown: give auto, online or offline")
+        self.folder = Path(folder)
+        self.may_go_offline = mode == "auto"
+        self.has_failed, self.is_closed = False, False
+        super().__init__(
+            name="/".join(self.folder.parts[-2:]),
+            id=run_id(self.folder),
+            save_dir=str(self.folder),
+            project=project,
+            entity=entity,
+            group=group,
+            tags=list(tags or []),
+            mode=found_mode() if mode == "auto" else mode,
+            resume="allow",
+            config=settings,
+            settings=wandb.Settings(init_timeout=BEGIN_SECONDS, finish_timeout=END_SECONDS, finish_timeout_raises=True),
+        )
+
+    @property
+    def experiment(self) -> Any:
+        """wandb's run, begun when it is first asked for (a run that is refused before leaves none).
+
+        Raises:
+            ValueError: with mode "online", wandb could not begin it.
+        """
+        if self._experiment is None and rank_zero_only.rank == 0:
+            try:
+                self.begin()
+            except (wandb.Error, OSError) as error:
+                if not self.may_go_offline:
+                    raise ValueError(
+                        f"logger.wandb.mode=online, and wandb could not begin ({one_line(error)}): "
+                        "give logger.wandb.mode=auto, which keeps the run offline then"
+                    ) from error
+                log.warning(
+                    f"wandb could not begin ({one_line(error)}), so the run is kept offline for `palimpsest job=sync`"
+                )
+                self._wandb_init["mode"] = "offline"
+                wandb.teardown()  # its process holds the id of the run that could not begin
+                self.begin()
+        return super().experiment
+
+    def begin(self) -> None:
+        """Begin or go on with wandb's run; where it has earlier parts that were not sent, send these first."""
+        if self._wandb_init["mode"] == "online" and (left := send(unsent_parts(self.folder))):
+            raise OSError(f"{len(left)} earlier parts of the run could not be sent, and come first")
+        super().experiment  # noqa: B018 (Lightning's property begins it)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log with wandb's own step set: an offline run that is resumed would otherwise begin again at step 0."""
+        self.going_on(lambda: self.experiment.log({**metrics, "trainer/global_step": step}, step=step))
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        self.going_on(lambda: super(Wandb, self).log_hyperparams(params))
+
+    @rank_zero_only
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        self.going_on(lambda: super(Wandb, self).log_image(key, images, step, **kwargs))
+
+    @rank_zero_only
+    def log_text(
+        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
+    ) -> None:
+        """Log rows of text as a page. (wandb's own table is an artifact, and beginning one waits for the server.)"""
+        self.going_on(lambda: self.experiment.log({key: wandb.Html(page_of(columns, data))}, step=step))
+
+    def going_on(self, call: Callable[[], None]) -> None:
+        """Call wandb; where it fails (its process is gone, the disk is full) that costs one line, not the run."""
+        try:
+            call()
+        except (wandb.Error, OSError) as error:
+            if not self.has_failed:
+                log.error(f"wandb does not take what is logged ({one_line(error)}); training goes on, with metrics.csv")
+            self.has_failed = True
+
+    @rank_zero_only
+    def close(self, exit_code: int, preempted: bool = False) -> None:
+        """Send or write what is pending and end wandb's part of the run.
+
+        0 ends it as finished, another code as failed; `preempted` (with another code than 0) says that it will go on.
+        What the server does not take within seconds stays on the disk, and a line says so. Only the first call counts.
+        """
+        begun = self._experiment
+        if begun is None or self.is_closed:
+            return
+        self.is_closed = True
+        try:
+            if preempted:
+                begun.mark_preempting()
+            begun.finish(exit_code=exit_code)
+        except (TimeoutError, wandb.Error, OSError):
+            (Path(begun.dir).parent / UNSENT).touch()
+            log.warning(f"wandb has not taken everything: `palimpsest job=sync run={self.folder}` sends the rest")
+
+
+def run_id(folder: Path) -> str:
+    """The id of the wandb run of a run's folder, made when it is first asked for."""
+    path = folder / "wandb" / RUN_ID
+    if not path.is_file():
+        write_atomic(path, secrets.token_hex(4))
+    return path.read_text(encoding="utf-8")
+
+
+def page_of(columns: Sequence[str], data: Sequence[Sequence[Any]]) -> str:
+    """An HTML table of texts, which are shown as they are: markup and line breaks in them, too."""
+    rows = [("th", columns), *(("td", row) for row in data)]
+    cells = ("".join(f"<{tag}>{html.escape(str(text))}</{tag}>" for text in row) for tag, row in rows)
+    return f'<table style="white-space: pre-wrap">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, without its line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def found_mode() -> str:
+    """wandb's mode where none is asked for: the environment's, or offline without a key or an answer of its server,
+    and the log says so."""
+    asked = os.environ.get("WANDB_MODE", "online")
+    if asked != "online":
+        return asked
+    reason = no_key() or no_answer()
+    if reason is None:
+        return "online"
+    log.info(f"wandb: {reason}, so the run is kept offline for `palimpsest job=sync`")
+    return "offline"

@@ -1,0 +1,85 @@
+"""The setup that a configuration means."""
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from common.gpus import find_gpu
+from common.settings import check_whole, is_number, shown
+from lit_modules.parallel.layout import lay_out
+from lit_modules.planning.setup import Setup
+
+STRATEGIES = {"OneDevice": "one", "DataParallel": "ddp", "Sharded": "fsdp"}
+
+
+def setup_of(cfg: DictConfig) -> Setup:
+    """What of a configuration matters to memory and speed.
+
+    Raises:
+        ValueError: a setting cannot work; the line names its key.
+    """
+    find_gpu(cfg.plan.gpu)
+    for key in ("sequence_length", "micro_batch_size", "batch_tokens"):
+        check_whole(f"data.{key}", cfg.data[key], 1)
+    check_whole("trainer.num_nodes", cfg.trainer.num_nodes, 1)
+    if not is_number(cfg.plan.network) or cfg.plan.network <= 0:
+        raise ValueError(f"plan.network={shown(cfg.plan.network)} is not GB/s: give a number above 0")
+    setup = Setup(
+        gpu=str(cfg.plan.gpu),
+        sequence_length=cfg.data.sequence_length,
+        micro_batch_size=cfg.data.micro_batch_size,
+        batch_tokens=cfg.data.batch_tokens,
+        compile=cfg.compile,
+        recomputation=cfg.activation_checkpointing,
+        precision=cfg.trainer.precision,
+        fused_optimizer=bool(cfg.optimizer.get("fused")),
+        devices_per_node=devices(cfg),
+        nodes=cfg.trainer.num_nodes,
+        network=cfg.plan.network * 1e9,
+        **strategy_of(cfg.strategy),
+    )
+    shards = setup.shards if setup.sharded else None
+    lay_out(setup.ranks, shard=shards, context=setup.context, tensor=setup.tensor)
+    return checked_batch(setup)
+
+
+def devices(cfg: DictConfig) -> int:
+    """The GPUs of a node; one where the configuration leaves it to the machine."""
+    given = cfg.trainer.devices
+    if given in ("auto", -1, "-1"):
+        return 1
+    check_whole("trainer.devices", given, 1)
+    return given
+
+
+def strategy_of(strategy: DictConfig) -> dict[str, Any]:
+    """The settings of `Setup` that the configured strategy gives.
+
+    Raises:
+        ValueError: its class is none of ours.
+    """
+    if strategy._target_ is None:
+        return {}
+    name = STRATEGIES.get(strategy._target_.rpartition(".")[2])
+    if name is None:
+        raise ValueError(f"strategy._target_={strategy._target_} cannot be planned for: give {', '.join(STRATEGIES)}")
+    sizes = {key: strategy.get(f"{key}_parallel_size", 1) for key in ("context", "tensor")}
+    for key, size in sizes.items():
+        check_whole(f"strategy.{key}_parallel_size", size, 1)
+    size = strategy.get("shard_size")
+    if size not in (None, "node"):
+        check_whole("strategy.shard_size", size, 1)
+    node = {"strategy": "hsdp"} if size == "node" else {"strategy": name, "shard_size": size}
+    return node | sizes | {"reshard": strategy.get("reshard_after_forward", True)}
+
+
+def checked_batch(setup: Setup) -> Setup:
+    """The setup itself. Raises ValueError where its micro-batches do not make a global batch."""
+    at_once = setup.micro_tokens * setup.readers
+    if setup.batch_tokens % at_once:
+        raise ValueError(
+            f"data.batch_tokens={setup.batch_tokens} is no multiple of {at_once} = data.micro_batch_size="
+            f"{setup.micro_batch_size} x data.sequence_length={setup.sequence_length} x {setup.readers} readers "
+            "(trainer.devices): change one of them"
+        )
+    return setup

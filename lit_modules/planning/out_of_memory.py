@@ -1,0 +1,101 @@
+"""Memory that has run out, in one line: what was asked for, what there is, and what `job=plan` would lower."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import hydra
+import psutil
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+ASKED = re.compile(r"allocate ([\d.]+) ?([KMGTP]iB|bytes)")
+GIB = 2**30
+FALLS = 0.95  # a plan that says that it fits was too low by this at least
+
+
+@contextlib.contextmanager
+def in_one_line(cfg: DictConfig, lower: str | None = None) -> Iterator[None]:
+    """Turn memory that runs out within into a ValueError that says what to lower.
+
+    Args:
+        lower: what to lower; for a training, None: as its plan says.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = explained(cfg, error, lower)
+        if said is error:
+            raise
+        raise said from error
+
+
+def explained(cfg: DictConfig, error: BaseException, lower: str | None = None) -> BaseException:
+    """The ValueError to show for memory that has run out; any other error itself."""
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if not known and not (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)):
+        return error
+    if not hasattr(error, "said"):  # a plan takes seconds, and a rank asks twice
+        error.said = ValueError(line(cfg, str(error), lower))
+    return error.said
+
+
+def line(cfg: DictConfig, message: str, lower: str | None) -> str:
+    """What to say of an allocator's message."""
+    on_gpu = "CUDA" in message or "CUBLAS" in message
+    where, total, others = gpu_memory() if on_gpu else host_memory()
+    asked = ASKED.search(message)
+    more = f"{in_gib(asked[1], asked[2])} more asked for, " if asked else ""
+    held = f", {others / GIB:.1f} GiB of them held by other processes" if others > GIB / 10 else ""
+    lower = lower or advice(cfg, total - others, on_gpu)
+    return f"out of memory on {where}: {more}{total / GIB:.1f} GiB in all{held}; {lower}"
+
+
+def gpu_memory() -> tuple[str, float, float]:
+    """The GPU's name, its bytes, and those that other processes hold."""
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.get_device_name(), total, max(0, total - free - torch.cuda.memory_reserved())
+
+
+def host_memory() -> tuple[str, float, float]:
+    """The same of the machine's main memory."""
+    memory = psutil.virtual_memory()
+    return "the CPU", memory.total, max(0, memory.total - memory.available - psutil.Process().memory_info().rss)
+
+
+def in_gib(number: str, unit: str) -> str:
+    size = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}[unit]
+    return f"{float(number) * size / GIB:,.2f} GiB"
+
+
+def advice(cfg: DictConfig, available: float, on_gpu: bool) -> str:
+    """What to lower, by the plan where one can be made."""
+    sizes = f"data.micro_batch_size={cfg.data.micro_batch_size} x data.sequence_length={cfg.data.sequence_length}"
+    try:
+        peak, overrides = planned(cfg, available, on_gpu)
+    except Exception:  # whatever keeps the plan from being made, memory is what to speak of
+        return f"lower {sizes}, or give activation_checkpointing=full"
+    estimate = f"job=plan estimates {peak / GIB:,.1f} GiB for {sizes}"
+    return f"{estimate}: give {overrides}" if overrides else f"{estimate}: take a smaller model"
+
+
+def planned(cfg: DictConfig, available: float, on_gpu: bool) -> tuple[float, str | None]:
+    """The estimated peak in bytes, and the cheapest overrides with which the run fits `available` bytes, if any do."""
+    from common.gpus import find_gpu
+    from lit_modules.planning.estimating import Planner
+    from lit_modules.planning.from_config import setup_of
+    from lit_modules.planning.memory import USABLE
+
+    given = OmegaConf.to_container(cfg, resolve=True) | {"plan": {"gpu": "h200", "network": 50}}
+    setup = setup_of(OmegaConf.create(given))
+    planner = Planner(hydra.utils.instantiate(cfg.model, _convert_="all"))
+    if cfg.strategy._target_ is None:
+        setup = planner.chosen(setup)
+    peak = planner.estimate(setup).memory.peak
+    card = replace(find_gpu(setup.gpu), memory=min(available, FALLS * peak / USABLE))
+    for change in planner.mend(replace(setup, gpu=card)):
+        if change.estimate.fits and (on_gpu or "trainer." not in change.overrides):
+            return peak, change.overrides
+    return peak, None
