@@ -25,8 +25,8 @@ from pathlib import Path
 
 from benchmarks.tables import table
 from data_pipeline.documents import Problems
-from data_pipeline.parallel import available_processes
 from data_pipeline.sources.text_files import TextFiles
+from data_pipeline.workers import available_processes
 
 RESULT = Path(__file__).parent / "results" / "corpus_building.md"
 TASKS = 16

@@ -27,7 +27,7 @@ from data_pipeline.rewriting.backends.in_process import InProcess
 from data_pipeline.rewriting.job import rewrite
 from data_pipeline.rewriting.plan import read_plan
 from data_pipeline.sources.text_files import TextFiles
-from data_pipeline.tokenizer import ByteLevelBPE
+from data_pipeline.tokens.tokenizer import ByteLevelBPE
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {  # layers, hidden, FFN, heads, key/value heads

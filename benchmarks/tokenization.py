@@ -20,12 +20,12 @@ import datasets
 import pyarrow
 import tokenizers
 
-from data_pipeline.blocks import write_blocks
-from data_pipeline.datamodule import TextData
 from data_pipeline.documents import SPLITS, texts
-from data_pipeline.parallel import available_processes
 from data_pipeline.sources.local_docs import LocalDocs
-from data_pipeline.tokenizer import ByteLevelBPE
+from data_pipeline.tokens.blocks import write_blocks
+from data_pipeline.tokens.datamodule import TextData
+from data_pipeline.tokens.tokenizer import ByteLevelBPE
+from data_pipeline.workers import available_processes
 
 RESULT = Path(__file__).parent / "results" / "tokenization.md"
 

@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from benchmarks.attention_peers import largest_logits
-from data_pipeline.token_data import TokenData
+from data_pipeline.tokens.token_data import TokenData
 from lit_modules.callbacks.forget_gates import projections
 from lit_modules.generation.job import load
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from common import checksums
 from common.atomic_files import write_atomic
-from data_pipeline import checksums
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.checksums import content_digest, reading, size_of
+from common.checksums import content_digest, reading, size_of
 
 # How files are told apart. A sample reads SAMPLED_BLOCKS blocks of BLOCK_BYTES of a file over WHOLE_BYTES.
 SAMPLE, WHOLE = "sample", "whole"

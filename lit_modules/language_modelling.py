@@ -59,8 +59,8 @@ class Training(lightning.LightningModule):
         compile: torch.compile each block.
         activation_checkpointing: what the backward pass computes again.
 
-    Batches are dicts as `data_pipeline.token_data` gives them: input_ids, targets int64 [1, N] (-100: no target),
-    cu_seqlens int32 [documents + 1]; of a mixture's held-out text also component int64 [sequences].
+    Batches are dicts as `data_pipeline.tokens.token_data` gives them: input_ids, targets int64 [1, N] (-100: no
+    target), cu_seqlens int32 [documents + 1]; of a mixture's held-out text also component int64 [sequences].
 
     After its making may be set: data_fingerprint, which checkpoints keep; components, the names behind the numbers in
     `component`; phase_starts, from optimizer steps to the names of the phases that begin with them.

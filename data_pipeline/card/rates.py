@@ -1,7 +1,7 @@
 """How long each phase and step of a corpus took.
 
 Seconds are of processor time: other work on the machine hardly moves them. A phase's are those of its tasks from
-beginning to end, a step's what its clock showed (`data_pipeline.clocked`).
+beginning to end, a step's what its clock showed (`data_pipeline.executors.timed_step`).
 """
 
 import json
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_pipeline.clocked import PROCESSOR_SECONDS
+from data_pipeline.executors.timed_step import PROCESSOR_SECONDS
 
 
 @dataclass

@@ -12,7 +12,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from common.atomic_files import write_atomic
 from data_pipeline.cleaning.masks import mask
-from data_pipeline.clocked import PROCESSOR_SECONDS, Clock
+from data_pipeline.executors.timed_step import PROCESSOR_SECONDS, Clock
 
 SAMPLE_CHARACTERS = 2_000  # kept of a sampled document, from its beginning
 BYTES_PER_TOKEN = 4.0  # of English text with code, in common vocabularies

@@ -11,9 +11,8 @@ import pyarrow.parquet as pq
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from common import checksums
 from common.atomic_files import write_atomic
-from data_pipeline import checksums
-from data_pipeline.begun_folder import SETTINGS
 from data_pipeline.card import write_card
 from data_pipeline.cleaning.record import merge_records
 from data_pipeline.corpus.layout import Layout
@@ -21,6 +20,7 @@ from data_pipeline.corpus.reading import check_problems
 from data_pipeline.corpus.recipe import Recipe
 from data_pipeline.documents import SPLITS
 from data_pipeline.fingerprint import MANIFEST
+from data_pipeline.job_folder import SETTINGS
 
 
 class Finish(PipelineStep):

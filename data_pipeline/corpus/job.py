@@ -5,12 +5,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.begun_folder import BegunFolder
 from data_pipeline.corpus.layout import Layout
 from data_pipeline.corpus.plan import phases
 from data_pipeline.corpus.recipe import named, read_recipe
 from data_pipeline.fingerprint import read_manifest
 from data_pipeline.identity import EARLIER, SAMPLE
+from data_pipeline.job_folder import JobFolder
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def run(cfg: Any) -> None:
 
     settings = OmegaConf.to_container(cfg.corpus, resolve=True, throw_on_missing=True)
     recipe = read_recipe(settings)
-    folder = BegunFolder(Path(recipe.output).expanduser().absolute(), "corpus")
+    folder = JobFolder(Path(recipe.output).expanduser().absolute(), "corpus")
     recipe = dataclasses.replace(recipe, output=str(folder.path))
     executor = instantiate(cfg.executor, _convert_="all")
     files, earlier = {}, {}
@@ -46,7 +46,7 @@ def run(cfg: Any) -> None:
     _tell(folder)
 
 
-def _tell(folder: BegunFolder) -> None:
+def _tell(folder: JobFolder) -> None:
     manifest = read_manifest(folder.path)
     for name, found in manifest["categories"].items():
         documents = found["train"]["documents"] + found["validation"]["documents"]

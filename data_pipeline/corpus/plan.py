@@ -7,13 +7,13 @@ from datatrove.pipeline.base import PipelineStep
 
 from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.cleaning.record import Recorded
-from data_pipeline.clocked import Clocked
 from data_pipeline.corpus.finish import Finish
 from data_pipeline.corpus.layout import Layout
 from data_pipeline.corpus.reading import PrepareSources, ReadSources
 from data_pipeline.corpus.recipe import Recipe
 from data_pipeline.corpus.storing import StoredDocuments, StoreDocuments, WriteCorpus
-from data_pipeline.phases import Phase
+from data_pipeline.executors.phases import Phase
+from data_pipeline.executors.timed_step import Clocked
 
 
 @dataclass

@@ -16,10 +16,10 @@ from pathlib import Path
 import loguru
 
 from common.atomic_files import write_atomic
+from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.submitted import refuse_while_submitted
 from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
-from data_pipeline.parallel import Worker, available_processes
-from data_pipeline.phases import Phase
+from data_pipeline.workers import Worker, available_processes
 
 PRINTED = "processes.log"
 SECONDS_BETWEEN_LOOKS = 0.5  # for the process that began this one

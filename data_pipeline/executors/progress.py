@@ -7,7 +7,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from data_pipeline.phases import Phase
+from data_pipeline.executors.phases import Phase
 
 logger = logging.getLogger(__name__)
 

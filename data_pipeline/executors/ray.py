@@ -12,9 +12,9 @@ from pathlib import Path
 
 import loguru
 
+from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.submitted import refuse_while_submitted
 from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
-from data_pipeline.phases import Phase
 
 logger = logging.getLogger(__name__)
 

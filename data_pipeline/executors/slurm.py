@@ -12,6 +12,7 @@ import loguru
 from datatrove.executor import SlurmPipelineExecutor
 
 from common.atomic_files import write_atomic
+from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.submitted import (
     cancel,
     refuse_if_never_to_begin,
@@ -20,7 +21,6 @@ from data_pipeline.executors.submitted import (
     write_submitted,
 )
 from data_pipeline.executors.tasks import TaskRecords, full_disk_in_one_line, phase_folder
-from data_pipeline.phases import Phase
 
 logger = logging.getLogger(__name__)
 

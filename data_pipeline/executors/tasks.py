@@ -19,8 +19,8 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.utils.stats import PipelineStats
 
 from common.atomic_files import write_atomic
+from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.progress import PhaseProgress
-from data_pipeline.phases import Phase
 
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 

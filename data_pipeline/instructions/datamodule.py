@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from common.settings import check_whole, is_number
-from data_pipeline.batches import IGNORED
 from data_pipeline.documents import SPLITS
 from data_pipeline.fingerprint import prepared_folder, read_manifest
 from data_pipeline.identity import EARLIER
@@ -17,9 +16,10 @@ from data_pipeline.instructions.records import Record, Records
 from data_pipeline.instructions.rendering import AlpacaTemplate, ChatTemplate, Example
 from data_pipeline.instructions.storage import SequenceWriter, StoredSequences
 from data_pipeline.progress import Stage
-from data_pipeline.token_data import TokenData
-from data_pipeline.tokenizer import Pretrained
-from data_pipeline.yardsticks import unigram_bits
+from data_pipeline.tokens.batches import IGNORED
+from data_pipeline.tokens.token_data import TokenData
+from data_pipeline.tokens.tokenizer import Pretrained
+from data_pipeline.tokens.yardsticks import unigram_bits
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from data_pipeline.batches import IGNORED, Sequence
 from data_pipeline.instructions.rendering import Example
+from data_pipeline.tokens.batches import IGNORED, Sequence
 
 OPEN_SEQUENCES = 1024  # that are filled at once: enough for a good fill, few enough for any number of examples
 

@@ -7,7 +7,7 @@ import numpy as np
 from datasets.arrow_writer import ArrowWriter
 from torch.utils.data import Dataset
 
-from data_pipeline.batches import IGNORED, NOTHING, Sequence
+from data_pipeline.tokens.batches import IGNORED, NOTHING, Sequence
 
 COLUMNS = datasets.Features(dict.fromkeys(Sequence._fields, datasets.List(datasets.Value("int32"))))
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from common.checksums import checksum, size_of
 from common.settings import is_number
-from data_pipeline.checksums import checksum, size_of
 from data_pipeline.documents import SPLITS, shards
 from data_pipeline.fingerprint import MANIFEST, read_manifest
 from data_pipeline.identity import SAMPLE, file_identity

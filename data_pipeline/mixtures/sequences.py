@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from data_pipeline.batches import NOTHING, BlockSequences, collate
 from data_pipeline.mixtures.order import Interleaving, walk
 from data_pipeline.mixtures.plan import PlannedPhase
+from data_pipeline.tokens.batches import NOTHING, BlockSequences, collate
 
 
 class ComponentSequence(NamedTuple):
-    """A sequence as `data_pipeline.batches` has it, and the number of its component."""
+    """A sequence as `data_pipeline.tokens.batches` has it, and the number of its component."""
 
     inputs: np.ndarray
     targets: np.ndarray

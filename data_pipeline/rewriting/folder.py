@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.atomic_files import write_atomic
-from data_pipeline.begun_folder import BegunFolder
 from data_pipeline.documents import SCHEMA
+from data_pipeline.job_folder import JobFolder
 from data_pipeline.rewriting.journal import Journal
 
 COUNTS_KEY = b"palimpsest.rewriting"
@@ -35,7 +35,7 @@ ROWS = pa.schema([*SCHEMA, *(pa.field(name, kind) for name, kind in PROVENANCE i
 ROW_GROUP = 256
 
 
-class OutputFolder(BegunFolder):
+class OutputFolder(JobFolder):
     """The folder `path`; its methods keep every file of it whole or absent."""
 
     def __init__(self, path: str | Path) -> None:

@@ -3,9 +3,9 @@
 import html
 import json
 
+from common import checksums
 from common.atomic_files import write_atomic
-from data_pipeline import checksums
-from data_pipeline.begun_folder import SETTINGS
+from data_pipeline.job_folder import SETTINGS
 from data_pipeline.rewriting.folder import OutputFolder
 from data_pipeline.rewriting.plan import Plan
 from data_pipeline.rewriting.tally import COUNTS, Tally

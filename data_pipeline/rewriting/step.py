@@ -3,8 +3,8 @@
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from data_pipeline.executors.phases import Phase
 from data_pipeline.identity import EARLIER, SAMPLE
-from data_pipeline.phases import Phase
 from data_pipeline.rewriting.backends import Backend
 from data_pipeline.rewriting.folder import OutputFolder
 from data_pipeline.rewriting.plan import Plan

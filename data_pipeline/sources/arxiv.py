@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
-from data_pipeline.sources.latex import decode, latex_markdown
-from data_pipeline.sources.latex_macros import LatexError
+from data_pipeline.markup.latex.convert import decode, latex_markdown
+from data_pipeline.markup.latex.macros import LatexError
 from data_pipeline.sources.parts import SourceInParts
 
 CATEGORIES = ("cs.DC", "cs.OS", "cs.AR", "cs.PF", "cs.NI", "cs.DB", "cs.SE")

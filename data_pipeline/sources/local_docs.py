@@ -14,9 +14,9 @@ from pathlib import Path
 from common.settings import check_whole
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
-from data_pipeline.parallel import ordered_map
+from data_pipeline.markup.roff import plain_text
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
-from data_pipeline.sources.roff import plain_text
+from data_pipeline.workers import ordered_map
 
 MINIMUM_BYTES = 100  # shorter texts ("Utilities.") teach nothing
 CHANGELOG_BYTES = 16 * 1024  # the newest entries: a changelog has no other end

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from data_pipeline.sources.licences import licence_of_text
-from data_pipeline.sources.roff import plain_text, unescape
+from data_pipeline.licences import licence_of_text
+from data_pipeline.markup.roff import plain_text, unescape
 
 # Characters that no page has (they are taken out first): they carry what a line is through plain_text.
 SECTION, SUBSECTION, CODE, CODE_END, TAG_END = "\x11", "\x12", "\x13", "\x14", "\x15"

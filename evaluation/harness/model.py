@@ -11,7 +11,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from data_pipeline.tokenizer import add_document_start, document_start
+from data_pipeline.tokens.tokenizer import add_document_start, document_start
 from lit_modules.networks import PalimpsestConfig
 
 LARGEST_BATCH = 64

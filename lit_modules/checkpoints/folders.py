@@ -17,8 +17,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from common import checksums
 from common.atomic_files import write_atomic
-from data_pipeline import checksums
 
 log = logging.getLogger(__name__)
 

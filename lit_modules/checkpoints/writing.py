@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from common import atomic_files
-from data_pipeline import checksums
+from common import atomic_files, checksums
 from lit_modules.checkpoints.folders import METADATA, TRAINER, partial_of, publish
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from common.atomic_files import write_atomic
 from common.hub import is_path, use_cache_where_unreachable
 from common.setting_types import check_type
 from common.settings import check_whole, is_number, shown
-from data_pipeline.tokenizer import add_document_start, document_start, end_tokens
+from data_pipeline.tokens.tokenizer import add_document_start, document_start, end_tokens
 from lit_modules import checkpoints
 from lit_modules.generation import cuda_graphs
 from lit_modules.launching import run_folder

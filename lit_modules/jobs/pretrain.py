@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 
-from data_pipeline.tokenizer import add_document_start, document_start
+from data_pipeline.tokens.tokenizer import add_document_start, document_start
 from lit_modules.jobs.summary import conclude, measured
 from lit_modules.jobs.training_job import Parts, build_trainer, rehearse, set_lengths, train
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, export_pretrained

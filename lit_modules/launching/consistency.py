@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from common.settings import check_whole, shown
-from data_pipeline.parallel import most_processes
+from data_pipeline.workers import most_processes
 from lit_modules.launching import rendezvous, run_folder
 from lit_modules.launching.failures import host
 from lit_modules.launching.process import ProcessInfo, this_process

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from common.moved_targets import MOVED
 from common.settings import instead, nearest
 from lit_modules.launching.conf_files import OF_HYDRA
 from lit_modules.launching.signatures import Arguments, arguments
@@ -176,10 +177,12 @@ class Composition:
 
 
 def check_target(place: str, given: dict[Any, Any], declared: dict[Any, Any]) -> None:
-    """Raise ValueError for a `_target_` that is no path, where conf/ has one."""
+    """Raise ValueError for a `_target_` that is no path, where conf/ has one, or that has moved."""
     target, example = given.get("_target_"), target_of(declared)
     if example is not None and "_target_" in given and not isinstance(target, str):
         raise ValueError(f"{place}._target_={target} is not the path of a class or function, such as {example}")
+    if isinstance(target, str) and target in MOVED:
+        raise ValueError(f"{place}._target_={target} has moved: give {MOVED[target]}")
 
 
 def check_new_name(place: str, name: str, known: Iterable[str]) -> None:

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from omegaconf import DictConfig, OmegaConf
 
 from common.atomic_files import write_atomic
+from common.moved_targets import with_current_targets
 from common.settings import differences
 
 CONFIG = "config.yaml"
@@ -247,7 +248,7 @@ def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         return now
-    began = OmegaConf.to_container(OmegaConf.load(path))
+    began = with_current_targets(OmegaConf.to_container(OmegaConf.load(path)))
     for key, (before, after) in differences(began, now).items():
         if before is None and after is False:  # a switch that the version which began the run did not have
             continue
@@ -276,7 +277,7 @@ def discard_unbegun(folder: Path) -> None:
 
 def commit() -> str | None:
     """The commit of the checkout that runs, with "-dirty" when files differ from it; None outside a git checkout."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # installed, perhaps below somebody else's checkout
         return None
     try:

@@ -28,7 +28,7 @@ class TeacherStore:
     """The k likeliest next tokens at each position of a run's training sequences, and their log-probabilities.
 
     Args:
-        data: a `data_pipeline.token_data.TokenData`, prepared, without a trainer.
+        data: a `data_pipeline.tokens.token_data.TokenData`, prepared, without a trainer.
         sequences: that the run reads, those that it reads again counted again.
         k: tokens of each position.
     """

@@ -3,9 +3,9 @@ import random
 
 import pytest
 
-from data_pipeline.datamodule import TextData
 from data_pipeline.sources.text_files import TextFiles
-from data_pipeline.tokenizer import ByteLevelBPE
+from data_pipeline.tokens.datamodule import TextData
+from data_pipeline.tokens.tokenizer import ByteLevelBPE
 
 TEXT = "the forget gate decays what a token wrote long ago so that softmax attention may let it go é — 日本 🜁"
 WORDS = TEXT.split(" ")

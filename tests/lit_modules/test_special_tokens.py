@@ -76,7 +76,7 @@ def test_an_export_in_plain_transformers_writes_what_the_job_writes(tmp_path, sw
 def test_a_run_made_before_tokenizers_added_the_start_token_still_begins_as_it_was_trained(tmp_path, switches):
     make_tokenizer(bos_token=START, eos_token=END).save_pretrained(tmp_path / "tokenizer")
     pretrain.export(make_model(switches), make_tokenizer(bos_token=START, eos_token=END), tmp_path / "export")
-    data = {"_target_": "data_pipeline.datamodule.TextData"}
+    data = {"_target_": "data_pipeline.tokens.datamodule.TextData"}
     (tmp_path / run_folder.CONFIG).write_text(OmegaConf.to_yaml(OmegaConf.create({"data": data})))
     _, tokenizer = job.load(str(tmp_path))
     assert tokenizer("a")["input_ids"][0] == 0

@@ -81,7 +81,7 @@ class InProcess(Backend):
     def _generate(self, requests: list[Request]) -> list[Answer]:
         import torch
 
-        from data_pipeline.tokenizer import end_tokens
+        from data_pipeline.tokens.tokenizer import end_tokens
 
         rows = [self._encoded(request.messages) for request in requests]
         limit = getattr(self._network.config, "max_position_embeddings", None) or 1 << 30

@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_pipeline.rewriting.backends import RewritingStopped, keeper
+from data_pipeline.rewriting.backends import RewritingStopped, supervisor
 from data_pipeline.rewriting.backends.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-STOPPING_S = 2 * keeper.PATIENCE_S
+STOPPING_S = 2 * supervisor.PATIENCE_S
 
 
 @dataclass(kw_only=True)
@@ -80,7 +80,7 @@ class Served(Endpoint):
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                keeper.__file__,
+                supervisor.__file__,
                 *words,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
@@ -112,7 +112,7 @@ class Served(Endpoint):
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         if process is not None and process.returncode is None:
-            process.stdin.close()  # the keeper then ends the server
+            process.stdin.close()  # the supervisor then ends the server
             try:
                 await asyncio.wait_for(process.wait(), STOPPING_S)
             except TimeoutError:

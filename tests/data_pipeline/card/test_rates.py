@@ -12,7 +12,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from data_pipeline.card.history import rates
 from data_pipeline.card.rates import read_rates
 from data_pipeline.cleaning.record import Recorded
-from data_pipeline.clocked import PROCESSOR_SECONDS, Clocked
+from data_pipeline.executors.timed_step import PROCESSOR_SECONDS, Clocked
 from tests.data_pipeline.card.conftest import step
 
 SLOW, DOCUMENTS = 0.005, 20

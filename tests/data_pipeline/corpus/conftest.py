@@ -5,7 +5,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from data_pipeline.begun_folder import BegunFolder
 from data_pipeline.cleaning.duplicates import exact_documents, near_duplicates
 from data_pipeline.cleaning.masks import Masks
 from data_pipeline.cleaning.spans import exact_spans
@@ -13,6 +12,7 @@ from data_pipeline.corpus.layout import Layout
 from data_pipeline.corpus.plan import phases
 from data_pipeline.corpus.recipe import Recipe
 from data_pipeline.executors import Local
+from data_pipeline.job_folder import JobFolder
 from data_pipeline.sources.text_files import TextFiles
 
 NOUNS = ["the kernel", "a page", "this socket", "the scheduler", "an inode", "the driver", "a mutex", "the journal"]
@@ -72,7 +72,7 @@ def make_recipe(output: Path, *paths: Path, cleaning: dict | None = None, **sett
 
 def build(recipe: Recipe, workers: int = 1) -> dict:
     """Run all phases, and return the manifest."""
-    folder = BegunFolder(recipe.output, "corpus")
+    folder = JobFolder(recipe.output, "corpus")
     folder.begin({})
     Local(workers).run(phases(recipe), Layout(folder.path).logs, folder.key)
     return json.loads(folder.manifest.read_text())

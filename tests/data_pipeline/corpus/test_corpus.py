@@ -6,7 +6,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 
-from data_pipeline import checksums
+from common import checksums
 from data_pipeline.cleaning.duplicates import exact_documents
 from data_pipeline.cleaning.masks import Masks
 from data_pipeline.corpus.plan import phases

@@ -12,7 +12,7 @@ import loguru
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from data_pipeline.phases import Phase
+from data_pipeline.executors.phases import Phase
 
 
 class Trace(PipelineStep):

@@ -5,7 +5,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from data_pipeline.instructions.datamodule import InstructionData
-from data_pipeline.tokenizer import Pretrained
+from data_pipeline.tokens.tokenizer import Pretrained
 
 # In the manner of ChatML: nothing marked, and a line end behind every turn.
 CHAT = (

@@ -11,10 +11,10 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from data_pipeline.batches import IGNORED
 from data_pipeline.instructions.rendering import WITH_INPUT, WITHOUT_INPUT
-from data_pipeline.tokenizer import ByteLevelBPE, Pretrained
-from data_pipeline.yardsticks import NAMES
+from data_pipeline.tokens.batches import IGNORED
+from data_pipeline.tokens.tokenizer import ByteLevelBPE, Pretrained
+from data_pipeline.tokens.yardsticks import NAMES
 from tests.data_pipeline import recording
 from tests.data_pipeline.instructions.conftest import alpaca_records, make_tokenizer
 

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from data_pipeline.batches import IGNORED
 from data_pipeline.instructions.packing import OPEN_SEQUENCES, Concatenated, Whole
 from data_pipeline.instructions.rendering import Example
+from data_pipeline.tokens.batches import IGNORED
 
 FILLER = 9
 

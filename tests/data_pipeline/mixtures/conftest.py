@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_pipeline.documents import SCHEMA
-from data_pipeline.mixture import MixtureData
-from data_pipeline.tokenizer import ByteLevelBPE
+from data_pipeline.mixtures.datamodule import MixtureData
+from data_pipeline.tokens.tokenizer import ByteLevelBPE
 
 WORDS = {
     "debug": ["trace", "crash", "stack", "core", "fault", "segment", "abort", "signal"],

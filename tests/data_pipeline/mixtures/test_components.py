@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from data_pipeline import checksums
+from common import checksums
 from data_pipeline.documents import texts
 from data_pipeline.fingerprint import prepared_folder, read_manifest
 from data_pipeline.mixtures.components import find_components, gather_files, text_files

@@ -12,10 +12,10 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
-from data_pipeline.batches import IGNORED
 from data_pipeline.documents import texts
 from data_pipeline.identity import EARLIER
-from data_pipeline.order import RunOrder
+from data_pipeline.tokens.batches import IGNORED
+from data_pipeline.tokens.order import RunOrder
 from tests.data_pipeline import recording
 from tests.data_pipeline.mixtures.conftest import write_corpus, write_parquet
 
@@ -201,14 +201,14 @@ def test_a_moved_corpus_and_one_that_an_earlier_version_prepared_are_not_prepare
     first = make(corpus=str(own))
     first.identified_by = EARLIER
     first.prepare()
-    monkeypatch.setattr("data_pipeline.datamodule.write_blocks", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr("data_pipeline.tokens.datamodule.write_blocks", lambda *_: pytest.fail("tokenized again"))
     again = make(corpus=str(own))
     again.prepare()
     assert again.fingerprint == first.fingerprint
     monkeypatch.undo()
     now = make(corpus=str(own), data_dir=tmp_path / "new")
     found = now.yardsticks()
-    monkeypatch.setattr("data_pipeline.datamodule.write_blocks", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr("data_pipeline.tokens.datamodule.write_blocks", lambda *_: pytest.fail("tokenized again"))
     moved = make(corpus=str(own.rename(tmp_path / "moved")), data_dir=tmp_path / "new")
     moved.prepare()
     assert moved.fingerprint == now.fingerprint

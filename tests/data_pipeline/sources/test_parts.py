@@ -7,8 +7,8 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from data_pipeline.documents import Document, Problems
-from data_pipeline.gathering import gather
 from data_pipeline.sources.parts import SourceInParts
+from data_pipeline.tokens.gathering import gather
 
 CONF = Path(__file__).parents[3] / "conf"
 

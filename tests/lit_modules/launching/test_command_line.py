@@ -104,6 +104,10 @@ def test_a_key_of_an_experiment_that_nothing_reads_is_refused_with_the_nearest(t
         ("callbacks.samples=5", "callbacks.samples has no _target_"),
         ("data.source=null", "data.source=null: the job needs it: give its keys"),
         ("model=null", "model=null is not a choice: give model=CHOICE, such as fox_llama_125m, "),
+        (
+            "data._target_=data_pipeline.datamodule.TextData",
+            "data._target_=data_pipeline.datamodule.TextData has moved: give data_pipeline.tokens.datamodule.TextData",
+        ),
         ("model._target_=5", "model._target_=5 is not the path of a class or function, such as lit_modules.networks."),
         ("max_tokens.foo=1", "max_tokens has no keys: give max_tokens=VALUE"),
         ("job=corpus +corpus.cleaning.quality.rules.lengh=null", "did you mean corpus.cleaning.quality.rules.length?"),
@@ -215,7 +219,7 @@ def test_arguments_are_read_in_folders_without_an_init_file(tmp_path, monkeypatc
         "lit_modules.networks.PalimpsestConfig",
         "lit_modules.linearization.stages.Stage",
         "data_pipeline.rewriting.backends.served.Served",
-        "data_pipeline.datamodule.TextData",
+        "data_pipeline.tokens.datamodule.TextData",
     ],
 )
 def test_arguments_read_from_source_are_those_of_the_class(target):

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lit_modules.launching import run_folder
+from tests.conftest import ROOT
 
 
 def begin(folder, finished=False):
@@ -80,6 +81,14 @@ def test_a_resumed_run_may_change_its_logger_but_not_its_model(tmp_path):
     assert OmegaConf.to_container(OmegaConf.load(tmp_path / run_folder.CONFIG)) == began
 
 
+def test_a_run_of_an_earlier_version_is_resumed_though_its_classes_have_moved(tmp_path):
+    began = {"data": {"_target_": "data_pipeline.datamodule.TextData", "block_length": 64}}
+    with run_folder.begun(tmp_path, began):
+        pass
+    now = {"data": {"_target_": "data_pipeline.tokens.datamodule.TextData", "block_length": 64}}
+    assert run_folder.resolved_config(tmp_path, OmegaConf.create(now)) == now
+
+
 def test_a_new_run_can_be_resumed_unless_it_is_refused(tmp_path):
     config = tmp_path / run_folder.CONFIG
     with pytest.raises(KeyboardInterrupt), run_folder.begun(tmp_path, {"seed": 1}):
@@ -116,6 +125,7 @@ def test_a_worker_that_outlives_its_run_does_not_hold_it(tmp_path):
     code = """
 import os, pathlib, sys, time
 from lit_modules.launching import run_folder
+from tests.conftest import ROOT
 held = run_folder.hold(pathlib.Path(sys.argv[1]))
 if os.fork() == 0:
     print(1, flush=True)  # the child has let go of the run by now
@@ -161,3 +171,9 @@ def test_a_sweep_is_resumed_in_its_folder_and_a_run_as_a_sweep_of_one(tmp_path):
         ValueError, match=r"is not a run's folder: .* \(that is a sweep's: give one of its runs, or -m\)"
     ):
         run_folder.choose_run(True, str(tmp_path), "demo", str(sweep))
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an unpacked source, not a git checkout")
+def test_a_run_names_the_commit_of_the_checkout_that_runs():
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    assert run_folder.commit().removesuffix("-dirty") == head.strip()

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_pipeline.batches import Sequence, collate
+from data_pipeline.tokens.batches import Sequence, collate
 from lit_modules.linearization.module import Linearization as Training
 from lit_modules.linearization.stages import Stage, plan_stages
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, fingerprints, linearize

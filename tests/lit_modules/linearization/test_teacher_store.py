@@ -8,7 +8,7 @@ import torch
 from huggingface_hub import constants
 from transformers import MistralConfig, MistralForCausalLM
 
-from data_pipeline.batches import Sequence, collate
+from data_pipeline.tokens.batches import Sequence, collate
 from lit_modules.launching.run_folder import RunFailed
 from lit_modules.linearization.teacher_store import TeacherStore
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, linearize

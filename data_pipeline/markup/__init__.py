@@ -1,0 +1,1 @@
+"""Markup turned into text: LaTeX, HTML and roff."""

@@ -1,0 +1,1 @@
+"""HTML to Markdown: fragments and whole pages."""

@@ -1,0 +1,1 @@
+"""Issues of GitHub, from its archive of events."""

@@ -1,0 +1,194 @@
+"""Threads of GitHub issues, rebuilt from the hourly event files of GH Archive."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data_pipeline.documents import Document, Problems
+from data_pipeline.identity import SAMPLE, file_identity, settings_identity
+from data_pipeline.sources.github.github_events import (
+    BUCKET_BYTES,
+    NO_ACCOUNT,
+    REPOSITORIES,
+    Repositories,
+    bucket_turns,
+    read_bucket,
+    write_buckets,
+)
+from data_pipeline.sources.github.issue_text import Namer, clean, roles, says_nothing
+from data_pipeline.sources.parts import SourceInParts
+from data_pipeline.sources.paths import as_list, find_files
+
+EVENTS = (".json.gz", ".json", ".jsonl", ".jsonl.gz", ".json.zst", ".jsonl.zst")
+FOLDER = "issue-events"
+THREAD_CHARACTERS = BUCKET_BYTES // 4  # a longer thread is a bot's, or an attack
+
+
+@dataclass(frozen=True)
+class GithubIssues(SourceInParts):
+    """Threads of issues, one document each: title, labels, the opening, the comments in order.
+
+    `paths`: GH Archive's files (2024-01-01-15.json.gz), folders or globs of them, in any order; events of before 2015
+    have another layout, and are counted only. `repositories`: names or globs ("pytorch/*"), None: all. Threads with
+    fewer than `minimum_comments`, after bots' and empty ones are gone, are left out, and those of repositories with
+    fewer than `minimum_stars`, as far as events of pull requests told. `pull_requests`: their threads too. `bots`:
+    logins besides those that the site marks as bots. Users become roles. Logs are folded to `log_lines`, with up to
+    `trace_lines` of stack traces. An edited comment is its last version; a deleted one is left out.
+    """
+
+    paths: list[str]
+    repositories: list[str] | None = None
+    minimum_comments: int = 1
+    minimum_stars: int = 0
+    pull_requests: bool = False
+    bots: list[str] = field(default_factory=list)
+    log_lines: int = 40
+    trace_lines: int = 80
+    category: str = "debug"
+
+    def __post_init__(self) -> None:
+        for name in ("paths", "bots"):
+            object.__setattr__(self, name, as_list(getattr(self, name)))
+        if self.repositories is not None:
+            object.__setattr__(self, "repositories", as_list(self.repositories))
+            for pattern in self.repositories:
+                if "/" not in pattern:
+                    raise ValueError(f"source.repositories={pattern}: give owner/name, or a glob such as {pattern}/*")
+        for name in ("minimum_comments", "minimum_stars", "trace_lines"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"source.{name}={getattr(self, name)}: give 0 or more")
+        if self.log_lines < 2:
+            raise ValueError(
+                f"source.log_lines={self.log_lines}: give at least 2, one for the head and one for the tail"
+            )
+
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of every file. Raises ValueError where a path names none."""
+        return {"github_issues": settings_identity(self, by, "paths"), "files": file_identity(self._files(), by)}
+
+    def prepare(self, scratch: Path, problems: Problems) -> None:
+        """Sort the events of wanted repositories into buckets by their thread."""
+        if not (scratch / FOLDER).exists():
+            write_buckets(self._files(), scratch / FOLDER, self._wanted(), self.pull_requests, problems)
+
+    def parts(self, scratch: Path) -> list[str]:
+        """The buckets. Raises ValueError where no event is of a wanted issue."""
+        names = sorted(bucket_turns(scratch / FOLDER))
+        if not names:
+            among = "" if self.repositories is None else f" of source.repositories={self.repositories}"
+            raise ValueError(f"source.paths={self.paths}: no event of an issue{among} in {len(self._files())} files")
+        return names
+
+    def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
+        """Yield the threads of a bucket, by repository and number (in turns, where it is larger than planned)."""
+        turns = bucket_turns(scratch / FOLDER)[part]
+        repositories = Repositories(scratch / FOLDER / REPOSITORIES)
+        try:
+            for turn in range(turns):
+                for thread in _threads(read_bucket(scratch / FOLDER, part, turn, turns), problems):
+                    licence, stars = repositories.find(thread.repository)
+                    document = self._document(thread, licence) if stars >= self.minimum_stars else None
+                    if document is not None:
+                        yield document
+        finally:
+            repositories.close()
+
+    def _files(self) -> list[Path]:
+        return find_files("source.paths", self.paths, EVENTS)
+
+    def _wanted(self) -> Callable[[str], bool]:
+        if self.repositories is None:
+            return lambda name: True
+        allowed = re.compile("|".join(fnmatch.translate(pattern.lower()) for pattern in self.repositories))
+        return lambda name: allowed.match(name.lower()) is not None
+
+    def _is_bot(self, post: dict) -> bool:
+        login = post["login"].lower()
+        return post["bot"] or login.endswith("[bot]") or login in {bot.lower() for bot in self.bots}
+
+    def _document(self, thread: "_Thread", licence: str | None) -> Document | None:
+        issue = thread.issue
+        if issue is None or self._is_bot(issue):
+            return None
+        comments = [comment for comment in thread.ordered() if not self._is_bot(comment)]
+        names = roles([(post["login"], post["association"]) for post in (issue, *comments)])
+        namer = Namer({login: role for login, role in names.items() if login != NO_ACCOUNT})
+        written, previous = [], issue["body"]
+        for comment in comments:
+            text = clean(comment["body"], previous, namer, self.log_lines, self.trace_lines)
+            previous = comment["body"]
+            if not says_nothing(text):
+                written.append(f"**{names[comment['login']]}:**\n\n{text}")
+        if len(written) < self.minimum_comments:
+            return None
+        opening = clean(issue["body"], "", namer, self.log_lines, self.trace_lines)
+        head = [f"# {namer.prose(' '.join(issue['title'].split()))}", _about(issue)]
+        text = "\n\n".join(filter(None, (*head, f"**Author:**\n\n{opening}" if opening else "", *written)))
+        metadata = {
+            "source": "github_issues",
+            "category": self.category,
+            "origin": thread.place,
+            "url": issue["url"],
+            "date": issue["created"],
+            "licence": licence,
+        }
+        known = {key: value for key, value in metadata.items() if value}
+        return Document(text, f"github_issues:{thread.repository}#{thread.number}", known)
+
+
+def _about(issue: dict) -> str:
+    labels = ", ".join(issue["labels"])
+    state = issue["state"].replace("_", " ")
+    return "  \n".join(filter(None, (f"Labels: {labels}" if labels else "", f"State: {state}" if state else "")))
+
+
+class _Thread:
+    """What the events of one thread amount to, in whatever order they come."""
+
+    def __init__(self, repository: str, number: int, place: str) -> None:
+        self.repository, self.number, self.place = repository, number, place
+        self.issue: dict | None = None
+        self.gone = self.full = False
+        self._issue_version = ("", "")
+        self._comments: dict[int, tuple[tuple[str, str], dict]] = {}
+        self._characters = 0
+
+    def add(self, entry: dict) -> bool:
+        """Take an entry; return False the first time that the thread is too long for it."""
+        issue, comment = entry["issue"], entry["comment"]
+        self.gone = self.gone or "gone" in entry
+        if issue is not None and (version := (issue["updated"], entry["at"])) >= self._issue_version:
+            self.issue, self._issue_version = issue, version
+        if comment is None:
+            return True
+        # Of a comment deleted only the number is kept, and no version comes after that.
+        version = ("~" if comment["deleted"] else comment["updated"], entry["at"])
+        if comment["id"] in self._comments and self._comments[comment["id"]][0] >= version:
+            return True
+        self._characters += len(comment["body"])
+        if self._characters > THREAD_CHARACTERS:
+            first, self.full = not self.full, True
+            return not first
+        self._comments[comment["id"]] = (version, {} if comment["deleted"] else comment)
+        return True
+
+    def ordered(self) -> list[dict]:
+        """Return the comments in the order in which they were written."""
+        comments = [comment for _, comment in self._comments.values() if comment]
+        return sorted(comments, key=lambda comment: (comment["created"], comment["id"]))
+
+
+def _threads(entries: Iterable[dict], problems: Problems) -> Iterator[_Thread]:
+    """Yield the threads of entries that are still there, by repository and number."""
+    threads: dict[tuple[str, int], _Thread] = {}
+    for entry in entries:
+        key = tuple(entry["thread"])
+        thread = threads.setdefault(key, _Thread(*key, entry["place"]))
+        if not thread.add(entry):
+            problems.skip(entry["place"], "thread too long", f"comments of {key[0]}#{key[1]} from there on")
+    for key in sorted(threads):
+        thread = threads.pop(key)
+        if not thread.gone:
+            yield thread

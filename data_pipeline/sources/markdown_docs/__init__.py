@@ -1,0 +1,1 @@
+"""Documentation written in Markdown: pages and what they include."""

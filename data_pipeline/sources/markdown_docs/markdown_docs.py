@@ -1,0 +1,162 @@
+"""Documentation repositories: the Markdown of a checkout, without what only its site generator reads."""
+
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_pipeline.documents import Document, Problems
+from data_pipeline.identity import EARLIER, SAMPLE, file_identity, settings_identity
+from data_pipeline.licences import licence_of_text
+from data_pipeline.sources.markdown_docs.markdown_includes import Repository
+from data_pipeline.sources.markdown_docs.markdown_pages import UnusableMarkdown, read_page
+from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
+
+logger = logging.getLogger(__name__)
+
+ENDINGS = (".md", ".markdown", ".mdx")
+# Read where a page includes them, or no documentation at all.
+LEFT_OUT_FOLDERS = frozenset(
+    [
+        "node_modules",
+        "vendor",
+        "third_party",
+        "includes",
+        "_includes",
+        "snippets",
+        "_partials",
+        "archetypes",
+        "reusables",
+    ]
+)
+LEFT_OUT_FILES = frozenset(
+    ["license", "licence", "code_of_conduct", "code-of-conduct", "contributing", "toc", "summary", "_sidebar"]
+)
+LICENCE_FILES = ("license", "license.md", "license.txt", "licence", "licence.md", "copying", "license.rst")
+LICENCE_BYTES = 16 * 1024
+MINIMUM_CHARACTERS = 100  # shorter pages are a title and links
+PART_BYTES = 16 * 1024 * 1024
+PARTS = "markdown_docs.jsonl"
+
+
+@dataclass(frozen=True)
+class MarkdownDocs(SourceInParts):
+    """The pages of checked-out documentation repositories (Azure's, Kubernetes', GitHub's, ...).
+
+    `paths`: a folder or a list of folders. Includes are resolved within a folder's repository (the nearest folder above
+    with .git in it, or else the folder itself), and its licence file is the pages' licence. Read are .md, .markdown and
+    .mdx files; reStructuredText is left out, because what it says is only known to a project's own Sphinx extensions:
+    build it, and read the HTML as `Web` does. Symbolic links are not followed. Files over `max_file_bytes`, and pages
+    that grow over it by what they include, are named and stepped over.
+    """
+
+    paths: str | list[str]
+    category: str = "general_system"
+    max_file_bytes: int = 4 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.paths, str):  # a path, or Hydra's own type of list
+            paths = [str(path) for path in self.paths] if not isinstance(self.paths, Path) else str(self.paths)
+            object.__setattr__(self, "paths", paths)
+        if self.max_file_bytes < 1:
+            raise ValueError(f"source.max_file_bytes={self.max_file_bytes}: give a positive number of bytes")
+
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of every page and of all that pages may include."""
+        folders = self._folders()
+        files = (path for folder in folders for path in _walk(_root(folder), everything=True))
+        found = {"markdown_docs": settings_identity(self, by, "paths"), "files": file_identity(files, by)}
+        if by != EARLIER:  # which folders of their repositories: documents are named by them
+            found["folders"] = [str(folder.relative_to(_root(folder).parent)) for folder in folders]
+        return found
+
+    def prepare(self, scratch: Path, problems: Problems) -> None:
+        """Write the list of parts into `scratch`: files in order, about PART_BYTES of them in each."""
+        files = ((folder, path) for folder in self._folders() for path in _walk(folder))
+        items = (([str(folder), str(path)], path.stat().st_size) for folder, path in files)
+        write_parts(scratch / PARTS, groups(items, PART_BYTES))
+
+    def parts(self, scratch: Path) -> list[str]:
+        """Return the parts' names. Raises ValueError naming `source.paths` where there is no Markdown."""
+        names = part_names(scratch / PARTS)
+        if not names:
+            raise ValueError(f"source.paths={self.paths}: no Markdown in it; it must have {' '.join(ENDINGS)} files")
+        return names
+
+    def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
+        """Yield a part's pages; what cannot be read is told to `problems` by file."""
+        repositories: dict[str, tuple[Repository, str | None]] = {}
+        missing = 0
+        for folder, name in read_part(scratch / PARTS, part):
+            if folder not in repositories:
+                root = _root(Path(folder))
+                repositories[folder] = Repository(root, self.max_file_bytes), _licence(root)
+            repository, licence = repositories[folder]
+            path = Path(name)
+            try:
+                page = read_page(path, repository, self.max_file_bytes)
+            except UnusableMarkdown as error:
+                problems.skip(str(path), error.kind, error.detail)
+                continue
+            except OSError as error:
+                problems.skip(str(path), "unreadable file", str(error.strerror or error))
+                continue
+            missing += page.missing
+            if len(page.text) < MINIMUM_CHARACTERS:
+                continue
+            about = {"category": self.category, "origin": str(path), "date": page.date, "licence": licence}
+            identity = f"markdown_docs:{repository.root.name}/{path.relative_to(repository.root)}"
+            metadata = {"source": "markdown_docs", **{key: value for key, value in about.items() if value}}
+            yield Document(page.text, identity, metadata)
+        if missing:
+            logger.info("source.paths: %d includes are not in their repositories, and were left out", missing)
+
+    def _folders(self) -> list[Path]:
+        """Return the folders, absolute. Raises ValueError for one that is missing, within another, or named alike."""
+        folders = [Path(path).expanduser() for path in ([self.paths] if isinstance(self.paths, str) else self.paths)]
+        for folder in folders:
+            if not folder.is_dir():
+                raise ValueError(f"source.paths={folder}: no such folder; give the folder of a checked-out repository")
+        folders = sorted({folder.resolve() for folder in folders})
+        for folder, other in itertools.pairwise(folders):
+            if other.is_relative_to(folder):
+                raise ValueError(f"source.paths: {other} lies in {folder}: give one of them")
+        names: dict[str, Path] = {}
+        for root in map(_root, folders):
+            if names.setdefault(root.name, root) != root:
+                raise ValueError(f"source.paths: {root} and {names[root.name]} have one name: rename one of them")
+        return folders
+
+
+def _root(folder: Path) -> Path:
+    """Return the repository that a folder is in, or the folder where it is in none."""
+    return next((above for above in (folder, *folder.parents) if (above / ".git").exists()), folder)
+
+
+def _walk(folder: Path, everything: bool = False) -> Iterator[Path]:
+    """Yield the pages under a folder in order; with `everything`, all that an include may name too."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".") and (everything or name.lower() not in LEFT_OUT_FOLDERS)
+        )
+        for name in sorted(names):
+            path = Path(parent, name)
+            stem, ending = os.path.splitext(name.lower())
+            wanted = everything or (ending in ENDINGS and stem not in LEFT_OUT_FILES)
+            if wanted and path.is_file() and not path.is_symlink():
+                yield path
+
+
+def _licence(root: Path) -> str | None:
+    """Return the SPDX identifier of a repository's licence file, where it is a well known one."""
+    for path in sorted(root.iterdir(), key=lambda path: path.name.lower()):
+        if path.name.lower() in LICENCE_FILES and path.is_file() and not path.is_symlink():
+            with path.open("rb") as file:
+                found = licence_of_text(file.read(LICENCE_BYTES).decode("utf-8", "replace"))
+            if found:
+                return found
+    return None

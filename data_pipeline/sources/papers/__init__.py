@@ -1,0 +1,1 @@
+"""Papers: their index, their venues, and their texts as TEI and PDF."""

@@ -1,0 +1,271 @@
+"""Papers of venues on a ranking list: who published what from DBLP or Semantic Scholar, the text from where it is."""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from data_pipeline.documents import Document, Problems
+from data_pipeline.identity import SAMPLE, file_identity, settings_identity
+from data_pipeline.sources.json_lines import lines, parse, records
+from data_pipeline.sources.papers.dblp import dblp_records
+from data_pipeline.sources.papers.paper_index import PaperIndex, VenueList, new_index, open_index
+from data_pipeline.sources.papers.papers import UnreadablePaper, paper_of, text_of, title_key
+from data_pipeline.sources.papers.pdf import PDFPaper, read_pdf, running_text
+from data_pipeline.sources.papers.tei import read_tei
+from data_pipeline.sources.parts import SourceInParts
+from data_pipeline.sources.paths import as_list, find_files
+from data_pipeline.workers import available_processes
+
+logger = logging.getLogger(__name__)
+
+INDEX = "venues.sqlite"
+RECORDS = (".xml", ".xml.gz", ".jsonl", ".json", ".gz", ".zst")
+FULL_TEXT = (*RECORDS, ".tei", ".pdf")
+PREFERENCE = {"lines": 0, "tei": 1, "pdf": 2}  # of one paper's texts: the one with the least noise
+FILES_AT_ONCE = {"lines": 1, "tei": 256, "pdf": 32}  # in a part; a shard of JSON lines is long by itself
+FILES_MATCHED_AT_ONCE = 64
+TITLE_LINES = 4  # a PDF's title is in its first lines, after what the publisher may print over it
+# How a file's name says which paper it holds: a pattern of the name with its folders, and the key that it gives.
+NAMES: tuple[tuple[re.Pattern, str], ...] = (
+    (re.compile(r".*\b(10\.\d{4,9})[/_-](\S+)"), r"doi:\1/\2"),
+    (re.compile(r"(?:.*/)?(\d{7}\.\d{7})"), r"doi:10.1145/\1"),  # as ACM's library names its files
+    (re.compile(r".*\b(conf|journals)[/_-]([^/_-]+)[/_-]([^/]+)"), r"dblp:\1/\2/\3"),
+    (re.compile(r"(?:.*/)?(\d{4}\.\d{4,5})(?:v\d+)?"), r"arxiv:\1"),
+    (re.compile(r"(?:.*/)?(\d{7,10})"), r"corpusid:\1"),
+    (re.compile(r"(?:.*/)?([0-9a-f]{40})"), r"s2:\1"),
+)
+Claim = tuple[Sequence[str], str | None, int | None]  # the keys, the title and the year of a paper, perhaps
+
+
+@dataclass(frozen=True)
+class Venues(SourceInParts):
+    """Papers of the venues on a list, one document each: title, sections with Markdown headings, no bibliography.
+
+    `venues`: short name -> {rank, area, dblp: [keys], names: [full names]}; of these the `ranks` and `areas` (None:
+    all) wanted. `records`: who published what where: dblp.xml(.gz), or JSON lines, with title, venue, year, doi, ee,
+    key, or Semantic Scholar's with externalids. `full_text`: JSON lines of S2ORC or peS2o (name them in `records` too
+    if they carry DBLP keys or venues), TEI XML as GROBID writes it (.xml, .tei), PDF. Both are lists of files, folders
+    and globs.
+
+    A text belongs to a paper by DBLP key, DOI, arXiv id or corpus id, in the file's name or inside, else by title and
+    year, give or take one. Where a paper has several texts, JSON lines come before TEI, and TEI before PDF.
+    Texts under `minimum_characters` (abstracts, failed extractions) are left out; a PDF may take `pdf_seconds`.
+    """
+
+    venues: dict
+    records: list[str]
+    full_text: list[str]
+    ranks: list[str] = ("A", "B")
+    areas: list[str] | None = None
+    category: str = "general_system"
+    minimum_characters: int = 2000
+    pdf_seconds: float = 120
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "venues", {name: _plain_entry(name, entry) for name, entry in self.venues.items()})
+        for name in ("records", "full_text", "ranks", "areas"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None and name == "areas" else as_list(value))
+        if self.pdf_seconds <= 0:
+            raise ValueError(f"source.pdf_seconds={self.pdf_seconds}: give a positive number of seconds")
+        self._venue_list()
+
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, and the content of every file. Raises ValueError where a path names none."""
+        return {
+            "venues": settings_identity(self, by, "records", "full_text"),
+            "files": file_identity([*self._records(), *self._full_text()], by),
+        }
+
+    def prepare(self, scratch: Path, problems: Problems) -> None:
+        """Write the index: the papers of the wanted venues, and where each one's best text is.
+
+        Raises ValueError where no record is of a wanted venue, or no text of a wanted paper.
+        """
+        if (scratch / INDEX).exists():
+            return
+        with new_index(scratch / INDEX) as index:
+            self._index_papers(index, problems)
+            if not index.papers:
+                found = f"no paper of a venue of ranks {', '.join(self.ranks)} in source.venues"
+                raise ValueError(f"source.records={self.records}: {found}; widen ranks or areas, or give other records")
+            for path in self._full_text():
+                if _kind(path) == "lines":
+                    self._match_lines(index, path, problems)
+            for kind in ("tei", "pdf"):
+                self._match_files(index, kind, problems)
+            texts = index.texts()
+            logger.info("%s papers of wanted venues, %s of them with a text", f"{index.papers:,}", f"{texts:,}")
+            if not texts:
+                found = f"no text of the {index.papers:,} papers that source.records has of wanted venues"
+                raise ValueError(f"source.full_text={self.full_text}: {found}; name files by DOI or DBLP key")
+
+    def parts(self, scratch: Path) -> list[str]:
+        """One part a file of JSON lines, one a group of TEI or PDF files, named by the first and last one's number."""
+        with open_index(scratch / INDEX) as index:
+            names = []
+            for kind, count in FILES_AT_ONCE.items():
+                files = [file for file, _ in index.files(kind)]
+                groups = (files[start : start + count] for start in range(0, len(files), count))
+                names += (f"{kind}/{group[0]}-{group[-1]}" for group in groups)
+        return names
+
+    def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
+        """Yield the papers whose best text is in this part."""
+        kind, _, numbers = part.partition("/")
+        first, last = map(int, numbers.split("-"))
+        with open_index(scratch / INDEX) as index:
+            for file, path in index.files(kind, first, last):
+                if kind == "lines":
+                    yield from self._read_lines(index, file, Path(path), problems)
+                else:
+                    for _, row in index.chosen(file):
+                        yield from self._read_file(kind, Path(path), row, problems)
+
+    def _venue_list(self) -> VenueList:
+        return VenueList(self.venues, self.ranks, self.areas)
+
+    def _records(self) -> list[Path]:
+        return find_files("source.records", self.records, RECORDS)
+
+    def _full_text(self) -> list[Path]:
+        return find_files("source.full_text", self.full_text, FULL_TEXT)
+
+    def _index_papers(self, index: PaperIndex, problems: Problems) -> None:
+        """Add the papers of wanted venues. DBLP first: it knows venues, and the others then add their keys to it."""
+        venues = self._venue_list()
+        for path in sorted(self._records(), key=lambda path: (_kind(path) != "tei", path)):
+            if _kind(path) == "tei":
+                found = dblp_records(path, venues.may_have, problems)
+            else:
+                found = (record for _, record in records(path, problems))
+            for record in found:
+                paper = paper_of(record)
+                index.add(paper, venues.find(paper))
+
+    def _match_lines(self, index: PaperIndex, path: Path, problems: Problems) -> None:
+        file = index.add_file(path, "lines")
+        for number, record in records(path, problems):
+            about = paper_of(record)
+            paper = index.find(about.keys, about.title, about.year)
+            if paper is not None and len(text_of(record)) >= self.minimum_characters:
+                index.offer(paper, PREFERENCE["lines"], file, number)
+
+    def _match_files(self, index: PaperIndex, kind: str, problems: Problems) -> None:
+        """Match TEI or PDF files by their names, and those whose names say nothing by what is in them."""
+        look = _look_into_tei if kind == "tei" else self._look_into_pdf
+        paths = [path for path in self._full_text() if _kind(path) == kind]
+        with ThreadPoolExecutor(available_processes()) as threads:  # a PDF is read in a process of its own
+            for start in range(0, len(paths), FILES_MATCHED_AT_ONCE):
+                group = paths[start : start + FILES_MATCHED_AT_ONCE]
+                named = [index.find(keys_in_name(path), None, None) for path in group]
+                nameless = [path for path, paper in zip(group, named, strict=True) if paper is None]
+                claims = dict(zip(nameless, threads.map(look, nameless), strict=True))
+                for path, paper in zip(group, named, strict=True):
+                    claim = claims.get(path, [])
+                    if isinstance(claim, UnreadablePaper):
+                        problems.skip(str(path), claim.kind, claim.detail)
+                        continue
+                    found = paper or next(filter(None, (index.find(*names) for names in claim)), None)
+                    if found is not None:
+                        index.offer(found, PREFERENCE[kind], index.add_file(path, kind))
+
+    def _look_into_pdf(self, path: Path) -> "list[Claim] | UnreadablePaper":
+        try:
+            paper = read_pdf(path, pages=1, seconds=self.pdf_seconds)
+        except UnreadablePaper as error:
+            return error
+        keys = [f"doi:{paper.doi}"] if paper.doi else []  # which may be of a paper that the first page cites
+        return [*(([], title, None) for title in _possible_titles(paper)), (keys, None, None)]
+
+    def _read_lines(self, index: PaperIndex, file: int, path: Path, problems: Problems) -> Iterator[Document]:
+        chosen = index.chosen(file)
+        wanted, row = next(chosen)
+        for number, line in lines(path, None):
+            if number < wanted:
+                continue
+            place = f"{path}: line {number}"
+            record = parse(place, line, problems)
+            if record is not None:
+                yield self._document(row, text_of(record), place, paper_of(record).licence)
+            following = next(chosen, None)
+            if following is None:
+                return
+            wanted, row = following
+
+    def _read_file(self, kind: str, path: Path, row: dict, problems: Problems) -> Iterator[Document]:
+        try:
+            if kind == "tei":
+                paper = read_tei(path)
+                text, licence = paper.text, paper.licence
+            else:
+                text, licence = running_text(read_pdf(path, seconds=self.pdf_seconds).pages), None
+        except UnreadablePaper as error:
+            return problems.skip(str(path), error.kind, error.detail)
+        if len(text) < self.minimum_characters:
+            return problems.skip(str(path), "no full text", f"{len(text):,} characters")
+        yield self._document(row, text, str(path), licence)
+        return None
+
+    def _document(self, row: dict, text: str, origin: str, licence: str | None) -> Document:
+        first_line, _, rest = text.partition("\n")
+        if title_key(first_line) == title_key(row["title"]) and rest:
+            text = rest.lstrip("\n")  # peS2o's texts begin with the title
+        metadata = {
+            "source": "venues",
+            "category": self.category,
+            "origin": origin,
+            "venue": row["venue"],
+            "rank": row["rank"],
+            "area": row["area"],
+            "url": row["url"],
+            # Bibliographies have years: the first day stands for one.
+            "date": row["date"] or (f"{row['year']}-01-01" if row["year"] else None),
+            "licence": licence or row["licence"],
+        }
+        known = {name: value for name, value in metadata.items() if value}
+        return Document(f"# {row['title']}\n\n{text}".replace("\0", ""), f"venues:{row['name']}", known)
+
+
+def _plain_entry(name: str, entry: Mapping) -> dict:
+    """Return an entry of the list in plain types, instead of Hydra's own."""
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"source.venues: {name}: give rank (A, B or C), area, dblp (a list) and names (a list)")
+    lists = {
+        key: [*value] for key, value in entry.items() if isinstance(value, Sequence) and not isinstance(value, str)
+    }
+    return {**entry, **lists}
+
+
+def _kind(path: Path) -> str:
+    name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
+    return "tei" if name.endswith((".xml", ".tei")) else "pdf" if name.endswith(".pdf") else "lines"
+
+
+def keys_in_name(path: Path) -> list[str]:
+    """Return the keys that a file's name, with its last two folders, may stand for."""
+    name = re.sub(r"(\.(pdf|tei|xml|grobid|gz|zst))+$", "", unquote("/".join(path.parts[-3:])), flags=re.IGNORECASE)
+    matches = ((pattern.fullmatch(name), key) for pattern, key in NAMES)
+    keys = [match.expand(key) for match, key in matches if match]
+    return [key.lower() if key.startswith("doi:") else key for key in keys]
+
+
+def _look_into_tei(path: Path) -> list[Claim] | UnreadablePaper:
+    try:
+        paper = read_tei(path, with_text=False)
+    except UnreadablePaper as error:
+        return error
+    return [(paper.keys, paper.title, paper.year)]
+
+
+def _possible_titles(paper: PDFPaper) -> Iterator[str]:
+    """Yield what may be the title: what the file's properties say, then runs of the first lines."""
+    yield paper.title
+    first = [line for line in paper.pages[0].splitlines() if line.strip()][: 2 * TITLE_LINES]
+    for start in range(TITLE_LINES):
+        for end in range(start + 1, min(start + TITLE_LINES, len(first)) + 1):
+            yield " ".join(first[start:end])

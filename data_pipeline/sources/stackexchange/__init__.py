@@ -1,0 +1,1 @@
+"""Questions and answers of Stack Exchange, from its dumps."""

@@ -1,0 +1,224 @@
+"""Web pages in WARC files: those of an allow-list of sites, as Markdown with code and tables intact."""
+
+import contextlib
+import glob
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_pipeline.documents import Document, Problems
+from data_pipeline.identity import SAMPLE, file_identity, settings_identity
+from data_pipeline.sources.parts import SourceInParts
+from data_pipeline.sources.web.sites import Sites
+from data_pipeline.sources.web.warc import HEADER_BYTES
+from data_pipeline.workers import available_processes, ordered_map
+
+if TYPE_CHECKING:
+    from data_pipeline.sources.web.warc import Capture
+
+logger = logging.getLogger(__name__)
+
+ENDINGS = (".warc", ".warc.gz")
+HTML = ("text/html", "application/xhtml+xml")
+PLAIN = "text/plain"
+INDEX = "web.sqlite"
+ADDRESS_CHARACTERS = 2000
+MINIMUM_CHARACTERS = 100  # shorter pages are a title and a menu
+
+
+@dataclass(frozen=True)
+class Web(SourceInParts):
+    """Pages of the `sites` (category -> list of hosts or host/paths, see `Sites`) in WARC files.
+
+    `paths`: a .warc or .warc.gz file, a folder, a glob, or a list of these: Common Crawl's, wget's, warcio's. Read are
+    responses with status 200, and resources, of HTML or plain text. Of captures of one address the first stays, over
+    all files in the order of their names. A page over `max_page_bytes`, stored or expanded, or with more than
+    `max_page_elements`, is named and stepped over: both bound the time and memory that one page can take.
+    """
+
+    paths: str | list[str]
+    sites: Mapping[str, Sequence[str]]
+    max_page_bytes: int = 4 * 1024 * 1024
+    max_page_elements: int = 100_000
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.paths, str):  # a path, or Hydra's own type of list
+            paths = [str(path) for path in self.paths] if not isinstance(self.paths, Path) else str(self.paths)
+            object.__setattr__(self, "paths", paths)
+        if not isinstance(self.sites, Mapping):
+            raise ValueError(f"source.sites={self.sites}: give a mapping, as in {{design: [lwn.net]}}")
+        plain = {str(name): sites if isinstance(sites, str) else list(sites) for name, sites in self.sites.items()}
+        object.__setattr__(self, "sites", plain)
+        Sites(plain)
+        for name in ("max_page_bytes", "max_page_elements"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"source.{name}={getattr(self, name)}: give a positive number")
+
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Settings, the extractor's version, and the content of every file."""
+        return {
+            "web": settings_identity(self, by, "paths"),
+            "trafilatura": version("trafilatura"),
+            "files": file_identity(self.files(), by),
+        }
+
+    def files(self) -> list[Path]:
+        """Return the WARC files, sorted. Raises ValueError naming `source.paths` where there is none."""
+        found: set[Path] = set()
+        for pattern in [self.paths] if isinstance(self.paths, str) else self.paths:
+            expanded = Path(pattern).expanduser()
+            names = expanded.rglob("*") if expanded.is_dir() else glob.iglob(str(expanded), recursive=True)
+            found.update(path for path in map(Path, names) if path.name.lower().endswith(ENDINGS) and path.is_file())
+        if not found:
+            raise ValueError(f"source.paths={self.paths}: no WARC file; it must match {' '.join(ENDINGS)} files")
+        return sorted(found)
+
+    def prepare(self, scratch: Path, problems: Problems) -> None:
+        """Write the index of wanted pages into `scratch`: each file is read through once, by several processes.
+
+        What it costs is mostly decompression; what `read` does later is then only the pages that are wanted, and the
+        first capture of an address is known over all files.
+        """
+        index = scratch / INDEX
+        if index.exists():
+            return
+        beside = scratch / f"{INDEX}.{os.getpid()}"
+        beside.unlink(missing_ok=True)
+        database = sqlite3.connect(beside)
+        try:
+            database.execute("PRAGMA journal_mode=OFF")
+            database.execute("CREATE TABLE seen (address BLOB PRIMARY KEY) WITHOUT ROWID")
+            database.execute("CREATE TABLE pages (file INTEGER, place INTEGER, category TEXT)")
+            files = self.files()
+            scans = ordered_map(
+                partial(_Scanner, self, scratch), enumerate(files), min(available_processes(), len(files))
+            )
+            for number, (path, scan) in enumerate(zip(files, scans, strict=True)):
+                _merge(database, number, path, scan, problems)
+            database.execute("CREATE INDEX by_file ON pages (file, place)")
+            database.commit()
+            database.close()
+            os.replace(beside, index)
+        finally:
+            database.close()
+            beside.unlink(missing_ok=True)
+
+    def parts(self, scratch: Path) -> list[str]:
+        """One part a file."""
+        return [str(path) for path in self.files()]
+
+    def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
+        """Yield the wanted pages of a WARC file; broken ones are told to `problems` by file and offset."""
+        number, path, thin = self.parts(scratch).index(part), Path(part), 0
+        database = sqlite3.connect(f"file:{scratch / INDEX}?mode=ro", uri=True)
+        try:
+            query = "SELECT place, category FROM pages WHERE file = ? ORDER BY place"
+            for place, category in database.execute(query, (number,)):
+                document = self._page(path, place, category, problems)
+                if document is not None and len(document.text) >= MINIMUM_CHARACTERS:
+                    yield document
+                elif document is not None:
+                    thin += 1
+        finally:
+            database.close()
+        if thin:
+            logger.info("%s: %d pages left out that have under %d characters", part, thin, MINIMUM_CHARACTERS)
+
+    def _page(self, path: Path, place: int, category: str, problems: Problems) -> Document | None:
+        """Return the page whose record begins at byte `place`; None, and a problem told, where it cannot be read."""
+        from data_pipeline.markup.html.web_page import UnusablePage, decode, extract, http_date
+        from data_pipeline.sources.web.warc import BrokenRecord, captures, payload
+
+        url = ""
+        try:
+            with contextlib.closing(captures(path, place)) as items:  # the file must stay open while we read from it
+                capture = next(items)
+                if isinstance(capture, tuple):
+                    raise capture[1]
+                url = capture.url
+                text = decode(payload(capture, self.max_page_bytes), capture.charset)
+            if capture.media_type == PLAIN:
+                text, about = "\n".join(line.rstrip() for line in text.splitlines()).strip("\n"), {}
+            else:
+                page = extract(text, self.max_page_elements)
+                text, about = page.markdown, {"date": page.date, "licence": page.licence}
+        except (BrokenRecord, UnusablePage) as error:
+            problems.skip(f"{path}: offset {place}", error.kind, ", ".join(filter(None, (error.detail, url))))
+            return None
+        metadata = {"source": "web", "category": category, "origin": f"{path}: offset {place}", "url": url, **about}
+        metadata["date"] = metadata.get("date") or http_date(capture.last_modified)
+        return Document(text, f"web:{url}", {name: value for name, value in metadata.items() if value})
+
+
+class _Scanner:
+    """Reads one WARC file through and writes what is wanted in it, and what is broken, a JSON line each."""
+
+    def __init__(self, source: Web, scratch: Path) -> None:
+        self.source, self.scratch, self.sites = source, scratch, Sites(source.sites)
+
+    def __call__(self, item: tuple[int, Path]) -> Path:
+        """Return the path of what was written about a file; its name begins with the file's number."""
+        number, path = item
+        scan = self.scratch / f"web-{number}.jsonl"
+        with scan.open("w", encoding="utf-8") as lines:
+            for place, url, category, problem in self._records(path):
+                lines.write(json.dumps([place, url, category, problem]) + "\n")
+        return scan
+
+    def _records(self, path: Path) -> Iterator[tuple[int, str, str, list[str]]]:
+        """Yield (place, url, category, []) for a wanted record, (place, "", "", problem) for a broken one."""
+        from data_pipeline.sources.web.warc import Capture, captures
+
+        pending: tuple | None = None  # only the item after it shows whether a record was whole
+        try:
+            for item in captures(path):
+                if isinstance(item, Capture):
+                    if pending:
+                        yield pending
+                    pending = self._wanted(item)
+                    continue
+                place, error = item
+                if pending and pending[0] != place:
+                    yield pending
+                pending = None
+                yield place, "", "", [error.kind, error.detail]
+        except OSError as error:
+            yield 0, "", "", ["unreadable file", str(error.strerror or error)]
+        if pending:
+            yield pending
+
+    def _wanted(self, capture: "Capture") -> tuple[int, str, str, list[str]] | None:
+        """Judge a record by its headers: its address, status, media type and length."""
+        if capture.status != 200 or capture.media_type not in (*HTML, PLAIN):
+            return None
+        category = self.sites.category(capture.url)
+        if category is None:
+            return None
+        if len(capture.url) > ADDRESS_CHARACTERS:
+            return capture.offset, "", "", ["address too long", f"{len(capture.url)} characters"]
+        if capture.length > self.source.max_page_bytes + HEADER_BYTES:
+            return capture.offset, "", "", ["page too large", f"{capture.length} bytes, {capture.url}"]
+        return capture.offset, capture.url, category, []
+
+
+def _merge(database: sqlite3.Connection, number: int, path: Path, scan: Path, problems: Problems) -> None:
+    """Add to the index what a file's scan found, without the addresses that are in it; then remove the scan."""
+    with scan.open(encoding="utf-8") as lines:
+        for line in lines:
+            place, url, category, problem = json.loads(line)
+            if problem:
+                problems.skip(f"{path}: offset {place}", *problem)
+                continue
+            address = url.partition("#")[0].partition("://")[2]  # http or https: the same page
+            digest = hashlib.sha256(address.encode("utf-8", "surrogatepass")).digest()[:16]
+            if database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,)).rowcount:
+                database.execute("INSERT INTO pages VALUES (?, ?, ?)", (number, place, category))
+    scan.unlink()

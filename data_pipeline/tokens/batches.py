@@ -1,0 +1,72 @@
+"""Sequences cut from rows, and the flattened batches that a model reads."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from data_pipeline.tokens.blocks import Blocks
+
+IGNORED = -100  # a target that is not learned
+
+
+class Sequence(NamedTuple):
+    """Inputs and targets [n], n at most the sequence length, and positions where documents start in the inputs."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    starts: np.ndarray
+
+
+NOTHING = Sequence(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+class BlockSequences(Dataset):
+    """Packed rows cut into sequences of `length` tokens, a divisor of the block length.
+
+    Index -1 is a sequence of no tokens, which `collate` fills with ignored ones.
+    """
+
+    def __init__(self, folder: Path, split: str, block_length: int, length: int) -> None:
+        self.blocks = Blocks(folder, split)
+        self.length, self.per_row = length, block_length // length
+        last_targets = len(self.blocks[len(self.blocks) - 1][0]) - 1 if len(self.blocks) else 0
+        self._count = (len(self.blocks) - 1) * self.per_row + -(-last_targets // length)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Sequence:
+        if index == -1:
+            return NOTHING
+        row, part = divmod(index, self.per_row)
+        tokens, starts = self.blocks[row]
+        begin = part * self.length
+        tokens = tokens[begin : begin + self.length + 1]
+        first, last = np.searchsorted(starts, (begin, begin + len(tokens) - 1))
+        return Sequence(tokens[:-1], tokens[1:], starts[first:last] - begin)
+
+
+def collate(sequences: list[Sequence], length: int) -> dict[str, torch.Tensor]:
+    """Return one flattened row of N = len(sequences) * length tokens.
+
+    `input_ids` int64 [1, N]; `targets` int64 [1, N], -100 where ignored; `cu_seqlens` int32 [M + 1]: a segment begins
+    with every sequence, every document, and the padding after a sequence that is shorter than `length`.
+    """
+    total = len(sequences) * length
+    inputs, targets = np.zeros(total, np.int64), np.full(total, IGNORED, np.int64)
+    boundaries = [np.arange(0, total + 1, length)]
+    for number, sequence in enumerate(sequences):
+        begin, count = number * length, len(sequence.inputs)
+        inputs[begin : begin + count] = sequence.inputs
+        targets[begin : begin + count] = sequence.targets
+        boundaries.append(sequence.starts + begin)
+        if count < length:
+            boundaries.append(np.array([begin + count]))
+    return {
+        "input_ids": torch.from_numpy(inputs)[None],
+        "targets": torch.from_numpy(targets)[None],
+        "cu_seqlens": torch.from_numpy(np.unique(np.concatenate(boundaries)).astype(np.int32)),
+    }

@@ -1,0 +1,285 @@
+"""Lightning data modules of text from a source, tokenized and packed, and of ready tokens."""
+
+import functools
+import logging
+from pathlib import Path
+
+import pyarrow as pa
+
+from common.settings import check_share, check_whole, is_number
+from data_pipeline.documents import SPLITS, Problems
+from data_pipeline.fingerprint import MANIFEST, fingerprint, folder_of, other_text, prepared_folder, read_manifest
+from data_pipeline.identity import EARLIER, SAMPLE
+from data_pipeline.tokens.batches import BlockSequences
+from data_pipeline.tokens.blocks import write_blocks
+from data_pipeline.tokens.gathering import gather
+from data_pipeline.tokens.longcrawl64 import VOCABULARY, ArraySequences, LongCrawl64
+from data_pipeline.tokens.token_data import LEAST_LENGTH, TokenData, tokenizer_identity
+from data_pipeline.tokens.tokenizer import ByteLevelBPE, Pretrained
+from data_pipeline.tokens.yardsticks import yardsticks
+from data_pipeline.workers import available_processes, most_processes
+
+logger = logging.getLogger(__name__)
+
+# Part of every fingerprint: raise one when the code changes what that stage, from the same inputs, writes.
+FORMATS = {"documents": 2, "blocks": 1}
+
+
+class PackedText(TokenData):
+    """Text in documents folders, tokenized and packed into rows of `block_length` under `data_dir`.
+
+    `processes` do the work (None: one a core).
+    """
+
+    def __init__(
+        self,
+        tokenizer: ByteLevelBPE | Pretrained,
+        data_dir: str | Path,
+        block_length: int,
+        sequence_length: int,
+        validation_length: int,
+        batch_tokens: int,
+        micro_batch_size: int,
+        seed: int,
+        processes: int | None,
+        num_workers: int,
+        full_hash: bool,
+    ) -> None:
+        check_lengths(block_length, sequence_length, validation_length)
+        super().__init__(
+            data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers, full_hash
+        )
+        if processes is not None:
+            check_whole("data.processes", processes, 1, most_processes())
+        self.tokenizer, self.block_length = tokenizer, block_length
+        self.processes = processes or available_processes()
+
+    def _prepare_blocks(self, documents: Path, tokenizer: Path) -> Path:
+        identity = self._blocks_identity(documents, tokenizer)
+        return prepared_folder(self.data_dir, "blocks", identity, functools.partial(self._build_blocks, documents))
+
+    def _blocks_identity(self, documents: Path, tokenizer: Path) -> dict:
+        return {
+            "format": FORMATS["blocks"],
+            "documents": documents.name,
+            "tokenizer": tokenizer.name,
+            "block_length": self.block_length,
+        }
+
+    def _build_blocks(self, documents: Path, folder: Path) -> dict:
+        gathered = read_manifest(documents)
+        blocks = write_blocks(documents, self.hf_tokenizer, folder, self.block_length, self.processes)
+        return {
+            **{split: {**gathered[split], **blocks[split]} for split in SPLITS},
+            "block_length": self.block_length,
+            "vocab_size": len(self.hf_tokenizer),
+            "dtype": blocks["dtype"],
+            **{key: gathered[key] for key in ("duplicates", "repeated", "skipped", "problems") if key in gathered},
+            "seconds": {"gathering": gathered["seconds"], "tokenizing": blocks["seconds"]},
+            "tokens_per_second": blocks["tokens_per_second"],
+        }
+
+    def _open_blocks(self, blocks: Path, split: str, length: int) -> BlockSequences:
+        """Return a split's sequences, memory-mapped. Raises ValueError where files of an earlier version, which kept
+        no checksums, are damaged."""
+        try:
+            sequences = BlockSequences(blocks, split, self.block_length, length)
+            rows, written = len(sequences.blocks), read_manifest(blocks)[split]["rows"]
+            wrong = f"{rows} rows of {written}" if rows != written else None
+        except (OSError, pa.ArrowException) as error:
+            wrong = str(error).partition("\n")[0][:200]
+        if wrong is not None:
+            raise ValueError(f"{blocks}: {split}-*.arrow are damaged ({wrong}): remove the folder to prepare it again")
+        return sequences
+
+
+class TextData(PackedText):
+    """Text from a source: gathered, split, tokenized and packed into rows of `block_length` under `data_dir`.
+
+    `source` is one of `data_pipeline.sources`, `tokenizer` one of `data_pipeline.tokens.tokenizer`.
+    `validation_fraction` of the documents, by hash, are drawn, and held out where other documents do not repeat them.
+    `processes` do the work (None: one a core). What cannot be read is skipped, counted and logged; ValueError is raised
+    where that is more than `most_skipped` of the records, and with `strict` for the first.
+    """
+
+    def __init__(
+        self,
+        source: object,
+        tokenizer: ByteLevelBPE | Pretrained,
+        data_dir: str | Path = "data",
+        block_length: int = 2048,
+        sequence_length: int = 2048,
+        validation_length: int = 2048,
+        batch_tokens: int = 524288,
+        micro_batch_size: int = 8,
+        validation_fraction: float = 0.01,
+        seed: int = 0,
+        processes: int | None = None,
+        num_workers: int = 0,
+        strict: bool = False,
+        most_skipped: float = 0.5,
+        full_hash: bool = False,
+    ) -> None:
+        super().__init__(
+            tokenizer,
+            data_dir,
+            block_length,
+            sequence_length,
+            validation_length,
+            batch_tokens,
+            micro_batch_size,
+            seed,
+            processes,
+            num_workers,
+            full_hash,
+        )
+        if not is_number(validation_fraction) or not 0 < validation_fraction < 1:
+            raise ValueError(f"data.validation_fraction={validation_fraction}: give a fraction between 0 and 1")
+        check_share("data.most_skipped", most_skipped)
+        self.source, self.validation_fraction, self.strict = source, validation_fraction, strict
+        self.most_skipped = most_skipped
+        self._documents_folder: Path | None = None
+        self._blocks_folder: Path | None = None
+
+    def prepare(self) -> None:
+        """Gather, train or load the tokenizer, tokenize and pack; each only where it has changed.
+
+        Raises ValueError naming the key or file for what cannot work: see the sources and tokenizers.
+        """
+        if self.fingerprint is not None:
+            return
+        documents = self._documents_of_resumed() or self._prepare_documents()
+        tokenizer = self._prepare_tokenizer(self.tokenizer, documents)
+        blocks = self._prepare_blocks(documents, tokenizer)
+        self._documents_folder, self._blocks_folder = documents, blocks
+        self.manifest = read_manifest(blocks)
+        self.train_sequences = self.manifest["train"]["rows"] * (self.block_length // self.sequence_length)
+        self.validation_bytes = self.manifest["validation"]["bytes"]
+        self.fingerprint = blocks.name.removeprefix("blocks-")
+        logger.info("text: %s", _summary(self.manifest))
+
+    def _prepare_documents(self) -> Path:
+        identity = self._documents_identity(FORMATS["documents"], self.identified_by)
+
+        def build(folder: Path) -> dict:
+            problems = Problems(self.strict)
+            return gather(self.source, folder, self.validation_fraction, self.processes, problems, self.most_skipped)
+
+        folder = prepared_folder(self.data_dir, "documents", identity, build)
+        problems = read_manifest(folder)["problems"]
+        if self.strict and problems:  # gathered when strict was off
+            raise ValueError(f"{problems[0]} before; mend it, or set data.strict=false")
+        return folder
+
+    def _documents_of_resumed(self) -> Path | None:
+        """Return the documents that a resumed run was begun with, where an earlier version gathered them.
+
+        It held out by another rule, and the run shall end with the text that it began with. None for a new run, and for
+        one whose documents this version gathers. Raises ValueError, before anything is prepared, where neither is so.
+        """
+        identities = [self._documents_identity(FORMATS["documents"], self.identified_by)]
+        identities += [self._documents_identity(1, EARLIER)]
+        new, old = (folder_of(self.data_dir, "documents", identity) for identity in identities)
+        if self.resumed in (None, self._fingerprint_with(new)):
+            return None
+        if self.resumed == self._fingerprint_with(old) and (old / MANIFEST).exists():
+            return old
+        raise ValueError(other_text(self.resumed, self._fingerprint_with(new)))
+
+    def _fingerprint_with(self, documents: Path) -> str:
+        identities = (tokenizer_identity(self.tokenizer, documents, by) for by in (SAMPLE, EARLIER))
+        return fingerprint(self._blocks_identity(documents, folder_of(self.data_dir, "tokenizer", *identities)))
+
+    def _documents_identity(self, version: int, by: str) -> dict:
+        return {
+            "format": version,
+            "validation_fraction": self.validation_fraction,
+            **self.source.identity(by),
+        }
+
+    def open(self, split: str, length: int) -> BlockSequences:
+        """Return a split's sequences, memory-mapped."""
+        return self._open_blocks(self._blocks_folder, split, length)
+
+    def yardsticks(self) -> dict[str, float | None]:
+        """Return the bits per byte of the unigram model and of xz on the held-out text, computed once."""
+        self.prepare()
+        return yardsticks(
+            self._documents_folder, self._blocks_folder, self.manifest["vocab_size"], self.validation_bytes
+        )
+
+
+class LongCrawl64Data(TokenData):
+    """LongCrawl64's arrays of GPT-2 tokens, cut to `sequence_length` and read in place.
+
+    `tokenizer` must be GPT-2's: it decodes samples and says how large the vocabulary is.
+    """
+
+    def __init__(
+        self,
+        source: LongCrawl64,
+        tokenizer: Pretrained,
+        data_dir: str | Path = "data",
+        sequence_length: int = 16384,
+        validation_length: int = 16384,
+        batch_tokens: int = 524288,
+        micro_batch_size: int = 1,
+        seed: int = 0,
+        num_workers: int = 4,
+        full_hash: bool = False,
+    ) -> None:
+        super().__init__(
+            data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers, full_hash
+        )
+        self.source, self.tokenizer = source, tokenizer
+
+    def prepare(self) -> None:
+        """Check the arrays and load the tokenizer. Raises ValueError naming the key that cannot work."""
+        if self.fingerprint is not None:
+            return
+        self.train_sequences = len(self.open("train", self.sequence_length))
+        self.open("validation", self.validation_length)
+        self._prepare_tokenizer(self.tokenizer, None)
+        if len(self.hf_tokenizer) < VOCABULARY:
+            raise ValueError(
+                f"tokenizer has {len(self.hf_tokenizer)} tokens, and LongCrawl64 holds GPT-2's {VOCABULARY}: "
+                "use tokenizer=gpt2"
+            )
+        for split in SPLITS:
+            documents, length = self.source.open(split).shape
+            self.manifest[split] = {"documents": documents, "tokens": documents * length}
+        self.manifest["vocab_size"] = len(self.hf_tokenizer)
+        identities = (self.source.identity(by) for by in (self.identified_by, EARLIER))
+        self.fingerprint, earlier = (fingerprint(identity) for identity in identities)
+        if self.resumed == earlier:
+            self.fingerprint = earlier
+        logger.info("text: %s", _summary(self.manifest))
+
+    def open(self, split: str, length: int) -> ArraySequences:
+        """Return a split's sequences; nothing is read yet."""
+        key = "data.sequence_length" if split == "train" else "data.validation_length"
+        return ArraySequences(self.source, split, length, key)
+
+
+def check_lengths(block_length: int, sequence_length: int, validation_length: int) -> None:
+    """Raise ValueError, naming the key, unless both sequence lengths divide the block length."""
+    for key, value in (
+        ("block_length", block_length),
+        ("sequence_length", sequence_length),
+        ("validation_length", validation_length),
+    ):
+        check_whole(f"data.{key}", value, LEAST_LENGTH)
+    for key, length in (("sequence_length", sequence_length), ("validation_length", validation_length)):
+        if length > block_length:
+            raise ValueError(
+                f"data.{key}={length} is longer than data.block_length={block_length}: a sequence is a part of a "
+                f"block; raise data.block_length or lower data.{key}"
+            )
+        if block_length % length:
+            raise ValueError(f"data.{key}={length} does not divide data.block_length={block_length}")
+
+
+def _summary(manifest: dict) -> str:
+    return "; ".join(
+        f"{split} {manifest[split]['documents']:,} documents, {manifest[split]['tokens']:,} tokens" for split in SPLITS
+    )

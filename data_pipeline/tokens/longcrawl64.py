@@ -1,0 +1,122 @@
+"""LongCrawl64: documents of 65,536 GPT-2 tokens in zarr arrays, read in place."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from data_pipeline.identity import EARLIER, SAMPLE, WHOLE, file_identity
+from data_pipeline.tokens.batches import NOTHING, Sequence
+
+if TYPE_CHECKING:
+    import zarr
+
+END_OF_TEXT = 50256
+VOCABULARY = 50257
+SAMPLED_DOCUMENTS = 8  # whose tokens tell an array from others
+ARRAYS = {"train": "train.zarr", "validation": "heldout.zarr"}
+
+
+@dataclass(frozen=True)
+class LongCrawl64:
+    """A folder with train.zarr and heldout.zarr, arrays [documents, document_length] of GPT-2 tokens.
+
+    The public arrays have 6,609,334 and 52,131 documents of 65,536 tokens, uint16
+    (https://manifestai.com/articles/longcrawl64/). Nothing is converted or copied.
+    """
+
+    path: str
+
+    def identity(self, by: str = SAMPLE) -> dict:
+        """Each array's shape, type and layout, and the tokens of some of its documents (WHOLE: of all)."""
+        arrays = {split: self.open(split) for split in ARRAYS}
+        found = {
+            "longcrawl64": {split: [list(array.shape), str(array.dtype)] for split, array in arrays.items()},
+            "files": file_identity(
+                (
+                    file
+                    for name in ARRAYS.values()
+                    for file in sorted(self._folder(name).glob(".zarray"))
+                    + sorted(self._folder(name).glob("zarr.json"))
+                ),
+                by,
+            ),
+        }
+        if by != EARLIER:
+            found["tokens"] = {split: _digest(array, by) for split, array in arrays.items()}
+        return found
+
+    def open(self, split: str) -> zarr.Array:
+        """Open an array. Raises ValueError naming `data.source.path` where it is missing or of another layout."""
+        import zarr  # only this source needs it
+
+        folder = self._folder(ARRAYS[split])
+        if not folder.is_dir():
+            raise ValueError(f"data.source.path={self.path}: no folder {ARRAYS[split]} in it")
+        try:
+            array = zarr.open_array(str(folder), mode="r")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise ValueError(f"data.source.path={self.path}: {ARRAYS[split]} is no zarr array: {reason}") from error
+        if len(array.shape) != 2 or 0 in array.shape or array.dtype.kind not in "iu":
+            found = f"{list(array.shape)} of {array.dtype}"
+            raise ValueError(
+                f"data.source.path={self.path}: {ARRAYS[split]} is {found}; it must be [documents, document_length] "
+                "of integer tokens"
+            )
+        return array
+
+    def _folder(self, name: str) -> Path:
+        return Path(self.path).expanduser() / name
+
+
+def _digest(array: zarr.Array, by: str) -> str:
+    """Return a SHA-256 of the tokens of documents, evenly spaced from the first to the last."""
+    documents = array.shape[0]
+    count = documents if by == WHOLE else min(documents, SAMPLED_DOCUMENTS)
+    digest = hashlib.sha256()
+    for number in range(count):
+        digest.update(np.asarray(array[(documents - 1) * number // max(1, count - 1)]).tobytes())
+    return digest.hexdigest()
+
+
+class ArraySequences(Dataset):
+    """Documents cut into sequences of `length` targets, each independent of the others.
+
+    The inputs are the targets moved by one, with the end-of-text token in front, so all `length` tokens of a sequence
+    are predicted. Raises ValueError where `length` does not divide the documents' length. Index -1 is a sequence of no
+    tokens, which `collate` fills with ignored ones.
+    """
+
+    def __init__(self, source: LongCrawl64, split: str, length: int, key: str) -> None:
+        self.source, self.split, self.length = source, split, length
+        self._process, self._array = os.getpid(), source.open(split)
+        documents, document_length = self._array.shape
+        if document_length % length:
+            raise ValueError(f"{key}={length} does not divide the documents' length, {document_length} tokens")
+        self.per_document = document_length // length
+        self._count = documents * self.per_document
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Sequence:
+        if index == -1:
+            return NOTHING
+        document, part = divmod(index, self.per_document)
+        targets = np.asarray(self._opened()[document, part * self.length : (part + 1) * self.length])
+        inputs = np.empty_like(targets)
+        inputs[0], inputs[1:] = END_OF_TEXT, targets[:-1]
+        return Sequence(inputs, targets, np.zeros(1, np.int64))
+
+    def _opened(self) -> zarr.Array:
+        """Return this process's own array: zarr reads through a thread, which a forked process does not have."""
+        if self._process != os.getpid():
+            self._process, self._array = os.getpid(), self.source.open(self.split)
+        return self._array

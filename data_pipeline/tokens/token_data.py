@@ -1,0 +1,201 @@
+"""What every Lightning data module shares: flattened batches, in an order that resumes exactly."""
+
+import functools
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from common.setting_types import check_type
+from common.settings import check_whole
+from data_pipeline.documents import SPLITS
+from data_pipeline.fingerprint import prepared_folder
+from data_pipeline.identity import EARLIER, SAMPLE, WHOLE
+from data_pipeline.tokens.batches import collate
+from data_pipeline.tokens.order import TrainOrder, ValidationOrder
+from data_pipeline.tokens.tokenizer import ByteLevelBPE, Pretrained
+from data_pipeline.tokens.yardsticks import NAMES
+from data_pipeline.workers import most_processes
+
+FORMAT = 1  # part of a tokenizer's fingerprint: raise it when the code writes another one from the same inputs
+LEAST_LENGTH = 2  # tokens of a sequence: one alone has none before it to learn from
+
+
+class OrderedLoader(DataLoader):
+    """A loader whose place is a function of the trainer's step: it resumes with no state of its own.
+
+    Saying so with an empty state keeps Lightning from warning, at every resume, that the place is lost.
+    """
+
+    def state_dict(self) -> dict:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take nothing."""
+
+
+class TokenData(LightningDataModule, ABC):
+    """What every kind of data shares: lengths, batches, order. Lengths and batch sizes are in tokens.
+
+    A global batch is `batch_tokens` tokens, in sequences of `sequence_length`; a device takes `micro_batch_size`
+    sequences at a time and accumulates. Validation reads sequences of `validation_length`, as many as make about as
+    many tokens. Batches are those of `data_pipeline.tokens.batches.collate`.
+
+    `full_hash` tells input files apart by all of their content, not by a sample of large ones. `resumed` may be set
+    before `prepare()`: the fingerprint of the data that a resumed run was begun with.
+
+    After `prepare()`: `hf_tokenizer`; `fingerprint`, which names the prepared tokens; `manifest`, their counts;
+    `train_sequences`, the number of training sequences; `validation_bytes`, UTF-8 bytes of held-out text or None. Of a
+    mixture also `component_bytes`, UTF-8 bytes of held-out text by component, in the order in which batches number
+    components; and `phase_starts`, from optimizer steps to the names of the phases that begin with them.
+    """
+
+    documents_have_start = True  # every document begins with the start token
+    _collate = staticmethod(collate)
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        sequence_length: int,
+        validation_length: int,
+        batch_tokens: int,
+        micro_batch_size: int,
+        seed: int,
+        num_workers: int,
+        full_hash: bool,
+    ) -> None:
+        super().__init__()
+        check_whole("data.sequence_length", sequence_length, LEAST_LENGTH)
+        check_whole("data.validation_length", validation_length, LEAST_LENGTH)
+        check_whole("data.batch_tokens", batch_tokens, 1)
+        check_whole("data.micro_batch_size", micro_batch_size, 1)
+        check_whole("data.seed", seed, 0)
+        check_whole("data.num_workers", num_workers, 0, most_processes())  # 0: the training process reads
+        self.data_dir = Path(data_dir).expanduser()
+        self.sequence_length, self.validation_length = sequence_length, validation_length
+        self.batch_tokens, self.micro_batch_size = batch_tokens, micro_batch_size
+        check_type("data.full_hash", full_hash, bool)
+        self.seed, self.num_workers = seed, num_workers
+        self.identified_by = WHOLE if full_hash else SAMPLE
+        self.hf_tokenizer: PreTrainedTokenizerFast | None = None
+        self.fingerprint: str | None = None
+        self.resumed: str | None = None
+        self.manifest: dict = {}
+        self.train_sequences: int | None = None
+        self.validation_bytes: int | None = None
+        self.component_bytes: dict[str, int] = {}
+        self.phase_starts: dict[int, str] = {}
+        self._sequences: dict[str, Dataset] = {}
+        self.accumulation(world_size=1)
+
+    def accumulation(self, world_size: int) -> int:
+        """Return the number of micro-batches of each of `world_size` devices that make one global batch.
+
+        Raises ValueError naming `data.batch_tokens`, `data.micro_batch_size` and `trainer.devices` where it is not
+        whole.
+        """
+        at_once = self.micro_batch_size * self.sequence_length * world_size
+        if self.batch_tokens % at_once:
+            raise ValueError(
+                f"data.batch_tokens={self.batch_tokens} is no multiple of {at_once} = data.micro_batch_size="
+                f"{self.micro_batch_size} x data.sequence_length={self.sequence_length} x {world_size} devices "
+                "(trainer.devices): change one of them"
+            )
+        return self.batch_tokens // at_once
+
+    def validation_batch_tokens(self, world_size: int) -> int:
+        """Return the tokens that one validation batch on each of `world_size` devices reads together."""
+        return self._validation_batch_size() * self.validation_length * world_size
+
+    def _validation_batch_size(self) -> int:
+        return max(1, self.micro_batch_size * self.sequence_length // self.validation_length)
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Do all the work on disk that is not done yet; cheap when it is. Needs no Trainer."""
+
+    @abstractmethod
+    def open(self, split: str, length: int) -> Dataset:
+        """Return a split's sequences of `length` tokens, of which index -1 is an empty one."""
+
+    def yardsticks(self) -> dict[str, float | None]:
+        """Return the bits per byte of `data_pipeline.tokens.yardsticks.NAMES`; None where there is no text."""
+        return dict.fromkeys(NAMES)
+
+    def prepare_data(self) -> None:
+        """Lightning's hook, on one process a node."""
+        self.prepare()
+
+    def setup(self, stage: str | None = None) -> None:
+        """Lightning's hook, on every process: open what is prepared."""
+        self.prepare()
+        if not self._sequences:
+            lengths = {"train": self.sequence_length, "validation": self.validation_length}
+            self._sequences = {split: self.open(split, lengths[split]) for split in SPLITS}
+
+    def train_dataloader(self) -> DataLoader:
+        """Return the micro-batches from the trainer's current step to its last, as one epoch without an end.
+
+        Needs `Trainer(use_distributed_sampler=False)`. Without a trainer: one epoch from the beginning.
+        """
+        self.setup()
+        sequences, trainer = self._sequences["train"], self.trainer
+        rank, world_size = self._rank_and_world_size()
+        accumulate = self.accumulation(world_size)
+        steps = trainer.max_steps if trainer is not None else -1
+        if steps < 0:
+            steps = max(1, len(sequences) * self.sequence_length // self.batch_tokens)
+        start = trainer.global_step * accumulate if trainer is not None else 0
+        order = self._train_order(len(sequences), steps * accumulate, start, rank, world_size)
+        return self._loader(sequences, order, self.sequence_length)
+
+    def _train_order(self, total: int, micro_batches: int, start: int, rank: int, world_size: int) -> Sampler:
+        return TrainOrder(total, self.seed, self.micro_batch_size, micro_batches, start, rank, world_size)
+
+    def val_dataloader(self) -> DataLoader:
+        """Return all validation sequences in order, each on one rank, equally many batches on every rank."""
+        self.setup()
+        sequences = self._sequences["validation"]
+        order = ValidationOrder(len(sequences), self._validation_batch_size(), *self._rank_and_world_size())
+        return self._loader(sequences, order, self.validation_length)
+
+    def _loader(self, sequences: Dataset, order: Sampler, length: int) -> DataLoader:
+        return OrderedLoader(
+            sequences,
+            batch_sampler=order,
+            collate_fn=functools.partial(self._collate, length=length),
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # its own: making an iterator must not draw from the model's
+        )
+
+    def _rank_and_world_size(self) -> tuple[int, int]:
+        """Return the data-parallel rank and size: with tensor parallelism there are fewer than processes."""
+        if self.trainer is None:
+            return 0, 1
+        replicas = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
+        return replicas["rank"], replicas["num_replicas"]
+
+    def _prepare_tokenizer(self, tokenizer: ByteLevelBPE | Pretrained, documents_folder: Path | None) -> Path:
+        def build(folder: Path) -> dict:
+            built = tokenizer.build(documents_folder)
+            built.save_pretrained(folder)
+            return {"vocab_size": len(built)}
+
+        identity, earlier = (tokenizer_identity(tokenizer, documents_folder, by) for by in (SAMPLE, EARLIER))
+        folder = prepared_folder(self.data_dir, "tokenizer", identity, build, earlier)
+        try:
+            self.hf_tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError, KeyError) as error:  # of an earlier version, which kept no checksums
+            raise ValueError(f"{folder} is damaged: remove it, and the next start makes it again") from error
+        return folder
+
+
+def tokenizer_identity(tokenizer: ByteLevelBPE | Pretrained, documents: Path | None, by: str) -> dict:
+    """Return what names the folder of a tokenizer; `by`: see its own `identity`."""
+    return {"format": FORMAT, **tokenizer.identity(documents, by)}
