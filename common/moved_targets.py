@@ -1,14 +1,15 @@
-"""Classes that earlier versions of the project kept elsewhere: the configurations of runs and corpora still name them."""
+"""Classes that earlier versions kept elsewhere: the configurations of their runs and corpora still name them."""
 
 from typing import Any
 
+DOCS = "data_pipeline.sources.markdown_docs"
 MOVED = {
     "data_pipeline.datamodule.LongCrawl64Data": "data_pipeline.tokens.datamodule.LongCrawl64Data",
     "data_pipeline.datamodule.TextData": "data_pipeline.tokens.datamodule.TextData",
     "data_pipeline.mixture.MixtureData": "data_pipeline.mixtures.datamodule.MixtureData",
     "data_pipeline.sources.github_issues.GithubIssues": "data_pipeline.sources.github.github_issues.GithubIssues",
     "data_pipeline.sources.longcrawl64.LongCrawl64": "data_pipeline.tokens.longcrawl64.LongCrawl64",
-    "data_pipeline.sources.markdown_docs.MarkdownDocs": "data_pipeline.sources.markdown_docs.markdown_docs.MarkdownDocs",
+    f"{DOCS}.MarkdownDocs": f"{DOCS}.markdown_docs.MarkdownDocs",
     "data_pipeline.sources.stackexchange.StackExchange": "data_pipeline.sources.stackexchange.source.StackExchange",
     "data_pipeline.sources.venues.Venues": "data_pipeline.sources.papers.venues.Venues",
     "data_pipeline.sources.web.Web": "data_pipeline.sources.web.web.Web",
@@ -27,9 +28,10 @@ MOVED = {
 
 def with_current_targets(config: Any) -> Any:
     """A configuration of plain containers with each `_target_` where it lies now."""
-    if isinstance(config, dict):
-        return {
-            key: MOVED.get(value, value) if key == "_target_" and isinstance(value, str) else with_current_targets(value)
-            for key, value in config.items()
-        }
-    return [with_current_targets(each) for each in config] if isinstance(config, list) else config
+    if isinstance(config, list):
+        return [with_current_targets(each) for each in config]
+    if not isinstance(config, dict):
+        return config
+    current = {key: with_current_targets(value) for key, value in config.items()}
+    target = config.get("_target_")
+    return current | ({"_target_": MOVED[target]} if target in MOVED else {})

@@ -1,7 +1,8 @@
 """Block sizes: a table by architecture, kernel and head dimensions. Nothing is tuned at run time.
 
 Those for Hopper with head dimensions up to 128 were the fastest on an H200, measured as
-benchmarks/tune_forgetting_attention.py does; the others are what fits into a chip's shared memory (99 KiB on Ada).
+benchmarks/attention/tune_forgetting_attention.py does; the others are what fits into a chip's shared memory (99 KiB on
+Ada).
 """
 
 import functools

@@ -19,7 +19,7 @@ from lit_modules.launching.process import ProcessInfo, this_process
 log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("palimpsest.py", "lit_modules/**/*.py", "data_pipeline/**/*.py", "kernels/**/*.py")
+PARTS = ("palimpsest.py", "common/**/*.py", "lit_modules/**/*.py", "data_pipeline/**/*.py", "kernels/**/*.py")
 SKEW = 30.0  # seconds between two nodes' clocks that are worth a line; nothing of ours depends on them
 
 

@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from benchmarks import soak as soak_module
-from benchmarks import soak_processes
-from benchmarks.soak import ALONE, KIND, PRODUCTS, Outcome, Soak, chosen, report
-from benchmarks.soak_cases import CASES, repeated
-from benchmarks.soak_processes import Repeated, difference
+from benchmarks.soak import processes
+from benchmarks.soak import run as soak_module
+from benchmarks.soak.cases import CASES, repeated
+from benchmarks.soak.processes import Repeated, difference
+from benchmarks.soak.run import ALONE, KIND, PRODUCTS, Outcome, Soak, chosen, report
 
 CPU = torch.device("cpu")
 
@@ -47,9 +47,7 @@ def soak():
     """Two processes, forked: they compute nothing before."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(soak_module, "GRACE", 0.3)
-        monkeypatch.setattr(
-            soak_module, "Products", lambda context, device: soak_processes.Products(context, device, 16)
-        )
+        monkeypatch.setattr(soak_module, "Products", lambda context, device: processes.Products(context, device, 16))
         started = Soak(CPU, stand_in, lambda name: {"dq": 1e-3}, processes=2, start="fork")
         yield started
         started.close()
@@ -57,10 +55,10 @@ def soak():
 
 def test_what_is_right_is_right_beside_everything(soak):
     soak.compile(["right", "adds in any order"])
-    for neighbours, processes in ((ALONE, 1), (PRODUCTS, 1), (KIND, 2)):
+    for neighbours, number in ((ALONE, 1), (PRODUCTS, 1), (KIND, 2)):
         outcome = soak.beside(neighbours, "right", 0.05)
         assert outcome.faults == []
-        assert [len(outcome.seen), outcome.worst[1]] == [processes, 0.0]
+        assert [len(outcome.seen), outcome.worst[1]] == [number, 0.0]
         assert all(one.passes > 1 for one in outcome.seen)
     assert soak.beside(ALONE, "adds in any order", 0.0).faults == []
 

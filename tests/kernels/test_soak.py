@@ -1,6 +1,6 @@
 """Every kernel at sizes that fill a GPU: alone, beside matrix products, and beside seven processes of its own kind.
 
-What `python -m benchmarks.soak` does, in a minute in all; --soak-seconds=60 gives each kernel a minute beside each.
+What `python -m benchmarks.soak.run` does, in a minute in all; --soak-seconds=60 gives each kernel a minute beside each.
 """
 
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.soak import IN_ALL, KIND, PRODUCTS, Soak
-from benchmarks.soak_cases import CASES, repeated
-from benchmarks.soak_processes import difference, out_of_bounds
+from benchmarks.soak.cases import CASES, repeated
+from benchmarks.soak.processes import difference, out_of_bounds
+from benchmarks.soak.run import IN_ALL, KIND, PRODUCTS, Soak
 
 pytestmark = pytest.mark.gpu(needs="CUDA")
 NEIGHBOURS = (PRODUCTS, KIND)

@@ -164,7 +164,7 @@ def test_a_full_disk_ends_a_start_in_one_line(run, command, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "config.yaml")
 
-    monkeypatch.setattr(palimpsest.begin, "begin", full)
+    monkeypatch.setattr(palimpsest.start, "begin", full)
     found = run()
     assert found.status == 1
     assert (

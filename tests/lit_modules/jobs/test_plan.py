@@ -47,7 +47,9 @@ def planned(index: int) -> Estimate:
         return estimate(hydra.utils.instantiate(cfg.model, _convert_="all"), setup)
 
 
-NOT_MEASURED = pytest.mark.skipif(not rows(), reason="nothing was measured: benchmarks/plan_against_measured.py")
+NOT_MEASURED = pytest.mark.skipif(
+    not rows(), reason="nothing was measured: benchmarks/pretraining/plan_against_measured.py"
+)
 EACH_ROW = pytest.mark.parametrize("index", [pytest.param(i, id=name_of(row)) for i, row in enumerate(rows())])
 
 

@@ -242,7 +242,7 @@ def test_every_choice_has_the_keys_of_its_target():
 
 
 def test_what_the_trainer_is_given_by_the_code_is_refused_as_a_key():
-    tree = ast.parse((ROOT / "lit_modules" / "trainer.py").read_text())
+    tree = ast.parse((ROOT / "lit_modules" / "jobs" / "training_job.py").read_text())
     calls = [
         each for each in ast.walk(tree) if isinstance(each, ast.Call) and ast.unparse(each.func) == "lightning.Trainer"
     ]

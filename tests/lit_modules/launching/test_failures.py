@@ -21,7 +21,7 @@ def as_rank(monkeypatch):
     def become(rank: int, **values: object) -> None:
         here = replace(HERE, rank=rank, local_rank=rank, **values)
         for module in (failures, rank_logs):
-            monkeypatch.setattr(module, "ranks", lambda: here)
+            monkeypatch.setattr(module, "this_process", lambda: here)
 
     return become
 
@@ -87,13 +87,13 @@ def test_the_process_that_started_the_others_is_silent_when_one_of_them_has_spok
 
 def test_all_that_another_rank_says_is_in_its_log_and_its_failure_on_the_terminal(tmp_path):
     code = (
-        "import logging, os, sys, pathlib; from lit_modules.launching import logs; "
-        "from lit_modules.launching.process import ranks; folder = sys.argv[1]; "
-        "handlers = [logs.Terminal(), logs.LogFile(logs.log_file(folder, 'palimpsest'))]; "
+        "import logging, os, sys, pathlib; from lit_modules.launching import rank_logs; "
+        "from lit_modules.launching.process import this_process; folder = sys.argv[1]; "
+        "handlers = [rank_logs.Terminal(), rank_logs.LogFile(rank_logs.log_file(folder, 'palimpsest'))]; "
         "logging.basicConfig(handlers=handlers, level='INFO', format='%(message)s'); "
-        "logs.log_to_own_file(pathlib.Path(folder), ranks()); "
+        "rank_logs.log_to_own_file(pathlib.Path(folder), this_process()); "
         "print('printed', flush=True); logging.info('logged'); os.write(2, b'from a library\\n'); "
-        "logs.say_on_terminal('said')"
+        "rank_logs.say_on_terminal('said')"
     )
     environment = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, capture_output=True, text=True)

@@ -15,8 +15,8 @@ HERE = ProcessInfo(job="slurm 12.batch")
 @pytest.fixture
 def started(monkeypatch):
     def become(here: ProcessInfo) -> None:
-        monkeypatch.setattr(start, "ranks", lambda: here)
-        monkeypatch.setattr(consistency, "ranks", lambda: here)
+        monkeypatch.setattr(start, "this_process", lambda: here)
+        monkeypatch.setattr(consistency, "this_process", lambda: here)
 
     return become
 

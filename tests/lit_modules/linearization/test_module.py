@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_pipeline.tokens.batches import Sequence, collate
+from lit_modules.linearization import module as linearization
 from lit_modules.linearization.module import Linearization as Training
 from lit_modules.linearization.stages import Stage, plan_stages
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, fingerprints, linearize
@@ -278,7 +279,7 @@ def test_a_run_of_an_earlier_version_goes_on_from_its_base_model(monkeypatch):
     module, resumed = training(), training()
     module.trainer = resumed.trainer = Alone()
     with monkeypatch.context() as earlier:
-        earlier.setattr(module, "fingerprint", fingerprints._sampled)
+        earlier.setattr(linearization, "fingerprint", fingerprints._sampled)
         module.adopt(module.model)
     assert module.base_weights != resumed.base_weights
     progress = {"loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": {}, "current": {}}}}}

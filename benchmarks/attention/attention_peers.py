@@ -1,0 +1,202 @@
+"""The implementations of causal attention that forgetting_attention.py compares, each behind one interface.
+
+Each takes a `Problem` and gives a `Call`: a forward pass without arguments, the leaves whose gradients are wanted, and
+the output's gradient. What a model would have at hand is prepared outside of what is timed: the layout each likes best,
+the bound on the logits, block masks. A peer that is not installed raises ImportError, one that cannot do the problem
+whatever it raises.
+"""
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.measuring.timing import Call
+from kernels import forgetting_attention
+
+PRUNE = -10.0  # natural log of the attention mass that pruning may lose, the papers' value
+
+
+@dataclass
+class Problem:
+    """What to compute.
+
+    q, k, v: [B, T, H, D], heads of k and v may be fewer. log_forget: [B, T, Hq] float32. d_out: [B, T, Hq, Dv].
+    logit_bound: [Hq] float32, largest |q.k| / sqrt(D). window, cu_seqlens: as in `forgetting_attention`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_forget: Tensor
+    d_out: Tensor
+    logit_bound: Tensor
+    window: int | None = None
+    cu_seqlens: Tensor | None = None
+
+
+def largest_logits(q: Tensor, k: Tensor) -> Tensor:
+    """[Hq] float32: the bound on |q.k| / sqrt(D) that the largest norms of q and k `[B, T, H, D]` give."""
+    norms = [torch.linalg.vector_norm(x.float(), dim=-1).amax((0, 1)) for x in (q, k)]
+    return q.shape[3] ** -0.5 * norms[0] * norms[1].repeat_interleave(q.shape[2] // k.shape[2])
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().contiguous().requires_grad_()
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return _leaf(x.transpose(1, 2))
+
+
+def ours(problem: Problem, gated: bool = True, pruned: bool = False) -> Call:
+    """`kernels.forgetting_attention`."""
+    tensors = (problem.q, problem.k, problem.v) + ((problem.log_forget,) if gated else ())
+    leaves = tuple(_leaf(x) for x in tensors)
+    options = {"prune": PRUNE, "logit_bound": problem.logit_bound} if pruned else {}
+    options |= {"window": problem.window, "cu_seqlens": problem.cu_seqlens}
+    return Call(lambda: forgetting_attention(*leaves, **options), leaves, problem.d_out)
+
+
+def ours_plain(problem: Problem) -> Call:
+    """The same without gates."""
+    return ours(problem, gated=False)
+
+
+def ours_pruned(problem: Problem) -> Call:
+    """The same with pruning."""
+    return ours(problem, pruned=True)
+
+
+def official(problem: Problem, pruned: bool = False) -> Call:
+    """The Triton kernel of the Forgetting Transformer's authors, which takes equal heads and equal lengths alone."""
+    kernel = importlib.import_module("forgetting_transformer").forgetting_attention
+    _refuse(problem, window=True, cu_seqlens=True)
+    q, k, v = (_heads_first(x) for x in (problem.q, problem.k, problem.v))
+    log_forget = _leaf(problem.log_forget.mT)
+    threshold = None
+    if pruned:
+        bound = problem.logit_bound.expand(q.shape[0], -1)
+        threshold = PRUNE - 2 * bound - math.log(q.shape[2])
+    leaves = (q, k, v, log_forget)
+    return Call(
+        lambda: kernel(*leaves, head_first=True, adaptive_threshold=threshold),
+        leaves,
+        problem.d_out.transpose(1, 2).contiguous(),
+        heads_first=True,
+    )
+
+
+def official_pruned(problem: Problem) -> Call:
+    """The same with adaptive computation pruning, at the same threshold as ours."""
+    return official(problem, pruned=True)
+
+
+def fla(problem: Problem) -> Call:
+    """flash-linear-attention's parallel forgetting attention."""
+    kernel = importlib.import_module("fla.ops.forgetting_attn").parallel_forgetting_attn
+    cu_seqlens = None if problem.cu_seqlens is None else problem.cu_seqlens.long()
+    leaves = tuple(_leaf(x) for x in (problem.q, problem.k, problem.v, problem.log_forget))
+    return Call(lambda: kernel(*leaves, window_size=problem.window, cu_seqlens=cu_seqlens), leaves, problem.d_out)
+
+
+def _sdpa(problem: Problem, backend: SDPBackend) -> Call:
+    _refuse(problem, window=True, cu_seqlens=True)
+    leaves = tuple(_heads_first(x) for x in (problem.q, problem.k, problem.v))
+    grouped = leaves[0].shape[1] != leaves[1].shape[1]
+
+    def forward() -> Tensor:
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=grouped)
+
+    return Call(forward, leaves, problem.d_out.transpose(1, 2).contiguous(), heads_first=True)
+
+
+def sdpa_flash(problem: Problem) -> Call:
+    """PyTorch's FlashAttention-2, no gate; for packed documents its variable-length form."""
+    if problem.cu_seqlens is None:
+        return _sdpa(problem, SDPBackend.FLASH_ATTENTION)
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    # The name of the causal mask changed between PyTorch's versions.
+    has_flag = "is_causal" in inspect.signature(varlen_attn).parameters
+    causal = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
+    leaves = tuple(_leaf(x[0]) for x in (problem.q, problem.k, problem.v))
+    bounds, longest = problem.cu_seqlens, int(problem.cu_seqlens.diff().max())
+    return Call(
+        lambda: varlen_attn(*leaves, bounds, bounds, longest, longest, **causal), leaves, problem.d_out[0].contiguous()
+    )
+
+
+def sdpa_cudnn(problem: Problem) -> Call:
+    """cuDNN through PyTorch, no gate."""
+    return _sdpa(problem, SDPBackend.CUDNN_ATTENTION)
+
+
+def _flash_attention(problem: Problem, module: str) -> Call:
+    kernel = importlib.import_module(module).flash_attn_func
+    _refuse(problem, cu_seqlens=True)
+    leaves = tuple(_leaf(x) for x in (problem.q, problem.k, problem.v))
+    window = {} if problem.window is None else {"window_size": (problem.window - 1, 0)}
+
+    def forward() -> Tensor:
+        out = kernel(*leaves, causal=True, **window)
+        return out[0] if isinstance(out, tuple) else out
+
+    return Call(forward, leaves, problem.d_out)
+
+
+def flash_attention_3(problem: Problem) -> Call:
+    """FlashAttention-3 (CUDA C++), no gate."""
+    return _flash_attention(problem, "flash_attn_interface")
+
+
+def flash_attention_4(problem: Problem) -> Call:
+    """FlashAttention-4's kernels (CuTe DSL), which on Hopper follow FlashAttention-3; no gate."""
+    return _flash_attention(problem, "flash_attn.cute")
+
+
+def flex(problem: Problem) -> Call:
+    """PyTorch's flex_attention, compiled, with the gate as `-c_j` on the scores: c_i cancels in the softmax."""
+    _refuse(problem, window=True, cu_seqlens=True)
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    q, k, v = (_heads_first(x) for x in (problem.q, problem.k, problem.v))
+    log_forget = _leaf(problem.log_forget.mT)
+    length = q.shape[2]
+    causal = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=q.device)
+
+    @torch.compile(dynamic=False)
+    def attend(q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor) -> Tensor:
+        decay = log_forget.cumsum(-1)
+        return module.flex_attention(q, k, v, lambda score, b, h, i, j: score - decay[b, h, j], block_mask=causal)
+
+    leaves = (q, k, v, log_forget)
+    return Call(lambda: attend(*leaves), leaves, problem.d_out.transpose(1, 2).contiguous(), heads_first=True)
+
+
+def _refuse(problem: Problem, window: bool = False, cu_seqlens: bool = False) -> None:
+    if window and problem.window is not None:
+        raise NotImplementedError("no window")
+    if cu_seqlens and problem.cu_seqlens is not None:
+        raise NotImplementedError("no packed documents")
+
+
+# In the order of the tables' columns.
+IMPLEMENTATIONS: dict[str, Callable[[Problem], Call]] = {
+    "ours, plain": ours_plain,
+    "ours, gated": ours,
+    "ours, pruned": ours_pruned,
+    "FoX official": official,
+    "FoX official, pruned": official_pruned,
+    "fla": fla,
+    "FA2": sdpa_flash,
+    "cuDNN": sdpa_cudnn,
+    "FA3": flash_attention_3,
+    "FA4": flash_attention_4,
+    "flex": flex,
+}

@@ -1,0 +1,82 @@
+"""What the attention benchmark measures, and its pictures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from benchmarks.measuring import tables
+from common.atomic_files import write_figure
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a problem. heads: of q, k and v."""
+
+    batch: int
+    heads: tuple[int, int, int]
+    length: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        heads = str(self.heads[0]) if len(set(self.heads)) == 1 else "/".join(map(str, self.heads))
+        return f"B{self.batch} H{heads} T{self.length} D{self.head_dim}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(tables.Row):
+    """rate: TFLOP/s, or GB/s where `section` is decoding. pruned: the fraction of tiles that can be."""
+
+    shape: Shape
+    rate: float | None
+    pruned: float | None = None
+
+
+def draw_rates(rows: Sequence[Row], path: Path) -> Path:
+    """TFLOP/s of forward + backward against length, a panel for each head dimension."""
+    dims = sorted({row.shape.head_dim for row in rows})
+    figure = Figure(figsize=(6 * len(dims), 4.5), layout="constrained")
+    for axes, head_dim in zip(figure.subplots(1, len(dims), squeeze=False)[0], dims, strict=True):
+        for number, name in enumerate(dict.fromkeys(row.implementation for row in rows)):
+            points = sorted(
+                (row.shape.length, row.rate)
+                for row in rows
+                if row.implementation == name and row.shape.head_dim == head_dim and row.rate
+            )
+            if points:
+                style = "-" if name.startswith("ours") else "--"
+                axes.plot(*zip(*points, strict=True), style, color=f"C{number}", marker="o", markersize=3, label=name)
+        lengths = sorted({row.shape.length for row in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths])
+        axes.set_title(f"head dimension {head_dim}")
+        axes.set_xlabel("tokens in a sequence")
+        axes.set_ylabel("TFLOP/s, forward + backward")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    return write_figure(path, figure)
+
+
+def draw_pruning(rows: Sequence[Row], path: Path) -> Path:
+    """Milliseconds of forward + backward against the fraction of tiles pruned; trained gates are marked."""
+    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for number, name in enumerate(dict.fromkeys(row.implementation for row in rows)):
+        mine = [row for row in rows if row.implementation == name and row.milliseconds is not None]
+        swept = sorted((row.pruned, row.milliseconds) for row in mine if row.parameter != "trained gates")
+        trained = [(row.pruned, row.milliseconds) for row in mine if row.parameter == "trained gates"]
+        if swept:
+            axes.plot(*zip(*swept, strict=True), color=f"C{number}", marker="o", markersize=3, label=name)
+        if trained:
+            axes.plot(
+                *zip(*trained, strict=True), "*", color=f"C{number}", markersize=12, label=f"{name}, trained gates"
+            )
+    axes.set_xlabel("fraction of 128 x 128 tiles that can be pruned")
+    axes.set_ylabel("milliseconds, forward + backward")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return write_figure(path, figure)

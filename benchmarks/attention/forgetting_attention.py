@@ -1,0 +1,338 @@
+"""Forgetting attention beside its peers, in one run: `python -m benchmarks.attention.forgetting_attention`.
+
+First the errors of every kernel of ours against float64 (the run stops at one out of bounds), then times: forward, and
+forward + backward with the gradients of all inputs, on random bfloat16 data, each implementation in the layout it
+likes best. What is not installed is left out and named.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.attention import attention_checks as checks
+from benchmarks.attention import attention_report as report
+from benchmarks.attention.attention_peers import IMPLEMENTATIONS
+from benchmarks.attention.attention_report import Row, Shape
+from benchmarks.attention.attention_run import Benchmark, TrainedGates, attention_flops, pruned_fraction
+from benchmarks.measuring.comparison_run import parse, spread_documents
+from benchmarks.measuring.tables import comparison, table
+from benchmarks.measuring.timing import BOTH, FORWARD, copy_rate, host_microseconds, milliseconds, one_line
+from kernels import forgetting_attention
+
+TARGET_SHAPES = [
+    Shape(4, (24,) * 3, 4096, 64),
+    Shape(1, (24,) * 3, 16384, 64),
+    Shape(4, (16,) * 3, 4096, 128),
+    Shape(1, (16,) * 3, 16384, 128),
+]
+# (implementation, shape, most that forward + backward may take of cuDNN's time without a gate)
+TARGETS = [
+    ("ours, gated", TARGET_SHAPES[0], 1.30),
+    ("ours, gated", TARGET_SHAPES[1], 1.25),
+    ("ours, gated", TARGET_SHAPES[3], 1.20),
+    ("ours, pruned", TARGET_SHAPES[0], 0.75),
+    ("ours, pruned", TARGET_SHAPES[1], 0.28),
+    ("ours, pruned", TARGET_SHAPES[3], 0.25),
+]
+DIFFQKV_TARGET, DECODING_TARGET = 1.02, 0.70
+SWEEP_TOKENS, SWEEP_WIDTH = 131072, 512
+TRAINED = "trained gates"
+SECTIONS = ("targets", "diffqkv", "decoding", "pruning", "windows", "packed", "host", "lengths")
+
+
+def check(run: Benchmark, quick: bool) -> list[str]:
+    """The error tables. Returns what is out of bounds: ours alone, peers' errors are only shown."""
+    checks.check_chunked_reference(run.device)
+    wrong, lines = [], []
+    for case in checks.CHECKS:
+        if quick and case.name not in ("plain", "gated", "pruned"):
+            continue
+        errors = checks.errors_of_ours(case, run.device)
+        label = f"{case.name}: {case.shape}"
+        wrong += [f"{label}: {found}" for found in checks.out_of_bounds(errors)]
+        lines.append([label, *_error_cells(errors)])
+        run.say(f"error of {' '.join(lines[-1])}")
+    peers = []
+    for name in IMPLEMENTATIONS:
+        if name.startswith("ours") or (quick and name == "flex"):
+            continue
+        for head_dim in (64,) if name == "flex" else (64, 128):
+            try:
+                errors = checks.errors_of(name, head_dim, run.device)
+            except Exception as error:
+                peers.append([f"{name}, D{head_dim}", one_line(error), "", "", "", ""])
+                break
+            peers.append([f"{name}, D{head_dim}", *_error_cells(errors)])
+            if found := checks.out_of_bounds(errors):
+                run.wrong[name, head_dim] = f"wrong {', '.join(found)}"
+    long = []
+    for length in () if quick else (8192, 32768, 131072):
+        for head_dim in (64, 128) if length <= run.longest else ():
+            for gated in (False, True):
+                errors = checks.errors_at_length(length, head_dim, gated, run.device)
+                long.append([f"{'gated' if gated else 'plain'}, T{length} D{head_dim}", *_error_cells(errors)])
+                run.say(f"error of {' '.join(long[-1])}")
+    header = ["relative error, 2-norm", *checks.NAMES]
+    run.add_section(
+        "Errors against float64",
+        "Inputs are bfloat16; gates are logsigmoid(N(m, 1)) with m from 0 to 8 over the heads, so that short and long "
+        f"memory are mixed. Bounds of ours up to 2048 tokens: {checks.BOUNDS['out']:.0e}, dlog_forget "
+        f"{checks.BOUNDS['dlog_forget']:.0e}.",
+        table(header, lines),
+        *(["Ours at length:", table(header, long)] if long else []),
+        "Peers, 1024 tokens:",
+        table(header, peers),
+    )
+    return wrong
+
+
+def _error_cells(errors: checks.Errors) -> list[str]:
+    return [f"{errors[name]:.1e}" if name in errors else "" for name in checks.NAMES]
+
+
+def targets(run: Benchmark, quick: bool) -> None:
+    rows: list[Row] = []
+    names = [name for name in IMPLEMENTATIONS if name != "flex"]
+    for shape in TARGET_SHAPES:
+        capped = run.cap(shape)
+        flex = not quick and shape == TARGET_SHAPES[1]  # it compiles anew for each shape
+        problem = run.problem(capped)
+        fraction = pruned_fraction(problem.log_forget, problem.logit_bound)
+        found = run.side_by_side("targets", names + ["flex"] * flex, capped, problem, rounds=2, pruned=fraction)
+        if run.trained is not None:
+            problem = run.trained.put_into(problem)
+            found += run.side_by_side(
+                "targets",
+                ["ours, pruned", "FoX official, pruned", "cuDNN"],
+                capped,
+                problem,
+                TRAINED,
+                rounds=2,
+                pruned=pruned_fraction(problem.log_forget, problem.logit_bound),
+            )
+        rows += found
+        time_of = {row.implementation: row.milliseconds for row in found if row.passes == BOTH and not row.parameter}
+        for name, at, target in TARGETS:
+            if at == capped and time_of.get(name) and time_of.get("cuDNN"):
+                run.judge(f"{name}, {at}: of cuDNN's time", time_of[name] / time_of["cuDNN"], target)
+    fractions = {(str(row.shape), row.parameter or "gates N(3, 1)"): row.pruned for row in rows}
+    run.add_section(
+        "Side by side",
+        comparison(rows, "cuDNN"),
+        table(
+            ["128 x 128 tiles that can be pruned", "fraction"],
+            [(", ".join(case), f"{fraction:.2f}") for case, fraction in fractions.items()],
+        ),
+        f"Each is the median of two rounds; the two differ by {run.spread:.1%} at most.",
+    )
+
+
+def diffqkv(run: Benchmark) -> None:
+    """Fewer heads of k than of v: the time must be that of grouped heads."""
+    rows: list[Row] = []
+    for key_heads, value_heads in ((4, 16), (16, 16), (32, 32)):
+        shape = run.cap(Shape(1, (32, key_heads, value_heads), 16384, 64))
+        names = ["ours, plain", "ours, gated"] + ["FA2", "cuDNN"] * (key_heads == value_heads)
+        rows += run.side_by_side("DiffQKV", names, shape, run.problem(shape), rounds=2)
+    time_of = {(row.shape.heads, row.implementation): row.milliseconds for row in rows if row.passes == BOTH}
+    for name in ("ours, plain", "ours, gated"):
+        fewer, grouped = time_of[(32, 4, 16), name], time_of[(32, 16, 16), name]
+        if fewer and grouped and run.longest >= 16384:
+            run.judge(f"{name}, heads 32/4/16: of the time with 32/16/16", fewer / grouped, DIFFQKV_TARGET)
+    run.add_section("DiffQKV: heads of q, k and v", comparison(rows))
+
+
+def windows(run: Benchmark) -> None:
+    rows: list[Row] = []
+    shape = run.cap(Shape(1, (24,) * 3, 16384, 64))
+    for window in (512, 1024, 2048, 4096, None):
+        problem = run.problem(shape)
+        problem.window = window
+        label = "no window" if window is None else f"window {window}"
+        seen = shape.length if window is None else min(window, shape.length)
+        # Some peers compile their kernels anew for each window.
+        names = ["ours, gated"] + ["fla", "FA3", "FA4"] * (window in (1024, None))
+        share = (2 * shape.length - seen) * seen / shape.length**2
+        flops = share * attention_flops(shape)
+        rows += run.side_by_side("windows", names, shape, problem, label, flops=flops)
+    run.add_section("Sliding windows", comparison(rows))
+
+
+def packed(run: Benchmark) -> None:
+    """One row of documents whose lengths are spread evenly in log."""
+    length = min(65536, run.longest)
+    bounds = spread_documents(length)
+    lengths = [end - start for start, end in pairwise(bounds)]
+    rows: list[Row] = []
+    for heads, head_dim in ((24, 64), (16, 128)):
+        shape = Shape(1, (heads,) * 3, length, head_dim)
+        problem = run.problem(shape)
+        problem.cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=run.device)
+        flops = sum(attention_flops(Shape(1, shape.heads, n, head_dim)) for n in lengths)
+        names = ["ours, plain", "ours, gated", "ours, pruned", "fla", "FA2"]
+        rows += run.side_by_side("packed", names, shape, problem, f"{len(bounds) - 1} documents", flops=flops)
+    run.add_section(
+        "Packed documents",
+        f"{len(bounds) - 1} documents of 128 to 8192 tokens, evenly spread in log; FA2 is its variable-length form.",
+        comparison(rows),
+    )
+
+
+def sweep(run: Benchmark, lengths: Sequence[int]) -> None:
+    rows: list[Row] = []
+    names = [name for name in IMPLEMENTATIONS if name not in ("flex", "FA3", "FA4")]
+    tokens = min(SWEEP_TOKENS, run.longest)
+    for head_dim in (64, 128):
+        for length in sorted(lengths):
+            shape = Shape(max(1, tokens // length), (SWEEP_WIDTH // head_dim,) * 3, length, head_dim)
+            problem = run.problem(shape)
+            rows += run.side_by_side(
+                "lengths",
+                names,
+                shape,
+                problem,
+                passes=(BOTH,),
+                pruned=pruned_fraction(problem.log_forget, problem.logit_bound),
+            )
+    report.draw_rates([row for row in rows if "pruned" not in row.implementation], run.folder / "attention_rates.png")
+    run.add_section(
+        "Lengths",
+        f"{tokens} tokens a batch, {SWEEP_WIDTH} wide: more sequences where they are shorter.",
+        "![TFLOP/s against length](attention_rates.png)",
+        comparison(rows, "cuDNN"),
+    )
+
+
+def pruning(run: Benchmark) -> None:
+    rows: list[Row] = []
+    names = ["ours, pruned", "FoX official, pruned"]
+    shape = run.cap(Shape(1, (16,) * 3, 16384, 64))
+    for logit in (-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 10):
+        problem = run.problem(shape, logit)
+        fraction = pruned_fraction(problem.log_forget, problem.logit_bound)
+        label = f"gates N({logit}, 1), {fraction:.2f} pruned"
+        rows += run.side_by_side("pruning", names, shape, problem, label, passes=(BOTH,), pruned=fraction)
+    if run.trained is not None:
+        problem = run.trained.put_into(run.problem(shape))
+        fraction = pruned_fraction(problem.log_forget, problem.logit_bound)
+        rows += run.side_by_side("pruning", names, shape, problem, TRAINED, passes=(BOTH,), pruned=fraction)
+    report.draw_pruning(rows, run.folder / "attention_pruning.png")
+    run.add_section(
+        "Pruning",
+        "The fraction counts 128 x 128 tiles; trained gates come with the bound that the model's QK-norm gives.",
+        "![Time against the fraction pruned](attention_pruning.png)",
+        comparison(rows),
+    )
+
+
+@torch.no_grad()
+def decoding(run: Benchmark) -> None:
+    """One query a row against a long cache: the share of the copy rate at which k, v and the gates are read."""
+    copy = copy_rate(run.device)
+    run.say(f"a copy moves {copy:.0f} GB/s")
+    batch, length, rows = 16, min(32768, run.longest), []
+    for heads in ((32, 4, 16), (32, 16, 16), (32, 8, 8), (32, 32, 32)):
+        shape = Shape(batch, heads, length, 64)
+        problem = run.problem(shape)
+        q, decay = problem.q[:, -1:].contiguous(), problem.log_forget.cumsum(1)
+        k, v = problem.k, problem.v
+        calls: dict[str, Callable[[], object]] = {
+            "ours, plain": lambda q=q, k=k, v=v: forgetting_attention(q, k, v),
+            "ours, gated": lambda q=q, k=k, v=v, decay=decay: forgetting_attention(q, k, v, decay, cumulative=True),
+        }
+        if heads[1] == heads[2]:
+            leaves = tuple(x.transpose(1, 2) for x in (q, k, v))
+            calls["SDPA, as it chooses"] = lambda leaves=leaves: scaled_dot_product_attention(*leaves, enable_gqa=True)
+        for name, call in calls.items():
+            moved = k.nbytes + v.nbytes + (decay.nbytes if name == "ours, gated" else 0)
+            try:
+                time_ms, note = milliseconds(call, run.device), ""
+            except Exception as error:
+                time_ms, note = None, one_line(error)
+            rate = moved / time_ms / 1e6 if time_ms else None
+            rows.append(
+                Row(
+                    section="decoding",
+                    implementation=name,
+                    shape=shape,
+                    parameter="",
+                    passes=FORWARD,
+                    milliseconds=time_ms,
+                    rate=rate,
+                    note=note,
+                )
+            )
+            if heads == (32, 4, 16) and rate and length == 32768:
+                what = f"decoding, {name}, {shape}: of the copy rate"
+                run.judge(what, rate / copy, DECODING_TARGET, at_least=True)
+        run.say(f"decoding: {shape}")
+    run.rows += rows
+    cells = [
+        (str(r.shape), r.implementation, f"{r.milliseconds:.3f}", f"{r.rate:.0f}", f"{r.rate / copy:.0%}")
+        if r.milliseconds
+        else (str(r.shape), r.implementation, r.note, "", "")
+        for r in rows
+    ]
+    run.add_section(
+        "Decoding: one query a row, T tokens cached",
+        f"A device-to-device copy moves {copy:.0f} GB/s, read and written. GB/s counts k, v and float32 gates once.",
+        table(["", "", "milliseconds", "GB/s", "of the copy"], cells),
+    )
+
+
+def host(run: Benchmark) -> None:
+    """How long the host is busy with a call, which the other tables leave out."""
+    if run.device.type != "cuda":
+        return
+    problem, cells = run.problem(Shape(1, (4,) * 3, 256, 64)), []
+    for name in (name for name in IMPLEMENTATIONS if name != "flex"):
+        try:
+            call = IMPLEMENTATIONS[name](problem)
+            times = [host_microseconds(passes) for passes in (call.forward, call.forward_backward)]
+            cells.append((name, *(f"{microseconds:.0f}" for microseconds in times)))
+        except Exception as error:
+            cells.append((name, one_line(error), ""))
+    run.add_section(
+        "The host's part",
+        "Microseconds that a call keeps the host busy, at 256 tokens. Behind a busy device they are hidden.",
+        table(["", "forward", "forward + backward"], cells),
+    )
+
+
+def main() -> int:
+    """Check, measure, print a short table, and leave the report, the numbers and the pictures. Returns the status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gates", type=Path, help="gates of a trained model, by benchmarks.attention.trained_gates")
+    arguments = parse(parser, SECTIONS, [2**n for n in range(10, 18)])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    trained = None if arguments.gates is None else TrainedGates.load(arguments.gates, device)
+    run = Benchmark(device=device, longest=max(arguments.lengths), folder=arguments.output, trained=trained)
+
+    if wrong := check(run, arguments.quick):
+        print("out of bounds, nothing is timed: " + "; ".join(wrong), file=sys.stderr)
+        return 1
+    sections: dict[str, Callable[[], None]] = {
+        "targets": lambda: targets(run, arguments.quick),
+        "diffqkv": lambda: diffqkv(run),
+        "decoding": lambda: decoding(run),
+        "pruning": lambda: pruning(run),
+        "windows": lambda: windows(run),
+        "packed": lambda: packed(run),
+        "host": lambda: host(run),
+        "lengths": lambda: sweep(run, arguments.lengths),
+    }
+    for name in arguments.sections:
+        sections[name]()
+    run.say(f"done: {arguments.output / 'forgetting_attention.md'}")
+    run.print_verdicts()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Tokens a second of `job=rewrite` with a model in process: `python -m benchmarks.data.rewriting_rate text`.
+
+The whole job runs, prompts, screens, journal and shards, on random weights of a Llama's shape: what they say means
+nothing, so every answer is as long as it may be, and the screens leave it out. The clock starts when the weights are
+loaded. What the job costs beside the model is told apart: it is what a faster server would meet.
+"""
+
+import argparse
+import datetime
+import json
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+import transformers
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from benchmarks.measuring.tables import table
+from benchmarks.measuring.timing import RESULTS, check_output
+from common.atomic_files import write_atomic
+from data_pipeline.documents import Problems, ShardWriter
+from data_pipeline.fingerprint import MANIFEST
+from data_pipeline.rewriting.backends.in_process import InProcess
+from data_pipeline.rewriting.job import rewrite
+from data_pipeline.rewriting.plan import read_plan
+from data_pipeline.sources.text_files import TextFiles
+from data_pipeline.tokens.tokenizer import ByteLevelBPE
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = {  # layers, hidden, FFN, heads, key/value heads
+    "135M": (30, 576, 1536, 9, 3),
+    "1B": (16, 2048, 8192, 32, 8),
+    "8B": (32, 4096, 14336, 32, 8),
+}
+
+
+class Timed(InProcess):
+    """Counts the seconds in which the model generates, and those since it was loaded."""
+
+    async def start(self, folder: Path, requests: int, tokens: int) -> None:
+        """Load the model, and start the clock."""
+        await super().start(folder, requests, tokens)
+        self.generating, self.started = 0.0, time.perf_counter()
+
+    def _generate(self, requests: list) -> list:
+        start = time.perf_counter()
+        try:
+            return super()._generate(requests)
+        finally:
+            self.generating += time.perf_counter() - start
+
+
+def write_documents(paths: list[str], count: int, characters: int, folder: Path) -> Path:
+    """Write the first `count` documents that have so many characters, and no more of them."""
+    folder.mkdir()
+    writer = ShardWriter(folder, "train")
+    documents = TextFiles(paths).documents(Problems(), 1)
+    for document in islice((d for d in documents if len(d.text) >= characters), count):
+        text = document.text[:characters]
+        writer.write(type(document)(text, document.id, document.metadata), len(text.encode()))
+    writer.close()
+    (folder / MANIFEST).write_text(json.dumps({"train": {"bytes": writer.bytes}}))
+    return folder
+
+
+def save_model(shape: str, documents: Path, folder: Path) -> Path:
+    """Save random weights in bfloat16, and a tokenizer trained on the documents."""
+    layers, hidden, feed_forward, heads, key_value_heads = SHAPES[shape]
+    tokenizer = ByteLevelBPE(32768).build(documents)
+    tokenizer.eos_token = None  # no answer ends before it must
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        max_position_embeddings=16384,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = transformers.LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def measure(documents: Path, model: Path, batch_size: int, output: Path) -> list[str]:
+    """Rewrite the documents and return a row of the table."""
+    places = [f"rewrite.input={documents}", f"rewrite.output={output}", f"rewrite.backend.model={model}"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        chosen = ["job=rewrite", "rewrite/style=[rephrase_plain]", "rewrite.attempts=1", *places]
+        settings = OmegaConf.to_container(compose("config", chosen).rewrite, resolve=True)
+    backend = Timed(model=str(model), batch_size=batch_size)
+    total = rewrite(read_plan(settings), backend, settings["backend"])["total"]
+    seconds = time.perf_counter() - backend.started
+    counts = [f"{total[key]:,}" for key in ("requests", "tokens_in", "tokens_out")]
+    rate = f"{total['tokens_out'] / seconds:,.0f}"
+    return [model.name, str(batch_size), *counts, rate, f"{1 - backend.generating / seconds:.1%}"]
+
+
+def main() -> None:
+    """Measure, print the table, and write it to a folder."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("text", nargs="+", help="files or folders of text: .txt .md .jsonl .parquet")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135M", "1B"])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--batches", type=int, default=2)
+    parser.add_argument("--characters", type=int, default=1500, help="of each document")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the page")
+    arguments = parser.parse_args()
+    check_output(parser, arguments.output)
+    rows, length = [], arguments.characters
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        vocabulary = write_documents(arguments.text, 512, 2000, scratch / "vocabulary")
+        for shape in arguments.shapes:
+            model = save_model(shape, vocabulary, scratch / shape)
+            for size in arguments.batch_sizes:
+                documents = write_documents(
+                    arguments.text, arguments.batches * size, length, scratch / f"{shape}-{size}"
+                )
+                rows.append(measure(documents, model, size, scratch / f"{shape}-{size}-out"))
+                print(json.dumps(rows[-1]))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    header = ["model", "at once", "answers", "tokens in", "tokens out", "tokens out / s", "beside the model"]
+    about = f"{datetime.date.today()}; {device}, torch {torch.__version__}, transformers {transformers.__version__}."
+    about += " By `python -m benchmarks.data.rewriting_rate`."
+    page = f"# Rewriting with a model in process\n\n{about}\n\n{table(header, rows)}"
+    print(page)
+    write_atomic(arguments.output / "rewriting_rate.md", page)
+
+
+if __name__ == "__main__":
+    main()

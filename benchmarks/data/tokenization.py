@@ -1,0 +1,107 @@
+"""Tokenization, whole stage against the bare encoder: `python -m benchmarks.data.tokenization`.
+
+The stage reads Parquet, encodes in parallel, packs and writes Arrow; the bare encoder is `encode_batch_fast` of
+`tokenizers` on all cores with the texts already in memory, its tokens left where they are. Both use the same tokenizer,
+text and cores and alternate; the table gives medians. Processor time, all processes included, is given too: other work
+on the machine hardly moves it.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pyarrow
+import tokenizers
+
+from benchmarks.measuring.timing import RESULTS
+from data_pipeline.documents import SPLITS, texts
+from data_pipeline.sources.local_docs import LocalDocs
+from data_pipeline.tokens.blocks import write_blocks
+from data_pipeline.tokens.datamodule import TextData
+from data_pipeline.tokens.tokenizer import ByteLevelBPE
+from data_pipeline.workers import available_processes
+
+RESULT = RESULTS / "tokenization.md"
+
+
+def bare_encoder(tokenizer: tokenizers.Tokenizer, documents: list[str]) -> int:
+    """Return the tokens of one pass of the batch encoder; its cache of words is cold, as in a stage of its own."""
+    tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    return sum(map(len, tokenizer.encode_batch_fast(documents, add_special_tokens=False)))
+
+
+def whole_stage(data: TextData, documents_folder: Path, processes: int) -> int:
+    """Return the tokens of the stage, processes started and files closed."""
+    with tempfile.TemporaryDirectory() as folder:
+        counts = write_blocks(documents_folder, data.hf_tokenizer, Path(folder), data.block_length, processes)
+    return sum(counts[split]["tokens"] for split in SPLITS)
+
+
+def measure(run: Callable[[], int]) -> tuple[float, float]:
+    """Return tokens per second, and seconds of processor time per million tokens, of this process and its children."""
+    start, processor = time.perf_counter(), sum(os.times()[:4])
+    tokens = run()
+    return tokens / (time.perf_counter() - start), (sum(os.times()[:4]) - processor) / tokens * 1e6
+
+
+def main() -> None:
+    """Measure, print the table, and write it beside this file."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=20, help="of local documentation (10^6 bytes)")
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    processes = available_processes()
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    with tempfile.TemporaryDirectory() as folder:
+        source = LocalDocs(max_bytes=arguments.megabytes * 10**6)
+        data = TextData(source, ByteLevelBPE(16384), folder)
+        data.prepare()
+        documents_folder = next(Path(folder).glob("documents-*"))
+        in_memory = [text for split in SPLITS for text in texts(documents_folder, split)]
+        tokenizer = data.hf_tokenizer.backend_tokenizer
+        runs = {
+            "bare encoder": lambda: bare_encoder(tokenizer, in_memory),
+            "whole stage": lambda: whole_stage(data, documents_folder, processes),
+        }
+        measured: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+        for _ in range(arguments.repeats):
+            for name, run in runs.items():
+                measured[name].append(measure(run))
+    report = table(measured, sum(len(text.encode()) for text in in_memory), processes)
+    print(report)
+    RESULT.write_text(report, encoding="utf-8")
+
+
+def table(measured: dict[str, list[tuple[float, float]]], size: int, processes: int) -> str:
+    """Return the Markdown report."""
+    rows, bare = [], statistics.median(rate for rate, _ in measured["bare encoder"])
+    for name, values in measured.items():
+        rates, processor = zip(*values, strict=True)
+        median = statistics.median(rates)
+        rows.append(
+            f"| {name} | {median / 1e6:.2f} | {min(rates) / 1e6:.2f} to {max(rates) / 1e6:.2f} | {median / bare:.0%} "
+            f"| {statistics.median(processor):.2f} |"
+        )
+    return (
+        "# Tokenization\n\n"
+        f"{datetime.date.today()}; {platform.machine()}, {processes} cores; Python {platform.python_version()}, "
+        f"tokenizers {tokenizers.__version__}, datasets {datasets.__version__}, pyarrow {pyarrow.__version__}. "
+        f"{size / 1e6:.1f} MB of local documentation, byte-level BPE of 16384 tokens, "
+        f"{len(measured['bare encoder'])} alternating runs each. By `python -m benchmarks.data.tokenization`.\n\n"
+        "| | M tokens/s, median | range | of the bare encoder | processor s / M tokens |\n|---|---|---|---|---|\n"
+        + "\n".join(rows)
+        + "\n\n"
+        "The bare encoder is `encode_batch_fast` with the texts in memory; its tokens are not even taken out. "
+        "The whole stage starts its processes, reads Parquet, encodes, packs and writes Arrow.\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

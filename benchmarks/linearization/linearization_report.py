@@ -1,0 +1,183 @@
+"""The report of the training benchmark: its rows and those of earlier runs, tables, verdicts."""
+
+import csv
+import datetime
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+
+from benchmarks.linearization.linearization_peers import WINDOW
+from benchmarks.linearization.linearization_steps import SHAPES
+from benchmarks.measuring import comparison_run, tables
+from benchmarks.measuring.tables import parsed, table
+
+TRAINING, LARGE = "training", "large"
+OFFICIAL = "fla, float32 q, k, v"
+COMPILED = f"{OFFICIAL}, compiled"
+OURS = ("ours", "ours, compiled")
+TARGET = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(tables.Row):
+    """milliseconds: of a step. parameter: the sequences of a micro-batch. first_seconds: of a micro-batch and then a
+    step, the first ones, with torch.compile's work; Triton kernels were compiled before. loss_error, gradient_error:
+    relative, from the first implementation at the same micro-batch. date, machine: of the run that measured it, and
+    what it ran on."""
+
+    tokens_per_second: float | None = None
+    peak_gib: float | None = None
+    first_seconds: float | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    date: str
+    machine: str
+
+
+def packages() -> str:
+    """The versions that times depend on, beside PyTorch's."""
+    found = []
+    for package in ("triton", "transformers", "peft", "flash-linear-attention"):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
+@dataclass(kw_only=True)
+class Run(comparison_run.Run):
+    """The report. A section that is not measured again keeps the rows that an earlier run left in the folder."""
+
+    name = "linearization_training"
+    title = "Training speed of linearization"
+    preamble = (
+        f"Liger-GLA (window {WINDOW}) with LoRA of rank 8 on q, k and v, bfloat16 weights. A step is forward, backward "
+        "and clipping over a whole batch, and AdamW on LoRA's weights; random weights and tokens. Medians; "
+        "implementations take turns. GiB: the peak of allocated memory, each with its own copy of the weights."
+    )
+    row = Row
+    date: str = field(default_factory=lambda: datetime.datetime.now().isoformat(" ", "seconds"))
+
+    def __post_init__(self) -> None:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "no GPU"
+        self.machine = f"{name}, torch {torch.__version__}, {packages()}"
+        self.rows = read_rows(self.folder / f"{self.name}.csv")
+        self.verdicts = judged(self.rows)
+
+    def add_rows(self, rows: Sequence[Row]) -> None:
+        """Keep measurements in the place of what an earlier run has of their sections, and write them."""
+        sections = {row.section for row in rows}
+        self.rows = [row for row in self.rows if row.date == self.date or row.section not in sections]
+        self.verdicts = judged([*self.rows, *rows])
+        super().add_rows(rows)
+
+    def text(self) -> str:
+        """The report: what this run has said, and the rows of each section, whoever measured them."""
+        return super().text() + "".join(f"\n{section}" for section in speed_sections(self.rows))
+
+    def versions(self) -> str:
+        return packages()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows that a run wrote; none where there is no file.
+
+    Raises:
+        ValueError: a file of other columns.
+    """
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        lines, kinds = csv.DictReader(file), {known.name: known.type for known in fields(Row)}
+        if lines.fieldnames != list(kinds):
+            raise ValueError(f"{path} has other columns than this benchmark writes: move it, or give another --output")
+        return [Row(**{name: parsed(kinds[name], text) for name, text in line.items()}) for line in lines]
+
+
+def micro_batch(row: Row) -> int:
+    return int(row.parameter.rpartition(" ")[2])
+
+
+def best(rows: Sequence[Row], names: Sequence[str]) -> Row | None:
+    """The fastest of the implementations of these names, at any micro-batch."""
+    timed = [row for row in rows if row.implementation in names and row.tokens_per_second]
+    return max(timed, key=lambda row: row.tokens_per_second, default=None)
+
+
+def judged(rows: Sequence[Row]) -> list[comparison_run.Verdict]:
+    """Ours at its best, to the official code in its own configuration, and to the best that can be made of it."""
+    rows = [row for row in rows if row.section == TRAINING]
+    ours = best(rows, OURS)
+    peers = {
+        "the official layers as their code runs: not compiled, micro-batch 1, accumulated over the batch": best(
+            [row for row in rows if micro_batch(row) == 1], [OFFICIAL]
+        ),
+        "the official layers at their best": best(rows, [OFFICIAL, COMPILED]),
+    }
+    verdicts = []
+    for what, peer in peers.items():
+        if ours and peer:
+            at_best = f" ({_configuration(peer)})" if what.endswith("best") else ""
+            words = f"tokens/s of ours at its best ({_configuration(ours)}), to {what}{at_best}"
+            ratio = ours.tokens_per_second / peer.tokens_per_second
+            verdicts.append(comparison_run.Verdict(words, ratio, TARGET, None, at_least=True))
+    return verdicts
+
+
+def _configuration(row: Row) -> str:
+    return f"{'compiled' if row.implementation.endswith(', compiled') else 'not compiled'}, {row.parameter}"
+
+
+def speed_sections(rows: Sequence[Row]) -> list[str]:
+    """For each section, and shape, its table under a heading."""
+    explained = {
+        TRAINING: "Ratios, at the same micro-batch: to the official layers on fla's ops as their code runs, not "
+        "compiled, and to the same compiled. Apart: relative errors from the first line of a micro-batch. What the "
+        "official trainer does: anomaly detection in the backward pass, logits copied to the host, the pooling of "
+        "gates as a layer (one round). Compiled: each decoder layer's forward. bfloat16 q, k, v: kinder than their "
+        "code, which has float32.",
+        LARGE: "On one device, without activation checkpointing.",
+    }
+    shown = []
+    for name, about in explained.items():
+        for shape in SHAPES.values():
+            own = [row for row in rows if row.section == name and str(row.shape) == str(shape)]
+            if own:
+                title = f"## {shape}, {shape.batch} x {shape.length} tokens a step"
+                measured = f"Measured {own[0].date}: {own[0].machine}."
+                shown.append(f"{title}\n\n{about} {measured}\n\n{speed_table(own)}")
+    return shown
+
+
+def speed_table(rows: Sequence[Row]) -> str:
+    """A line for each implementation and micro-batch."""
+    rates = {(row.implementation, row.parameter): row.tokens_per_second for row in rows}
+    compared = any(row.implementation == OFFICIAL for row in rows)
+    lines = []
+    for row in rows:
+        if row.tokens_per_second is None:
+            lines.append([row.implementation, micro_batch(row), row.note, *[""] * (7 if compared else 3)])
+            continue
+        peers = [rates.get((name, row.parameter)) for name in (OFFICIAL, COMPILED)]
+        ratios = [f"{row.tokens_per_second / rate:.2f}" if rate else "" for rate in peers]
+        apart = ["" if x is None else f"{x:.1e}" for x in (row.loss_error, row.gradient_error)]
+        lines.append(
+            [
+                row.implementation,
+                micro_batch(row),
+                f"{row.tokens_per_second:,.0f}",
+                *(ratios if compared else []),
+                f"{row.milliseconds:.0f}",
+                f"{row.peak_gib:.1f}" if row.peak_gib else "",
+                f"{row.first_seconds:.0f}",
+                *(apart if compared else []),
+            ]
+        )
+    ratios = ["to not compiled", "to compiled"] if compared else []
+    apart = ["loss apart", "gradients apart"] if compared else []
+    header = ["", "micro-batch", "tokens/s", *ratios, "step, ms", "peak GiB", "first step, s", *apart]
+    return table(header, lines)

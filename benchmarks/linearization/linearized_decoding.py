@@ -1,0 +1,399 @@
+"""Decoding of linearized models: `python -m benchmarks.linearization.linearized_decoding`.
+
+Liger, Liger with every 8th layer left as softmax, the same model with this project's attention over a static cache in
+all layers, and Hugging Face's Llama with its static cache and SDPA: one set of random weights, every token one replay
+of a CUDA graph. First the errors, and where they are out of bounds nothing is timed.
+
+Without a GPU it is of use to test this program alone: `--shape tiny --device cpu --lengths 16 32`.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
+from torch import Tensor
+from transformers import LlamaForCausalLM, StaticCache
+
+from benchmarks.linearization.decoding_checks import (
+    BEST,
+    HYBRID,
+    KERNEL_BOUNDS,
+    LIGER,
+    SHAPES,
+    SOFTMAX,
+    decoding_errors,
+    kernel_error,
+    liger_error,
+    new_model,
+    product_error,
+    settings_of,
+)
+from benchmarks.linearization.decoding_operations import operations
+from benchmarks.measuring import tables
+from benchmarks.measuring.comparison_run import Run
+from benchmarks.measuring.tables import table
+from benchmarks.measuring.timing import RESULTS, check_output, one_line
+from common.atomic_files import write_figure
+from lit_modules.generation.cuda_graphs import WARM_UP, DecodingStep, Output, Replay
+from lit_modules.networks.linearized import linearize
+from lit_modules.networks.positions import locate
+
+HUGGING_FACE, FUSED, COMPILED = "HF static, SDPA", ", fused", ", compiled"
+WAYS = (FUSED, COMPILED, "")  # of running a step, the first that both sides have been measured in is judged
+PROMPT, POSITIONS = 4, 5
+REPEATS = {"cuda": 9, "cpu": 2}
+# Targets, as ratios of the seconds for a whole sequence: own attention's to Liger's.
+SPEEDUPS = {1024: 1.0, 16384: 1.7, 32768: 2.6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(tables.Row):
+    """Decoding of one length. milliseconds: of a step on average; first, last: at the ends of the sequence."""
+
+    length: int
+    seconds: float | None = None
+    first: float | None = None
+    last: float | None = None
+    allocated_gb: float | None = None
+    peak_gb: float | None = None
+
+
+@dataclass(kw_only=True)
+class Benchmark(Run):
+    """The run, with the sizes that all of it has in common."""
+
+    name = "linearized_decoding"
+    title = "Decoding of linearized models"
+    preamble = (
+        "Random weights in bfloat16, shared by all implementations. A step of decoding is embedding, layers, head and "
+        "greedy choice, in one CUDA graph. The time of a step is the median of replays at five positions evenly spread "
+        "over the length, and the seconds of a length are the sum over its steps by the trapezoidal rule. A cache has "
+        "room for its length and no more. GB are 1e9 bytes: allocated while decoding, weights included, and the peak, "
+        "a prompt of four tokens and the capture included. Compiled: the layers' step through torch.compile, before it "
+        "is captured. Fused: its matrices through small_batch_linear as well, with the norms, SwiGLU and residuals "
+        "around them. An absolute time holds on this GPU only: compare within the run."
+    )
+    row = Row
+    batch: int = 16
+    longest_stock: int = 8192
+    shape: str = "llama3_8b"
+    rows: list[Row] = field(default_factory=list)
+
+    def versions(self) -> str:
+        return f"{super().versions()}, transformers {transformers.__version__}"
+
+    def found(self, implementation: str, length: int) -> Row | None:
+        """What was measured, if it was."""
+        rows = (row for row in self.rows if row.milliseconds and row.length == length)
+        return next((row for row in rows if row.implementation == implementation), None)
+
+
+def check(run: Benchmark) -> list[str]:
+    """The error tables. Returns what is out of bounds."""
+    wrong, lines = [], []
+    errors = {"windowed_step": kernel_error, "liger_step": liger_error, "small_batch_linear": product_error}
+    for (name, error_of), (dtype, bound) in product(errors.items(), KERNEL_BOUNDS.items()):
+        error = error_of(run.device, dtype)
+        lines.append([f"{name}, {dtype}, against float64", f"{error:.1e}", f"{bound:.1e}"])
+        run.say(f"error of {' '.join(lines[-1])}")
+        wrong += [lines[-1][0]] * (not error <= bound)
+    shape = "small" if run.device.type == "cuda" else "tiny"
+    variants = [(HYBRID, FUSED), (BEST, FUSED), (LIGER, ""), (SOFTMAX, "")]
+    for name, way in variants:
+        compiled = bool(way) and run.device.type == "cuda"
+        decoded, parallel = decoding_errors(name, shape, run.device, fused=way == FUSED, compiled=compiled)
+        # Decoding rounds other sums than the parallel pass does, to the same digits.
+        bound = 2 * parallel + 1e-3
+        label = f"{name}{way}: logits of captured decoding, bfloat16, against float32"
+        lines.append([label, f"{decoded:.1e}", f"{bound:.1e}"])
+        run.say(f"error of {' '.join(lines[-1])}")
+        wrong += [label] * (not decoded <= bound)
+    run.add_section(
+        "Errors",
+        "Relative, in the 2-norm. windowed_step and liger_step: outputs and state over 90 tokens, sinks and left "
+        "padding included, of the latter in bfloat16 with every gate. "
+        "small_batch_linear: the worst of odd sizes, and in bfloat16 of the products of a layer, up to 64 rows. "
+        f"Captured decoding of 190 tokens with the shape called {shape}, rows padded on the left; its bound is twice "
+        "what the parallel pass in bfloat16 is off by.",
+        table(["", "error", "bound"], lines),
+    )
+    return wrong
+
+
+class StockStep:
+    """One token of Hugging Face's own model and cache, as `DecodingStep` is called."""
+
+    def __init__(self, model: LlamaForCausalLM, capacity: int, token: Tensor):
+        self.model, self.cache = model, StaticCache(config=model.config, max_cache_len=capacity)
+        self.token, self.index = token, torch.full_like(token, PROMPT)
+        self.places = torch.arange(capacity, device=token.device)
+        self.output = Output(len(token), capacity, (), 0, token.device)
+
+    def __call__(self) -> None:
+        # Its own mask may be made with a question to the host.
+        mask = (self.places <= self.index)[:, None, None]
+        logits = self.model(self.token, mask, self.index, self.cache).logits
+        self.token.copy_(self.output.append(logits[:, -1].float().argmax(-1))[:, None])
+        self.index += 1
+
+
+@torch.no_grad()
+def new_step(implementation: str, model: Any, batch: int, capacity: int, device: torch.device) -> Any:
+    """A step whose cache, with room for `capacity` tokens, holds a short prompt."""
+    prompt = torch.randint(model.config.vocab_size, (batch, PROMPT), device=device)
+    if implementation == HUGGING_FACE:
+        step = StockStep(model, capacity, prompt[:, :1].clone())
+        model(prompt, past_key_values=step.cache, logits_to_keep=1)
+        return step
+    cache = model.new_cache(capacity)
+    model(prompt, past_key_values=cache, logits_to_keep=1)
+    output = Output(batch, capacity, (), 0, device)
+    positions, greedy = locate(batch, PROMPT, 0, device), lambda logits: logits.argmax(-1)
+    fused = implementation.endswith(FUSED)
+    # On the CPU this program is tried out: there, compiling is left away.
+    compiled = (fused or implementation.endswith(COMPILED)) and device.type == "cuda"
+    step = DecodingStep(model, cache, positions, greedy, output, fused=fused, compile=compiled)
+    step.take(prompt[:, 0])
+    return step
+
+
+def move_to(step: Any, position: int) -> None:
+    """Let the step's next token be the one at `position`; what the cache holds there is whatever was there."""
+    for layer in step.cache.layers:
+        for name in ("counter", "place", "held", "cumulative_length"):
+            if isinstance(held := getattr(layer, name, None), Tensor):
+                held.fill_(position)
+    index = step.index if isinstance(step, StockStep) else step.positions.index
+    index.fill_(position)
+    step.output.count.zero_()
+
+
+def replay_milliseconds(step: Any, replay: Replay, position: int, device: torch.device) -> float:
+    """The median time of a step at `position`."""
+    times = []
+    for _ in range(REPEATS[device.type]):
+        move_to(step, position)
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            replay()
+            times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times)
+
+
+@contextmanager
+def memory(device: torch.device) -> Iterator[Callable[[], tuple[float | None, float | None]]]:
+    """Gives a function that says how many GB are allocated, and the peak since."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: (torch.cuda.memory_allocated(device) / 1e9, torch.cuda.max_memory_allocated(device) / 1e9)
+    else:
+        yield lambda: (None, None)
+
+
+@torch.no_grad()
+def warmed(step: Any) -> Replay:
+    """The step's replays; the first calls, which compile and capture, have been made."""
+    replay = Replay(step)
+    for _ in range(WARM_UP + 1):
+        replay()
+    return replay
+
+
+@torch.no_grad()
+def measure(run: Benchmark, implementation: str, model: Any, length: int) -> Row:
+    """One implementation at one length."""
+    with memory(run.device) as used:
+        step = new_step(implementation, model, run.batch, length, run.device)
+        replay = warmed(step)
+        positions = [round(part * (length - 1) / (POSITIONS - 1)) for part in range(POSITIONS)]
+        times = [replay_milliseconds(step, replay, max(position, PROMPT), run.device) for position in positions]
+        mean = sum((a + b) / 2 for a, b in pairwise(times)) / (POSITIONS - 1)
+        allocated, peak = used()
+    return Row(
+        section="decoding", implementation=implementation, shape=run.shape, parameter=f"batch {run.batch}",
+        passes="step", milliseconds=mean, length=length, seconds=mean * length / 1e3, first=times[0], last=times[-1],
+        allocated_gb=allocated, peak_gb=peak,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def really_decode(run: Benchmark, implementation: str, model: Any, length: int) -> float:
+    """Seconds of all steps of a sequence, one after the other."""
+    step = new_step(implementation, model, run.batch, length, run.device)
+    replay = warmed(step)
+    move_to(step, PROMPT)
+    bool(step.token.any())  # waits for the device
+    began = time.perf_counter()
+    for _ in range(length - PROMPT):
+        replay()
+    bool(step.token.any())
+    return time.perf_counter() - began
+
+
+def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> None:
+    """All implementations at all lengths, the stock one up to `run.longest_stock`.
+
+    One that raises is named, and the others go on.
+    """
+    stock = new_model(run.shape, run.device, torch.bfloat16)
+    run.say(f"weights of {sum(p.numel() for p in stock.parameters()) / 1e9:.2f}e9 parameters")
+    checked = []
+    for name in implementations:
+        try:
+            plain = name.removesuffix(FUSED).removesuffix(COMPILED)
+            model = stock if name == HUGGING_FACE else linearize(stock, settings_of(plain, len(stock.model.layers)))
+        except Exception as error:
+            run.say(f"{name}: {one_line(error)}")
+            continue
+        torch.compiler.reset()  # or sizes that differ between implementations would be compiled as variables
+        began = time.perf_counter()
+        for length in sorted(lengths):
+            if name == HUGGING_FACE and length > run.longest_stock:
+                continue
+            try:
+                row = measure(run, name, model, length)
+            except Exception as error:  # whatever one raises, the others are measured
+                row = Row(
+                    section="decoding", implementation=name, shape=run.shape, parameter=f"batch {run.batch}",
+                    passes="step", milliseconds=None, length=length, note=one_line(error),
+                )  # fmt: skip
+            run.add_rows([row])
+            run.say(
+                f"{name}, {length}: "
+                + (f"{row.seconds:.2f} s, {row.first:.3f} to {row.last:.3f} ms" if row.milliseconds else row.note)
+            )
+        shortest = run.found(name, min(lengths))
+        if shortest is not None and plain in (LIGER, SOFTMAX):
+            seconds = really_decode(run, name, model, min(lengths))
+            checked.append([f"{name}, {min(lengths)} tokens", f"{shortest.seconds:.3f}", f"{seconds:.3f}"])
+            run.say(f"{name}: {min(lengths)} tokens one after the other took {seconds:.3f} s")
+        del model
+        run.say(f"{name}: measured in {time.perf_counter() - began:.0f} s")
+    report(run, sorted(lengths), implementations, checked)
+
+
+def report(run: Benchmark, lengths: list[int], implementations: list[str], checked: list[list[str]]) -> None:
+    """Verdicts, tables and the picture."""
+    measured = {row.implementation for row in run.rows if row.milliseconds}
+    way = next((way for way in WAYS if {LIGER + way, SOFTMAX + way} <= measured), "")
+    best, peer = LIGER + way, SOFTMAX + way
+    for length, target in SPEEDUPS.items():
+        ours, theirs = run.found(best, length), run.found(peer, length)
+        if ours and theirs:
+            what = f"{length} tokens, batch {run.batch}: seconds of {peer} to those of {best}"
+            run.judge(what, theirs.seconds / ours.seconds, target, at_least=True)
+    ends = [run.found(best, length) for length in (lengths[0], lengths[-1])]
+    if all(row and row.allocated_gb for row in ends):
+        what = f"memory of {best}, {lengths[-1]} tokens to {lengths[0]}"
+        run.judge(what, ends[1].allocated_gb / ends[0].allocated_gb, 1.01)
+    cells = [[row.implementation, row.length, *_cells(row)] for row in run.rows]
+    by_length = [[f"{length} tokens", *(_seconds_and_gb(run.found(name, length)) for name in implementations)]
+                 for length in lengths]  # fmt: skip
+    draw(run, lengths, run.folder / "linearized_decoding.png")
+    run.add_section(
+        f"Seconds / GB, batch {run.batch}, {run.shape}",
+        table(["", *implementations], by_length),
+        "![Seconds and memory against length](linearized_decoding.png)",
+        "The same sequence decoded one token after the other, beside what the table says (its first tokens are the "
+        "prompt's):",
+        table(["", "by the rule, s", "decoded, s"], checked),
+    )
+    header = ["", "length", "ms a step", "first", "last", "seconds", "allocated, GB", "peak, GB", "note"]
+    run.add_section("Steps", table(header, cells))
+    print(table(["seconds / GB", *implementations], by_length))
+
+
+def _cells(row: Row) -> list[str]:
+    numbers = (row.milliseconds, row.first, row.last, row.seconds, row.allocated_gb, row.peak_gb)
+    return [*("" if number is None else f"{number:.3f}" for number in numbers), row.note]
+
+
+def _seconds_and_gb(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row.seconds:.2f}" + ("" if row.allocated_gb is None else f" / {row.allocated_gb:.2f}")
+
+
+def draw(run: Benchmark, lengths: list[int], path: Path) -> Path:
+    """Seconds and gigabytes against length."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    panels = (("seconds", "seconds for the sequence"), ("allocated_gb", "GB allocated, weights included"))
+    for axes, (attribute, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        for name in dict.fromkeys(row.implementation for row in run.rows):
+            rows = [row for length in lengths if (row := run.found(name, length))]
+            points = [(row.length, value) for row in rows if (value := getattr(row, attribute)) is not None]
+            if points:
+                style = ":" if name == HUGGING_FACE else "-" if name.endswith(FUSED) else "--"
+                axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
+        axes.set_xlabel(f"tokens decoded, batch {run.batch}")
+        axes.set_ylabel(label)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    return write_figure(path, figure)
+
+
+def main() -> int:
+    """Check, measure, and leave the report, the numbers and the picture. Returns the status."""
+    everything = [name + way for way in WAYS for name in (LIGER, SOFTMAX, HYBRID, BEST)] + [HUGGING_FACE]
+    usual = [name for name in everything if name.endswith(FUSED) or name == HUGGING_FACE]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(10, 16)])
+    parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--implementations", nargs="+", choices=everything, default=usual)
+    parser.add_argument("--longest-stock", type=int, default=8192, help="tokens up to which HF's own are measured")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    check_output(parser, arguments.output, torch.device(arguments.device).type == "cuda")
+    torch.manual_seed(0)
+    run = Benchmark(
+        device=torch.device(arguments.device), longest=max(arguments.lengths), folder=arguments.output,
+        batch=arguments.batch, shape=arguments.shape, longest_stock=arguments.longest_stock,
+    )  # fmt: skip
+    began = time.perf_counter()
+    wrong = check(run)
+    run.say(f"errors: checked in {time.perf_counter() - began:.0f} s")
+    if wrong:
+        print("out of bounds, nothing is timed: " + "; ".join(wrong), file=sys.stderr)
+        return 1
+    began = time.perf_counter()
+    try:
+        operations(run, run.batch)
+    except Exception as error:  # the models are measured all the same
+        run.say(f"operations: {one_line(error)}")
+    run.say(f"operations: measured in {time.perf_counter() - began:.0f} s")
+    decode(run, arguments.lengths, arguments.implementations)
+    run.say(f"done: {run.folder / run.name}.md")
+    run.print_verdicts()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""What a variant's linearized layers keep while they decode, measured by filling their caches."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lit_modules.networks.linearized import Linearization, linearize
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+HEAD_DIM = 64
+TOKENS = 512  # more than any variant's window
+
+
+def settings_of(overrides: Sequence[str]) -> Linearization:
+    """How `experiment=liger/study` with a variant's overrides changes a layer, whichever layers it keeps."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose("config", ["experiment=liger/study", "base=none", *overrides])
+    return hydra.utils.instantiate(cfg.linearization, softmax_layers=[], _convert_="all")
+
+
+@torch.no_grad()
+def cache_bytes(settings: Linearization) -> int:
+    """Bytes that a linearized layer caches for each key/value head of 64 in bfloat16, its states in float32."""
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=HEAD_DIM,
+        intermediate_size=HEAD_DIM,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    )
+    model = linearize(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), settings).eval()
+    (layer,) = model(torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=True).past_key_values.layers
+    rings = [ring for ring in (layer.ring_keys, layer.ring_values) if ring is not None]
+    return sum(held.nbytes for held in (*rings, *layer.states, *layer.late))

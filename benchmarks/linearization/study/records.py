@@ -1,0 +1,123 @@
+"""What the study's runs leave: a line for each run, and its held-out loss while it was trained."""
+
+import csv
+import io
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.measuring.tables import csv_text
+from common.atomic_files import write_atomic
+
+RUNS, CURVES = "linearization_study.csv", "linearization_study_curves.csv"  # in RESULTS
+
+TEACHER, UNIGRAM, UNTRAINED = "teacher", "unigram", "untrained window and sinks"
+"""Variants that every other one is held to: the model that was linearized; token frequencies alone; the teacher's own
+weights that see a window and the first tokens, at the memory of a linearized model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """A pretrained model: its parameters, and the tokens that it was trained on."""
+
+    parameters: int
+    tokens: int
+
+
+class OfARun:
+    """What lines of both files say of their run: its teacher, and what tells it from others."""
+
+    @property
+    def teacher(self) -> Teacher:
+        return Teacher(parameters=self.teacher_parameters, tokens=self.teacher_tokens)
+
+    @property
+    def key(self) -> Hashable:
+        return self.teacher, self.variant, self.seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(OfARun):
+    """One run.
+
+    date: and time, ISO 8601; of two runs with the same teacher, variant and seed, the later counts. settings: what the
+    run changed of the defaults, as JSON. adaptation_tokens: that were trained on; 0 where nothing was drawn or trained,
+    and then every seed gives the same. held_out_nats: nats per token of the held-out text, NaN where the run diverged.
+    """
+
+    date: str
+    commit: str
+    gpu: str
+    teacher_parameters: int
+    teacher_tokens: int
+    variant: str
+    settings: str
+    seed: int
+    adaptation_tokens: int
+    held_out_nats: float
+    perplexity: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point(OfARun):
+    """Of one run, after `tokens` of adaptation, the loss of that part of the held-out text (its beginning) that is
+    measured in between: not to be compared with a `Result`, which is of all of it."""
+
+    date: str
+    teacher_parameters: int
+    teacher_tokens: int
+    variant: str
+    seed: int
+    tokens: int
+    held_out_nats: float
+
+
+Record = TypeVar("Record", Result, Point)
+
+
+def append(path: Path, records: Sequence[Record]) -> None:
+    """Add lines to a CSV file, which is made where there is none. What was there stays.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    if not records:
+        return
+    kind = type(records[0])
+    before = read(path, kind)
+    write_atomic(path, csv_text(kind, [*before, *records]))
+
+
+def read(path: Path, kind: type[Record]) -> list[Record]:
+    """All lines of a CSV file, in order; none where there is no file.
+
+    Raises:
+        ValueError: other columns than `kind` has, or a value that cannot be read.
+    """
+    if not path.exists():
+        return []
+    reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    names = [field.name for field in fields(kind)]
+    if reader.fieldnames != names:
+        found = ", ".join(reader.fieldnames or ())
+        raise ValueError(f"{path} has the columns {found}: expected {', '.join(names)}")
+    return [_parsed(path, number, kind, line) for number, line in enumerate(reader, start=2)]
+
+
+def _parsed(path: Path, number: int, kind: type[Record], line: dict[str, Any]) -> Record:
+    try:
+        return kind(**{field.name: field.type(line[field.name]) for field in fields(kind)})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """Those of the last run of each teacher, variant and seed, in the order of the first."""
+    records = list(records)
+    dates: dict[Hashable, str] = {}
+    for record in records:
+        dates[record.key] = max(dates.get(record.key, ""), record.date)
+    chosen = [record for record in records if record.date == dates[record.key]]
+    # A line that was appended twice is one run.
+    return list({tuple(asdict(record).items()): record for record in chosen}.values())

@@ -1,0 +1,123 @@
+"""What a call takes: time on the device and on the host, memory; how wrong it is; what a failure says, in one line."""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+INFERENCE, FORWARD, BOTH = "forward, no gradients", "forward", "forward + backward"
+LAUNCHED = "launched"  # note of a time that has the host's launching in it
+
+
+@dataclass
+class Call:
+    """A forward pass without arguments, and what its backward pass needs. heads_first: tensors are [B, H, T, D]."""
+
+    forward: Callable[[], Tensor]
+    leaves: tuple[Tensor, ...]
+    d_out: Tensor
+    heads_first: bool = field(default=False)
+
+    def inference(self) -> Tensor:
+        """The output, where nothing is kept for a backward pass."""
+        with torch.no_grad():
+            return self.forward()
+
+    def forward_backward(self) -> tuple[Tensor, ...]:
+        """The output and the gradients of the leaves."""
+        out = self.forward()
+        return out, *torch.autograd.grad(out, self.leaves, self.d_out)
+
+    def passes(self, which: str) -> Callable[[], object]:
+        """What is to be timed as INFERENCE, FORWARD or BOTH."""
+        return {INFERENCE: self.inference, FORWARD: self.forward, BOTH: self.forward_backward}[which]
+
+
+def check_output(parser: argparse.ArgumentParser, folder: Path, on_gpu: bool | None = None) -> None:
+    """End the process where numbers without a GPU would replace those of a GPU that the repository keeps.
+
+    Args:
+        on_gpu: whether a GPU is measured; where there is one if None.
+    """
+    if not (torch.cuda.is_available() if on_gpu is None else on_gpu) and folder.resolve() == RESULTS:
+        instead = "give --output FOLDER, or measure on a GPU"
+        parser.exit(2, f"{parser.prog}: {folder} keeps results of a GPU, and this would replace them: {instead}\n")
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """`||found - exact|| / ||exact||`; infinite where it is not a number."""
+    error = (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
+    return math.inf if math.isnan(error) else error
+
+
+def timed(run: Callable[[], object], device: torch.device) -> tuple[float, str]:
+    """The median milliseconds of a call, and "" or LAUNCHED.
+
+    On a GPU, of replays of its CUDA graph, without the host's work of launching it. What cannot be captured is
+    launched.
+    """
+    if device.type == "cuda":
+        from triton.testing import do_bench, do_bench_cudagraph
+
+        run()
+        torch.cuda.synchronize()
+        try:
+            return do_bench_cudagraph(run, rep=30, return_mode="median"), ""
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return do_bench(run, return_mode="median"), LAUNCHED
+    timer = Timer("run()", globals={"run": run})
+    return timer.blocked_autorange(min_run_time=0.02).median * 1e3, ""
+
+
+def milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    """The time alone of `timed`."""
+    return timed(run, device)[0]
+
+
+def host_microseconds(run: Callable[[], object], calls: int = 50) -> float:
+    """The median wall-clock time that a call keeps the host busy, where the device has next to nothing to do."""
+    times = []
+    for _ in range(calls + 10):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[10:]) * 1e6
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """The most device memory allocated during a call, results included, beside what was allocated before."""
+    run()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def copy_rate(device: torch.device) -> float:
+    """GB/s of a large copy within the device, read and written."""
+    # A generator of its own: a capture that failed leaves the device's one in it.
+    generator = torch.Generator(device).manual_seed(0)
+    source = torch.randn(2**30 if device.type == "cuda" else 2**24, device=device, generator=generator)
+    target = torch.empty_like(source)
+    # A kernel that copies can be faster than the driver's copy: the better of the two.
+    ways = (lambda: target.copy_(source), lambda: torch.mul(source, 1.0, out=target))
+    return 2 * source.nbytes / min(milliseconds(way, device) for way in ways) / 1e6
+
+
+def one_line(error: Exception) -> str:
+    """Why an implementation could not be measured."""
+    if isinstance(error, ImportError):
+        return "not installed"
+    return f"failed: {(str(error).strip() or type(error).__name__).splitlines()[0][:150].replace('|', '/')}"

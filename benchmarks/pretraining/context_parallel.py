@@ -1,0 +1,333 @@
+"""Training on one long document: `python -m benchmarks.pretraining.context_parallel --lengths 131072 262144`.
+
+FoX (Pro) on one GPU, which has to recompute its blocks, against all GPUs of this machine that share the document, with
+and without recomputation: bfloat16 autocast, compiled blocks, fused AdamW, random tokens, an optimizer step for each
+document. Gradients are averaged after the backward pass. First the loss and some gradients of a short document are
+compared with those of one GPU.
+
+Every case has processes of its own. What has been measured before is kept in `context_parallel.csv` beside the page,
+so that lengths can be measured one by one; --seconds is the time after which all stops.
+"""
+
+import argparse
+import csv
+import datetime
+import functools
+import io
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from benchmarks.measuring.tables import parsed, table
+from benchmarks.measuring.timing import RESULTS, check_output, one_line, relative_error
+from benchmarks.pretraining.modules import pretraining
+from benchmarks.pretraining.training_speed import set_gates
+from common.atomic_files import write_atomic
+from common.gpus import peak_flops
+from lit_modules.parallel.gradients import clip_gradients
+from lit_modules.parallel.spreading import spread
+from lit_modules.pretraining import Pretraining
+
+CHECKED = 4096  # tokens of the document by which one GPU and several are compared
+# What rounding can explain. In float32 tokens that do not see the last ones of the rank before would show.
+TOLERANCES = {torch.float32: 0.01, torch.bfloat16: 0.1}
+COMPARED = (
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.0.self_attn.k_shift_proj.weight",
+    "model.layers.0.self_attn.forget_gate.proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    "lm_head.weight",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One document of `length` tokens on so many GPUs. recomputation: what the backward pass makes again."""
+
+    size: str
+    length: int
+    gpus: int
+    recomputation: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A line of the table and of the CSV file. float32_error, bfloat16_error: how far several GPUs lie from one on a
+    short document; note: why there is no figure."""
+
+    size: str
+    length: int
+    gpus: int
+    recomputation: str
+    tokens_per_second: float | None = None
+    steps: int = 0
+    mfu: float | None = None
+    memory_gib: float | None = None
+    float32_error: float | None = None
+    bfloat16_error: float | None = None
+    device: str = "no GPU"
+    torch: str = torch.__version__
+    date: str = str(datetime.date.today())
+    note: str = ""
+
+
+def build(size: str, length: int, device: torch.device) -> Pretraining:
+    """The module as `job=pretrain` makes it, on this device alone; the same in every process."""
+    torch.manual_seed(0)
+    module = pretraining(f"fox_pro_{size}", device, length, length)
+    set_gates(module, None)
+    return module
+
+
+def draw_document(module: Pretraining, length: int, device: torch.device) -> dict[str, Tensor]:
+    """The same random tokens in every process."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(module.model.config.vocab_size, (1, length + 1), generator=draw).to(device)
+    bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
+    return {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "cu_seqlens": bounds}
+
+
+def take(module: Pretraining, batch: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The forward and the backward pass, gradients averaged over the ranks that share the document; the loss."""
+    with torch.autocast(batch["targets"].device.type, dtype, enabled=dtype != torch.float32):
+        loss = module.training_step(batch, 0)
+    loss.backward()
+    module.micro_losses.clear()
+    loss = loss.detach()
+    if module.context is not None:
+        for x in (loss, *(p.grad for p in module.parameters() if p.grad is not None)):
+            dist.all_reduce(x)
+            x /= module.context.size
+    return loss
+
+
+def spread_out(module: Pretraining, case: Case, *, compile: bool, recomputation: str) -> None:
+    """Let the processes of this case share the module's documents."""
+    strategy = SimpleNamespace(context_group=dist.group.WORLD if case.gpus > 1 else None)
+    module.context = spread(module.model, strategy, compile=compile, activation_checkpointing=recomputation)
+
+
+def compare(case: Case, dtype: torch.dtype, device: torch.device) -> float:
+    """How far the loss, or the worst of some gradients, lies from that of one GPU: the part of its size.
+
+    Raises:
+        RuntimeError: they lie further than rounding can explain.
+    """
+    alone, shared = (build(case.size, CHECKED, device) for _ in range(2))
+    spread_out(shared, case, compile=False, recomputation="none")
+    batch = draw_document(alone, CHECKED, device)
+    wanted, found = (take(module, batch, dtype) for module in (alone, shared))
+    pairs = [(shared.model.get_parameter(name).grad, alone.model.get_parameter(name).grad) for name in COMPARED]
+    errors = [relative_error(*pair) for pair in ((found, wanted), *pairs)]
+    if max(errors) > TOLERANCES[dtype]:
+        named = ", ".join(f"{name} {error:.1e}" for name, error in zip(("loss", *COMPARED), errors, strict=True))
+        raise RuntimeError(f"not what one GPU computes in {dtype}: {named}")
+    return max(errors)
+
+
+def measure(rank: int, case: Case, steps: int, folder: str) -> None:
+    """One process of a case. The first writes what it finds to FOLDER/found.jsonl, line by line."""
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=case.gpus)
+    note = functools.partial(write_line, Path(folder) / "found.jsonl", rank)
+    if case.gpus > 1:
+        note(**{f"{str(dtype).rpartition('.')[2]}_error": compare(case, dtype, device) for dtype in TOLERANCES})
+    module = build(case.size, case.length, device)
+    note(flops_per_token=module.flops_per_token)
+    optimizer = module.configure_optimizers()["optimizer"]
+    spread_out(module, case, compile=device.type == "cuda", recomputation=case.recomputation)
+    batch = draw_document(module, case.length, device)
+    layers = module.model.model.layers
+    module.model.model.layers = layers[:1]  # compiles, and takes as long as a block
+    take(module, batch)
+    optimizer.zero_grad()
+    module.model.model.layers = layers
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        began = read_clock(device)
+        loss = take(module, batch)
+        clip_gradients(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = read_clock(device) - began
+        if not math.isfinite(loss.item()):
+            raise RuntimeError(f"the loss is {loss.item()}")
+        memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+        note(seconds=seconds, memory_gib=memory)
+    dist.destroy_process_group()
+
+
+def read_clock(device: torch.device) -> float:
+    """Seconds, when all that was launched is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def write_line(file: Path, rank: int, **found: float | None) -> None:
+    """Add a line of JSON, from the first process alone."""
+    if rank == 0:
+        with open(file, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(found) + "\n")
+
+
+def attempt(case: Case, steps: int, until: float) -> Measured:
+    """Measure a case in processes of its own; those that still run at `until` are ended, and what they found counts."""
+    note = ""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = torch.multiprocessing.start_processes(
+            measure, (case, steps, folder), nprocs=case.gpus, join=False, start_method="spawn"
+        )
+        try:
+            while not processes.join(timeout=max(0.1, min(1.0, until - time.perf_counter()))):
+                if time.perf_counter() >= until:
+                    note = "stopped: no time left"
+                    break
+        except torch.multiprocessing.ProcessRaisedException as error:
+            last = str(error).strip().splitlines()[-1]
+            note = "out of memory" if "OutOfMemoryError" in last else one_line(RuntimeError(last))
+        finally:
+            for process in processes.processes:
+                process.kill()
+                process.join()
+        file = Path(folder) / "found.jsonl"
+        found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return summary(case, found, note)
+
+
+def summary(case: Case, found: list[dict[str, float]], note: str) -> Measured:
+    """What the lines of a case say together."""
+    known = {key: value for line in found for key, value in line.items()}
+    errors = {key: known.get(key) for key in ("float32_error", "bfloat16_error")}
+    steps = [line["seconds"] for line in found if "seconds" in line]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    if not steps:
+        return Measured(**vars(case), **errors, device=device, note=note)
+    rate = case.length / statistics.median(steps)
+    peak = peak_flops(device)
+    mfu = rate * known["flops_per_token"] / (peak * case.gpus) if peak else None
+    return Measured(
+        **vars(case), **errors, tokens_per_second=rate, steps=len(steps), mfu=mfu, memory_gib=known["memory_gib"],
+        device=device,
+    )  # fmt: skip
+
+
+def read_csv(file: Path) -> list[Measured]:
+    """What has been measured before."""
+    if not file.is_file():
+        return []
+    kinds = {field.name: field.type for field in fields(Measured)}
+    with open(file, encoding="utf-8", newline="") as handle:
+        return [
+            Measured(**{key: parsed(kinds[key], text) for key, text in row.items()}) for row in csv.DictReader(handle)
+        ]
+
+
+def write_csv(file: Path, rows: list[Measured]) -> None:
+    """The rows, whole or not at all."""
+    names = [field.name for field in fields(Measured)]
+    lines = [names, *(["" if getattr(row, name) is None else getattr(row, name) for name in names] for row in rows)]
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    write_atomic(file, text.getvalue())
+
+
+def report(rows: list[Measured]) -> str:
+    """The Markdown page."""
+    one = {(row.size, row.length): row.tokens_per_second for row in rows if row.gpus == 1 and row.tokens_per_second}
+    lines = []
+    for row in rows:
+        model = [f"FoX (Pro) {row.size}", f"{row.length:,}", row.gpus, row.recomputation]
+        if row.tokens_per_second is None:
+            lines.append([*model, row.note, "", "", "", ""])
+            continue
+        base = one.get((row.size, row.length))
+        lines.append(
+            [
+                *model,
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.tokens_per_second / (base * row.gpus):.1%}" if base else "",
+                f"{row.mfu:.1%}" if row.mfu else "",
+                f"{row.memory_gib:.0f}" if row.memory_gib else "",
+                row.steps,
+            ]
+        )
+    header = ["", "tokens", "GPUs", "recomputation", "tokens/s", "of linear", "MFU", "GiB on a GPU", "steps"]
+    where = "; ".join(sorted({f"{row.date}, {row.device}, torch {row.torch}" for row in rows}))
+    errors = {
+        dtype: max((e for row in rows if (e := getattr(row, f"{dtype}_error")) is not None), default=None)
+        for dtype in ("float32", "bfloat16")
+    }
+    worst = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in errors.items() if error is not None)
+    compared = (
+        f"Several GPUs against one, on {CHECKED} tokens: the worst of the loss and {len(COMPARED)} gradients differs, "
+        f"relative to its norm, by {worst}.\n"
+    ) * bool(worst)
+    return (
+        f"# Context parallelism\n\n{where}. One document a step, bfloat16 autocast, fused AdamW, compiled blocks where "
+        "there is a GPU; medians of steps, after one of a single block. "
+        "By `python -m benchmarks.pretraining.context_parallel`.\n\n"
+        + table(header, lines)
+        + "\nOf linear: of as many times the tokens/s of one GPU, which recomputes its blocks. MFU counts neither "
+        f"recomputation nor pruning, and nothing is pruned. {compared}"
+    )
+
+
+def main() -> int:
+    """Measure, and leave a page and a CSV file. Returns the status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", default="360m", help="of the FoX (Pro) models in conf/model")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[131072], help="tokens of the document")
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="that share it")
+    parser.add_argument("--steps", type=int, default=3, help="that are timed")
+    parser.add_argument("--seconds", type=float, default=230, help="after which all stops")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    check_output(parser, arguments.output)
+    began = time.perf_counter()
+    until = began + arguments.seconds
+    ways = ((arguments.gpus, "none"), (1, "full"), (arguments.gpus, "full"))
+    for length in arguments.lengths:
+        for gpus, recomputation in ways:
+            if time.perf_counter() >= until:
+                break
+            row = attempt(Case(arguments.size, length, gpus, recomputation), arguments.steps, until)
+            print(f"[{time.perf_counter() - began:5.0f} s] {row}", flush=True)
+            keep(arguments.output, row)
+    print((arguments.output / "context_parallel.md").read_text(encoding="utf-8"))
+    return 0
+
+
+def keep(folder: Path, row: Measured) -> None:
+    """Add a row to the CSV file and the page, in the place of an older one of the same case, if it has a figure."""
+    file = folder / "context_parallel.csv"
+    rows = {(x.size, x.length, x.gpus, x.recomputation): x for x in read_csv(file)}
+    case = (row.size, row.length, row.gpus, row.recomputation)
+    if row.tokens_per_second is not None or case not in rows:
+        rows[case] = row
+    ordered = [rows[case] for case in sorted(rows)]
+    write_csv(file, ordered)
+    write_atomic(folder / "context_parallel.md", report(ordered))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""Tokens a second on several GPUs: `python -m benchmarks.pretraining.scaling`.
+
+Weak scaling of pretraining as `job=pretrain` does it: the project's module, strategies, clipping and checkpoints under
+Lightning's Trainer, random tokens, the same micro-batch on each GPU. Every micro-batch ends in an optimizer step, and
+so pays for the exchange of gradients, which a real run's accumulation would hide. Then how long training waits for
+checkpoints that are written while it goes on, and how long one takes to load.
+
+What was measured before is kept in a file of lines beside the page; the newest of a case counts.
+"""
+
+import argparse
+import datetime
+import gc
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.measuring.tables import table
+from benchmarks.measuring.timing import RESULTS, check_output, one_line
+from benchmarks.pretraining.modules import pretraining
+from common.atomic_files import write_atomic
+from common.gpus import peak_flops
+from lit_modules.checkpoints import Checkpoints
+from lit_modules.parallel.strategies import DataParallel, OneDevice, Sharded
+from lit_modules.pretraining import Pretraining
+
+WARM, TIMED = 4, 8  # steps
+EVERY_TOKENS = 67_108_864  # between checkpoints, as conf/config.yaml has it
+CHECKPOINT_STEPS = (15, 45)  # a checkpoint after so many steps, and the steps of the run with checkpoints
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is spread. gathered: FSDP keeps a block's weights from its forward to its backward pass."""
+
+    strategy: str
+    compiled: bool = True
+    gathered: bool = False
+    checkpoints: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [self.strategy, "weights kept gathered" * self.gathered, "not compiled" * (not self.compiled)]
+        return ", ".join(filter(None, words))
+
+
+CASES = {
+    1: (Case("one device", checkpoints=True), Case("one device", compiled=False)),
+    2: (
+        Case("FSDP2", checkpoints=True),
+        Case("FSDP2", gathered=True),
+        Case("DDP"),
+        Case("HSDP"),
+        Case("FSDP2", compiled=False),
+        Case("DDP", compiled=False),
+    ),
+}
+
+
+@dataclass
+class Result:
+    """What was measured of a case. first_wait, waited: seconds that training stood still for the first checkpoint,
+    which also takes pinned memory, and for later ones; written: that one was written in beside the training; slowed: by
+    what part steps took longer meanwhile; loaded: seconds that it took to read one back."""
+
+    gpus: int
+    name: str
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    memory_gib: float | None = None
+    first_wait: float | None = None
+    waited: float | None = None
+    written: float | None = None
+    slowed: float | None = None
+    loaded: float | None = None
+    gigabytes: float | None = None
+    note: str = ""
+    device: str = field(default_factory=lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")
+    torch: str = torch.__version__
+    date: str = field(default_factory=lambda: str(datetime.date.today()))
+
+
+class RandomTokens(lightning.LightningDataModule):
+    """One batch of random tokens for each rank, again and again."""
+
+    sequence_length = validation_length = 0
+    hf_tokenizer = None
+
+    def __init__(self, vocabulary: int, sequences: int, length: int, steps: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+        tokens = torch.randint(vocabulary, (1, sequences * length + 1), generator=draw)
+        bounds = torch.arange(0, sequences * length + 1, length, dtype=torch.int32)
+        self.batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "cu_seqlens": bounds}
+        self.steps = steps
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(_Repeated(self.batch, self.steps), batch_size=None, pin_memory=torch.cuda.is_available())
+
+
+class _Repeated(Dataset):
+    def __init__(self, item: Any, times: int) -> None:
+        self.item, self.times = item, times
+
+    def __len__(self) -> int:
+        return self.times
+
+    def __getitem__(self, index: int) -> Any:
+        return self.item
+
+
+class Clock(Callback):
+    """The instants at which steps begin."""
+
+    def __init__(self) -> None:
+        self.instants: list[Any] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if torch.cuda.is_available():
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.instants.append(event)
+        else:
+            self.instants.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of each step after the first ones."""
+        kept = self.instants[WARM:]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(kept)]
+        return [b - a for a, b in itertools.pairwise(kept)]
+
+
+class Reading(Callback):
+    """How long it takes from the model's being set up to its being as the checkpoint says."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_train_start(self, *_: Any) -> None:
+        self.seconds = time.perf_counter() - self.began
+
+
+class Accounts(Checkpoints):
+    """Checkpoints, and the seconds that training stood still for each, and that each was written in. They follow one
+    another faster than they are written, so that every step has one written beside it: that wait is not counted."""
+
+    def __init__(self, every_tokens: int) -> None:
+        super().__init__(every_tokens, keep_last=1)
+        self.waits: list[float] = []
+        self.writes: list[float] = []
+
+    def save(self, trainer: lightning.Trainer, loss: float | None = None) -> None:
+        self.wait(trainer)
+        trainer.strategy.barrier()  # which one rank reaches while another still copies
+        began = time.perf_counter()
+        super().save(trainer, loss)
+        trainer.strategy.barrier()
+        self.waits.append(time.perf_counter() - began)
+
+    def account(self, trainer: lightning.Trainer, outcome: Any, waited: float) -> None:
+        super().account(trainer, outcome, waited)
+        if outcome.error is not None:
+            raise OSError(outcome.error)
+        self.writes.append(outcome.seconds)
+
+
+def strategy_of(case: Case) -> Strategy:
+    """The strategy of a case; HSDP with one shard, as between nodes."""
+    if case.strategy == "one device":
+        return OneDevice(device="cuda:0" if torch.cuda.is_available() else "cpu")
+    if case.strategy == "DDP":
+        return DataParallel(gradient_as_bucket_view=True)
+    shards = 1 if case.strategy == "HSDP" else None
+    return Sharded(shard_size=shards, reshard_after_forward=not case.gathered)
+
+
+def build(size: str, length: int, tokens_a_step: int, compiled: bool) -> Pretraining:
+    """The module as `job=pretrain` makes it."""
+    torch.manual_seed(0)
+    compiled = compiled and torch.cuda.is_available()
+    return pretraining(f"fox_pro_{size}", torch.device("cpu"), tokens_a_step, length, compile=compiled)
+
+
+def fit(case: Case, arguments: argparse.Namespace, steps: int, callbacks: list[Callback], folder: str, **fit: Any):
+    """Train for some steps; the module."""
+    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    sequences, length = arguments.micro_batch, arguments.length
+    module = build(arguments.size, length, sequences * length * gpus, case.compiled)
+    trainer = lightning.Trainer(
+        accelerator="auto",
+        devices=gpus,
+        strategy=strategy_of(case),
+        precision="bf16-mixed",
+        max_steps=steps,
+        max_epochs=-1,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=any(isinstance(callback, Checkpoints) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, datamodule=RandomTokens(module.model.config.vocab_size, sequences, length, steps), **fit)
+    return module
+
+
+def measure(case: Case, arguments: argparse.Namespace) -> Result:
+    """Train for a few steps."""
+    gpus, clock = int(os.environ.get("WORLD_SIZE", "1")), Clock()
+    clear()
+    with tempfile.TemporaryDirectory() as folder:
+        module = fit(case, arguments, WARM + TIMED + 1, [clock], folder)
+    rate = gpus * arguments.micro_batch * arguments.length / statistics.median(clock.seconds())
+    result = Result(gpus, case.name, rate)
+    if torch.cuda.is_available():
+        result.memory_gib = torch.cuda.max_memory_allocated() / 2**30
+        peak = peak_flops(torch.cuda.get_device_name())
+        result.mfu = rate * module.flops_per_token / (peak * gpus) if peak else None
+    return result
+
+
+def measure_checkpoints(case: Case, arguments: argparse.Namespace, result: Result) -> None:
+    """Train with checkpoints, and load the last of them."""
+    every, steps = CHECKPOINT_STEPS
+    gpus, clock = int(os.environ.get("WORLD_SIZE", "1")), Clock()
+    tokens = gpus * arguments.micro_batch * arguments.length
+    folder = shared_folder()
+    saver = Accounts(every * tokens)
+    clear()
+    fit(case, arguments, steps, [clock, saver], folder)
+    result.first_wait, *later = saver.waits
+    result.waited, result.written = statistics.median(later), statistics.median(saver.writes)
+    result.slowed = statistics.median(clock.seconds()) * result.tokens_per_second / tokens - 1
+    (last,) = (Path(folder) / "checkpoints").glob("step_*")
+    result.gigabytes = sum(file.stat().st_size for file in last.iterdir()) / 1e9
+    reading = Reading()
+    clear()
+    fit(case, arguments, steps + 1, [reading], folder, ckpt_path=last)
+    result.loaded = reading.seconds
+
+
+def shared_folder() -> str:
+    """A new folder that all ranks of this host name alike."""
+    folder = [tempfile.mkdtemp()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def clear() -> None:
+    """Forget what was compiled and allocated, by a trainer too, which holds itself in a cycle."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Every case of this number of GPUs, on each rank; rank 0 writes a line as soon as one is measured."""
+    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    for case in CASES[min(gpus, 2)]:
+        if arguments.cases and case.name not in arguments.cases:
+            continue
+        try:
+            result = measure(case, arguments)
+            if case.checkpoints and not arguments.no_checkpoints:
+                measure_checkpoints(case, arguments, result)
+        except Exception as error:  # the others are still worth their time
+            if gpus > 1:
+                raise
+            result = Result(gpus, case.name, note=one_line(error))
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(result, flush=True)
+            with open(arguments.worker, "a", encoding="utf-8") as lines:
+                lines.write(json.dumps(asdict(result)) + "\n")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def report(arguments: argparse.Namespace, results: list[Result]) -> str:
+    """The Markdown page."""
+    base = {r.name: r.tokens_per_second for r in results if r.gpus == 1}
+    alone, eager = base.get("one device"), base.get("one device, not compiled")
+    rows = []
+    for r in results:
+        if r.tokens_per_second is None:
+            rows.append([r.gpus, r.name, r.note, "", "", ""])
+            continue
+        one = eager if "not compiled" in r.name else alone
+        linear = f"{r.tokens_per_second / (r.gpus * one):.1%}" if one else ""
+        mfu = f"{r.mfu:.1%}" if r.mfu else ""
+        memory = f"{r.memory_gib:.0f}" if r.memory_gib else ""
+        rows.append([r.gpus, r.name, f"{r.tokens_per_second:,.0f}", linear, mfu, memory])
+    waits = [
+        [
+            r.gpus,
+            r.name,
+            f"{r.gigabytes:.1f}",
+            f"{r.first_wait:.2f}",
+            f"{r.waited:.2f}",
+            share(r),
+            f"{r.written:.1f}",
+            f"{r.slowed:+.1%}",
+            f"{r.loaded:.1f}",
+        ]
+        for r in results
+        if r.waited is not None
+    ]
+    where = "; ".join(sorted({f"{r.date}, {r.device}, torch {r.torch}" for r in results}))
+    page = (
+        f"# Scaling, FoX (Pro) {arguments.size}\n\n"
+        f"{where}. Micro-batches of {arguments.micro_batch} "
+        f"sequences of {arguments.length} tokens on each GPU, an optimizer step after each, bf16-mixed, fused AdamW, "
+        f"clipping; medians of {TIMED} steps. By `python -m benchmarks.pretraining.scaling`.\n\n"
+        + table(["GPUs", "strategy", "tokens/s", "of linear", "MFU", "GiB on a GPU"], rows)
+        + "\nOf linear: of as many times the tokens/s of one GPU, compiled alike. HSDP: every GPU a copy, as nodes "
+        "do.\n"
+    )
+    if waits:
+        header = [
+            "GPUs",
+            "strategy",
+            "GB",
+            "first wait, s",
+            "wait, s",
+            "of training",
+            "written in, s",
+            "steps meanwhile",
+            "read in, s",
+        ]
+        page += "\n## Checkpoints, written while training goes on\n\n" + table(header, waits)
+        page += (
+            "\nWait: the seconds that training stands still for one, the first of which also takes pinned memory. Of "
+            f"training: where one is written every {EVERY_TOKENS:,} tokens, the default. Steps meanwhile: longer than "
+            "without.\n"
+        )
+    return page
+
+
+def share(result: Result) -> str:
+    """The part of the training time that waiting for checkpoints takes at the default interval."""
+    return f"{result.waited * result.tokens_per_second / EVERY_TOKENS:.3%}"
+
+
+def main() -> int:
+    """Measure every number of GPUs in processes of their own, and leave a page. Returns the status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", default="760m", help="of the FoX (Pro) models in conf/model")
+    parser.add_argument("--length", type=int, default=16384, help="tokens in a sequence")
+    parser.add_argument("--micro-batch", type=int, default=2, help="sequences in a step of one GPU")
+    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs; all there are, and one")
+    parser.add_argument("--cases", nargs="+", help="only those of these names, as the page has them")
+    parser.add_argument("--no-checkpoints", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments)
+        return 0
+    check_output(parser, arguments.output)
+    numbers = arguments.gpus or sorted({1, max(1, torch.cuda.device_count())})
+    kept = arguments.output / f"scaling_{arguments.size}.jsonl"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    for number in numbers:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+        itself = ["-m", "benchmarks.pretraining.scaling", *sys.argv[1:], "--worker", str(kept)]
+        subprocess.run([sys.executable, *launch, *itself], check=False)
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
+    newest = {(r.gpus, r.name): r for r in (Result(**json.loads(line)) for line in lines)}
+    page = report(arguments, sorted(newest.values(), key=lambda r: r.gpus))
+    write_atomic(kept.with_suffix(".md"), page)
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""Tokens a second in training: `python -m benchmarks.pretraining.training_speed`.
+
+FoX and HGRN2 against the Transformer (LLaMA) whose attention is PyTorch's scaled_dot_product_attention, all else equal:
+the project's module, loss and optimizer, bfloat16 autocast, compiled blocks, random tokens, one sequence a document. An
+optimizer step follows every micro-batch, at a learning rate that leaves the weights where they are.
+
+What pruning saves depends on the gates, so those of the untrained FoX models are set: each head's logit to the mean and
+deviation of a trained model's heads (--gates, spread evenly over the heads of each layer), else to N(3, 1).
+"""
+
+import argparse
+import datetime
+import functools
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.attention.attention_peers import PRUNE, largest_logits
+from benchmarks.attention.attention_run import TrainedGates, pruned_fraction
+from benchmarks.measuring.tables import table
+from benchmarks.measuring.timing import RESULTS, check_output, one_line
+from benchmarks.pretraining.modules import pretraining
+from common.atomic_files import write_atomic
+from common.gpus import peak_flops
+from lit_modules.callbacks.forget_gates import projections
+from lit_modules.networks.mixers import attention
+from lit_modules.pretraining import Pretraining
+
+WARM, TIMED = 3, 6  # steps
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model of `conf/model`, less its size, and, where it has attention, how it attends."""
+
+    name: str
+    model: str
+    backend: SDPBackend | None = None
+    pruned: bool = False
+
+
+VARIANTS = (
+    Variant("Transformer (LLaMA), SDPA cuDNN", "transformer_llama", SDPBackend.CUDNN_ATTENTION),
+    Variant("Transformer (LLaMA), SDPA FA2", "transformer_llama", SDPBackend.FLASH_ATTENTION),
+    Variant("Transformer (LLaMA), our kernel", "transformer_llama"),
+    Variant("FoX (LLaMA)", "fox_llama"),
+    Variant("FoX (LLaMA), pruned", "fox_llama", pruned=True),
+    Variant("FoX (Pro)", "fox_pro"),
+    Variant("FoX (Pro), pruned", "fox_pro", pruned=True),
+    Variant("HGRN2", "hgrn2"),
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What was measured of a variant. pruned: the fraction of the tiles under the threshold, where it prunes."""
+
+    tokens_per_second: float
+    mfu: float | None
+    micro_batch: int
+    memory_gib: float
+    pruned: float | None
+
+
+def sdpa_in_place_of_ours(q: Tensor, k: Tensor, v: Tensor, log_forget: None, *, length: int, **_: Any) -> Tensor:
+    """Causal attention of packed documents of one `length`, by whichever backend is allowed."""
+    rows = (x.view(-1, length, *x.shape[2:]).transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(*rows, is_causal=True).transpose(1, 2).reshape(q.shape)
+
+
+def build(variant: Variant, size: str, length: int, device: torch.device) -> Pretraining:
+    """The module as `job=pretrain` makes it, compiled where there is a GPU."""
+    overrides = [f"model.prune={PRUNE}"] * variant.pruned
+    compiled = device.type == "cuda"
+    module = pretraining(f"{variant.model}_{size}", device, length, length, overrides, compile=compiled)
+    module.configure_model()
+    return module
+
+
+@torch.no_grad()
+def set_gates(module: Pretraining, trained: TrainedGates | None) -> None:
+    """Give each attention head the logits of a trained one: their mean by the bias, their deviation by the weights."""
+    config = module.model.config
+    layers = [getattr(layer.self_attn, "forget_gate", None) for layer in module.model.model.layers]
+    if trained is not None:
+        # log_forget is kept in float16: what rounds to 0 is taken for the smallest it can hold.
+        logits = -torch.log(torch.expm1(-trained.log_forget.double().clamp(max=-6e-8)))
+        means, deviations = logits.mean(1), logits.std(1)
+    for number, gate in enumerate(layers):
+        if gate is None:
+            continue
+        mean, deviation = torch.full_like(gate.proj.bias, 3.0), torch.ones_like(gate.proj.bias)
+        if trained is not None:
+            rank = torch.arange(config.num_heads, device=mean.device) * len(layers) + number
+            chosen = rank * len(means) // (config.num_heads * len(layers))
+            mean, deviation = means[chosen].to(mean), deviations[chosen].to(mean)
+        gate.proj.bias.copy_(mean)
+        untrained = config.initializer_range * math.sqrt(config.hidden_size)
+        gate.proj.weight.mul_((deviation / untrained)[:, None])
+
+
+@torch.no_grad()
+def pruned_share(module: Pretraining, tokens: Tensor) -> float:
+    """The mean over the layers of the fraction of 128 x 128 tiles that is under the pruning threshold."""
+    fractions = []
+    for number, (q, k, _, log_forget) in projections(module.model, tokens):
+        bound = module.model.model.layers[number].self_attn._logit_bound()
+        fractions.append(pruned_fraction(log_forget, largest_logits(q, k) if bound is None else bound))
+    return statistics.mean(fractions)
+
+
+def train(module: Pretraining, micro_batch: int, length: int, device: torch.device) -> float:
+    """Seconds of a step, the median."""
+    optimizer = module.configure_optimizers()["optimizer"]
+    total = micro_batch * length
+    tokens = torch.randint(module.model.config.vocab_size, (1, total + 1), device=device)
+    bounds = torch.arange(0, total + 1, length, dtype=torch.int32, device=device)
+    batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "cu_seqlens": bounds}
+    clocks = [read_clock(device)]
+    for _ in range(WARM + TIMED):
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = module.training_step(batch, 0)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        module.micro_losses.clear()
+        clocks.append(read_clock(device))
+    if not math.isfinite(loss.item()):
+        raise RuntimeError(f"the loss is {loss.item()}")
+    return statistics.median(elapsed(a, b) for a, b in zip(clocks[WARM:], clocks[WARM + 1 :], strict=False))
+
+
+def read_clock(device: torch.device) -> Any:
+    """An instant on the device's own clock; nothing waits for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed(start: Any, end: Any) -> float:
+    """Seconds between two instants."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def measure(variant: Variant, size: str, length: int, micro_batch: int, trained: TrainedGates | None) -> Speed:
+    """Build the variant and train it for a few steps; half the micro-batch where memory does not hold it."""
+    while True:
+        torch.compiler.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            return attempt(variant, size, length, micro_batch, trained)
+        except torch.OutOfMemoryError:
+            if micro_batch == 1:
+                raise
+        micro_batch //= 2
+
+
+def attempt(variant: Variant, size: str, length: int, micro_batch: int, trained: TrainedGates | None) -> Speed:
+    """One micro-batch's size of `measure`."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    module = build(variant, size, length, device)
+    set_gates(module, trained)
+    with attending(variant, length):
+        seconds = train(module, micro_batch, length, device)
+    rate, mfu, memory, share = micro_batch * length / seconds, None, 0.0, None
+    if device.type == "cuda":
+        peak, memory = peak_flops(torch.cuda.get_device_name()), torch.cuda.max_memory_allocated() / 2**30
+        mfu = rate * module.flops_per_token / peak if peak else None
+    if variant.pruned:
+        with torch.autocast(device.type, torch.bfloat16):
+            share = pruned_share(module, torch.randint(module.model.config.vocab_size, (1, length), device=device))
+    return Speed(rate, mfu, micro_batch, memory, share)
+
+
+@contextmanager
+def attending(variant: Variant, length: int) -> Iterator[None]:
+    """Within, the networks' attention is the variant's."""
+    if variant.backend is None:
+        yield
+        return
+    ours = attention.forgetting_attention
+    attention.forgetting_attention = functools.partial(sdpa_in_place_of_ours, length=length)
+    try:
+        with sdpa_kernel([variant.backend]):
+            yield
+    finally:
+        attention.forgetting_attention = ours
+
+
+def report(size: str, length: int, gates: str, results: dict[str, Speed | str]) -> str:
+    """The Markdown page of one size."""
+    rates = {name: speed.tokens_per_second for name, speed in results.items() if isinstance(speed, Speed)}
+    base = max((rate for name, rate in rates.items() if "SDPA" in name), default=None)
+    rows = []
+    for name, speed in results.items():
+        if isinstance(speed, str):
+            rows.append([name, speed, "", "", "", "", ""])
+            continue
+        rows.append(
+            [
+                name,
+                f"{speed.tokens_per_second:,.0f}",
+                f"{speed.tokens_per_second / base:.2f}" if base else "",
+                f"{speed.mfu:.1%}" if speed.mfu else "",
+                f"{speed.pruned:.2f}" if speed.pruned is not None else "",
+                str(speed.micro_batch),
+                f"{speed.memory_gib:.0f}",
+            ]
+        )
+    on_gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_gpu else "no GPU"
+    how = "compiled blocks, fused AdamW" if on_gpu else "nothing compiled"
+    header = ["", "tokens/s", "ratio", "MFU", "tiles pruned", "sequences", "GiB"]
+    return (
+        f"# Training speed, {size}\n\n"
+        f"{datetime.date.today()}; {device}; torch {torch.__version__}. Sequences of {length} tokens, bfloat16 "
+        f"autocast, {how}, no recomputation; medians of {TIMED} steps. Gates of attention: {gates}. By "
+        "`python -m benchmarks.pretraining.training_speed`.\n\n" + table(header, rows) + "\n"
+        "Ratio: to the faster of the two Transformers with SDPA, which is this framework with its attention replaced. "
+        "MFU counts no pruning. Tiles pruned: of 128 x 128, under the threshold at a lost mass of e^-10, the logits "
+        "bounded by the QK-norm (Pro) or by the norms of untrained q and k (LLaMA).\n"
+    )
+
+
+def main() -> int:
+    """Measure and leave a page for each size. Returns the status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sizes", nargs="+", default=["360m", "760m"], help="of the models in conf/model")
+    parser.add_argument("--variants", nargs="+", default=[""], help="only those whose name contains one of these")
+    parser.add_argument("--length", type=int, default=16384, help="tokens in a sequence")
+    parser.add_argument("--micro-batch", type=int, default=2, help="sequences in a step")
+    parser.add_argument("--gates", type=Path, help="gates of a trained model, by benchmarks.attention.trained_gates")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    check_output(parser, arguments.output)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trained = None if arguments.gates is None else TrainedGates.load(arguments.gates, device)
+    gates = "N(3, 1) in every head" if trained is None else f"as in a trained model ({arguments.gates.name})"
+    began = time.perf_counter()
+    for size in arguments.sizes:
+        results: dict[str, Speed | str] = {}
+        for variant in VARIANTS:
+            if not any(part in variant.name for part in arguments.variants):
+                continue
+            try:
+                results[variant.name] = measure(variant, size, arguments.length, arguments.micro_batch, trained)
+            except Exception as error:  # the others are still worth their time
+                results[variant.name] = one_line(error)
+            print(f"[{time.perf_counter() - began:5.0f} s] {size} {variant.name}: {results[variant.name]}", flush=True)
+            page = report(size, arguments.length, gates, results)
+            write_atomic(arguments.output / f"training_speed_{size}.md", page)
+        print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,391 @@
+"""The gated recurrence beside its peers, in one run: `python -m benchmarks.recurrence.gated_recurrence`.
+
+First the errors of every form of ours against float64 (the run stops at one out of bounds), then times: forward without
+gradients, forward with what the backward pass needs, and forward + backward with the gradients of all inputs, on random
+bfloat16 data with float32 gates. What is not installed or refuses is named.
+
+--quick leaves out most checks of small sizes and those of 65,536 tokens, the second round of the targets, and all other
+sections that are not named. A run without a GPU is of use to test this program alone: `--lengths 16 32`.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import torch
+
+from benchmarks.measuring.comparison_run import Run, parse, spread_documents
+from benchmarks.measuring.parallel_tuning import tune_in_parallel
+from benchmarks.measuring.tables import comparison, table
+from benchmarks.measuring.timing import (
+    BOTH,
+    FORWARD,
+    INFERENCE,
+    copy_rate,
+    host_microseconds,
+    one_line,
+    peak_bytes,
+    timed,
+)
+from benchmarks.recurrence import recurrence_checks as checks
+from benchmarks.recurrence import recurrence_report as report
+from benchmarks.recurrence.recurrence_peers import (
+    IMPLEMENTATIONS,
+    PEERS,
+    Case,
+    Problem,
+    random_problem,
+    step_fla,
+    step_ours,
+)
+from benchmarks.recurrence.recurrence_report import Row
+
+LARGE, MANY, LONG = Case(4, 16, 4096, 128, 128), Case(8, 32, 2048, 64, 64), Case(1, 32, 16384, 64, 64)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the time of `passes` may be, in the first peer's (`PEERS`) or else in byte floors: to be met, aimed at."""
+
+    case: Case
+    met: float
+    aim: float
+    passes: str = BOTH
+    floors: bool = False
+
+
+TARGETS = (
+    Target(LARGE, 0.36, 0.25),
+    Target(LARGE, 0.45, 0.33, INFERENCE),
+    Target(replace(LARGE, strength=1.0), 0.36, 0.25),
+    Target(replace(LARGE, strength=3.0), 0.90, 0.55),
+    Target(replace(LARGE, strength=30.0), 0.90, 0.55),
+    Target(MANY, 0.30, 0.20),
+    Target(LONG, 0.30, 0.20),
+    Target(replace(LARGE, gate="slots"), 0.50, 0.30),
+    *(Target(replace(case, gate="head"), 4.0, 2.0, floors=True) for case in (LARGE, MANY, LONG)),
+)
+STEP, STEP_MET, STEP_AIM = Case(64, 32, 1, 128, 128, initial_state=True), 0.70, 0.85
+SWEEP_TOKENS, SWEEP = 2**18, Case(1, 16, 1, 128, 128)
+SECTIONS = ("targets", "memory", "step", "packed", "host", "lengths")
+
+
+@dataclass(kw_only=True)
+class Benchmark(Run):
+    """The run, with what is known of the peers' errors."""
+
+    name = "gated_recurrence"
+    title = "The gated recurrence"
+    preamble = (
+        "Random data, bfloat16 with float32 gates, g = logsigmoid(N(0, 1)) by channel, head or slot, g / 16 unless "
+        "said otherwise; slots are 1 - gate, at 3 g and 30 g still 1 - exp(g). Medians of CUDA graph replays "
+        "(`triton.testing.do_bench_cudagraph`): what the device takes, without the host's launching, which has a table "
+        "of its own. What cannot be captured is marked as launched. The peers are flash-linear-attention's; their "
+        "tuners' configurations are compiled together and measured for 20 ms each. The floor is the time of moving "
+        "each input, output and gradient once at the rate of a copy on this device. An absolute time holds on this GPU "
+        "only: compare within the run."
+    )
+    row = Row
+    wrong: dict[tuple[str, str], str] = field(default_factory=dict)  # (peer, gate): what its errors say
+
+    @cached_property
+    def copy_rate(self) -> float:
+        """GB/s, read and written."""
+        return copy_rate(self.device)
+
+    def problem(self, case: Case) -> Problem:
+        """Random tensors for the case, which is shortened to `longest` tokens."""
+        return random_problem(checks.shorten(case, self.longest), self.device)
+
+    def side_by_side(
+        self, section: str, names: Sequence[str], problem: Problem, passes: Sequence[str], rounds: int = 1
+    ) -> list[Row]:
+        """Measure the implementations in turn, `rounds` times, and keep the median of the rounds."""
+        case = problem.case
+        self.say(f"{section}: {case}, {case.gates}")
+        measured = self.in_turn({name: partial(IMPLEMENTATIONS[name], problem) for name in names}, passes, rounds)
+        rows = []
+        for (name, which), found in measured.items():
+            moved, read_again = (problem.bytes_moved(which, again) / 1e9 for again in (False, True))
+            row = Row(
+                section=section,
+                implementation=name,
+                shape=case,
+                parameter=case.gates,
+                passes=which,
+                milliseconds=found.milliseconds,
+                note=" ".join(filter(None, (found.note, self.wrong.get((name, case.gate))))),
+                gigabytes=moved,
+                floor_milliseconds=moved / self.copy_rate * 1e3,
+                read_again_milliseconds=read_again / self.copy_rate * 1e3,
+            )
+            rows.append(row)
+        self.add_rows(rows)
+        return rows
+
+
+def check(run: Benchmark, quick: bool) -> list[str]:
+    """The error tables. Returns what is out of bounds: ours alone, peers' errors are only shown."""
+    off = checks.check_definition(run.device)
+    run.say(f"the float64 form is within {off:.0e} of the definition")
+    timed_cases = dict.fromkeys(replace(target.case, initial_state=True) for target in TARGETS)
+    wrong, lines = [], []
+
+    def show(label: str, case: Case, errors: checks.Errors) -> None:
+        label = f"{label}{case}, {case.gates}"
+        wrong.extend(f"{label}: {found}" for found in checks.out_of_bounds(errors))
+        lines.append([label, *_error_cells(errors)])
+        run.say(f"error of {' '.join(lines[-1])}")
+
+    for case in checks.QUICK_CHECKS if quick else checks.CHECKS + checks.LONG_CHECKS:
+        case = checks.shorten(case, run.longest)
+        show("", case, *checks.errors_of_ours(case, run.device))
+    for case in timed_cases:
+        case = checks.shorten(case, run.longest)
+        both = checks.errors_of_ours(case, run.device, (None, 0))
+        for label, errors in zip(("timed: ", "recomputed: "), both, strict=True):
+            show(label, case, errors)
+    for case in checks.STEP_CHECKS:
+        show("step: ", case, checks.errors_of_step(case, run.device))
+    header = ["relative error, 2-norm", *checks.NAMES]
+    run.add_section(
+        "Errors against float64",
+        f"Of out and the final states, and of all gradients from both. The float64 form is within {off:.0e} of the "
+        f"definition. Bounds of ours: {checks.BOUNDS['out']:.1e}, dlog_decay {checks.BOUNDS['dlog_decay']:.1e}. Those "
+        "called timed and recomputed are the sizes of the tables below, with what the backward pass needs kept as by "
+        "default, or computed again.",
+        table(header, lines),
+        "Peers, without states:",
+        table(header, _check_peers(run)),
+    )
+    return wrong
+
+
+def _check_peers(run: Benchmark) -> list[list[str]]:
+    """Lines of the error table. What is wrong by a tenth will be said beside the times."""
+    lines = []
+    for name, case in checks.PEER_CHECKS:
+        shown = checks.shorten(case, run.longest)
+        label = f"{name}, {shown}, {shown.gates}"
+        try:
+            errors = checks.errors_of(name, shown, run.device)
+        except Exception as error:
+            lines.append([label, one_line(error), *[""] * (len(checks.NAMES) - 1)])
+            continue
+        lines.append([label, *_error_cells(errors)])
+        if (worst := max(errors, key=errors.get)) and not errors[worst] < 0.1:
+            run.wrong[name, case.gate] = f"wrong {worst}, {shown.gates}: {errors[worst]:.1e}"
+    return lines
+
+
+def _error_cells(errors: checks.Errors) -> list[str]:
+    return [f"{errors[name]:.1e}" if name in errors else "" for name in checks.NAMES]
+
+
+def targets(run: Benchmark, quick: bool) -> None:
+    """The target table's shapes, each with its peers."""
+    run.say(f"a copy moves {run.copy_rate:.0f} GB/s")
+    rows: list[Row] = []
+    for case in dict.fromkeys(target.case for target in TARGETS):
+        names, rounds = ("ours", *PEERS[case.gate]), 1 if quick else 2
+        rows += run.side_by_side("targets", names, run.problem(case), (INFERENCE, FORWARD, BOTH), rounds)
+    found = {(row.implementation, row.shape, row.passes): row for row in rows}
+    for target in TARGETS:
+        case = target.case
+        mine, peer = (found.get((name, case, target.passes)) for name in ("ours", PEERS[case.gate][0]))
+        what = f"{case}, {case.gates}, {target.passes}"
+        if target.floors and mine and mine.milliseconds:
+            run.judge(f"{what}: byte floors", mine.milliseconds / mine.floor_milliseconds, target.met, target.aim)
+        elif not target.floors and mine and mine.milliseconds and peer and peer.milliseconds:
+            ratio = mine.milliseconds / peer.milliseconds
+            run.judge(f"{what}: of {peer.implementation}'s time", ratio, target.met, target.aim)
+    run.add_section(
+        "Side by side",
+        *by_gate(rows),
+        f"Each is the median of {'one round' if quick else 'two rounds'}; rounds differ by {run.spread:.1%} at most.",
+        f"Against the bytes: a copy moves {run.copy_rate:.0f} GB/s, read and written. No pass keeps the inputs on the "
+        "chip for the next, so the last columns count inputs that the backward pass reads again, too.",
+        report.floors(row for row in rows if row.implementation in ("ours", PEERS[row.shape.gate][0])),
+    )
+
+
+def by_gate(rows: Sequence[Row]) -> list[str]:
+    """A table for each form of gate, with ratios to the first of its peers that could be measured."""
+    tables = []
+    for gate in dict.fromkeys(row.shape.gate for row in rows):
+        mine = [row for row in rows if row.shape.gate == gate]
+        whole = {row.implementation for row in mine if row.passes == BOTH and row.milliseconds}
+        tables.append(comparison(mine, next((name for name in PEERS[gate] if name in whole), None)))
+    return tables
+
+
+def memory(run: Benchmark) -> None:
+    """Peak memory of forward + backward beside its time."""
+    rows: list[Row] = []
+    for case in dict.fromkeys(replace(target.case, strength=1 / 16) for target in TARGETS):
+        problem = run.problem(case)
+        names = ("ours", "ours, recomputed", *PEERS[case.gate])
+        for row in run.side_by_side("memory", names, problem, (BOTH,)):
+            peak = None
+            if row.milliseconds and run.device.type == "cuda":
+                call = IMPLEMENTATIONS[row.implementation](problem)
+                peak = peak_bytes(call.forward_backward, run.device) / 2**30
+            rows.append(replace(row, peak_gib=peak))
+    run.rows[-len(rows) :] = rows
+    cells = [
+        [
+            f"{row.shape}, {row.shape.gates}",
+            row.implementation,
+            f"{row.milliseconds:.3f}" if row.milliseconds else row.note,
+            f"{row.peak_gib:.2f}" if row.peak_gib is not None else "",
+        ]
+        for row in rows
+    ]
+    run.add_section(
+        "Memory",
+        "The most that forward + backward allocates beside the inputs: out and the gradients, and what is kept between "
+        "the passes. Recomputed is ours with `memory_budget=0`.",
+        table(["", "", "milliseconds", "peak, GiB"], cells),
+    )
+
+
+@torch.no_grad()
+def step(run: Benchmark) -> None:
+    """A few tokens after a state: the share of the copy rate at which the state is read and written."""
+    rows: list[Row] = []
+    for case in (STEP, replace(STEP, gate="head"), replace(STEP, length=8), replace(STEP, batch=1)):
+        problem = random_problem(case, run.device)
+        for name, build in (("ours", step_ours), ("fla", step_fla)):
+            try:
+                time_ms, note = timed(build(problem), run.device)
+            except Exception as error:
+                time_ms, note = None, one_line(error)
+            row = Row(
+                section="step",
+                implementation=name,
+                shape=case,
+                parameter=case.gates,
+                passes=INFERENCE,
+                milliseconds=time_ms,
+                note=note,
+                gigabytes=2 * problem.initial_states[0].nbytes / 1e9,
+            )
+            rows.append(row)
+            if name == "ours" and case == STEP and row.rate:
+                what = f"step, {case}, {case.gates}: of the copy rate"
+                run.judge(what, row.rate / run.copy_rate, STEP_MET, STEP_AIM, at_least=True)
+        run.say(f"step: {case}, {case.gates}")
+    run.add_rows(rows)
+    cells = [
+        [
+            f"{row.shape}, {row.shape.gates}",
+            row.implementation,
+            *(
+                (f"{row.milliseconds:.4f}{' ' * bool(row.note)}{row.note}", f"{row.rate:.0f}")
+                if row.milliseconds
+                else (row.note, "")
+            ),
+            f"{row.rate / run.copy_rate:.0%}" if row.milliseconds else "",
+        ]
+        for row in rows
+    ]
+    run.add_section(
+        "Step: a few tokens after a state",
+        f"A copy moves {run.copy_rate:.0f} GB/s, read and written. GB/s counts the state, read and written once. Ours "
+        "updates it in place; fla's recurrent form writes a new one.",
+        table(["", "", "milliseconds", "GB/s", "of the copy"], cells),
+    )
+
+
+def packed(run: Benchmark) -> None:
+    """One row of documents whose lengths are spread evenly in log."""
+    length = min(65536, run.longest)
+    bounds = spread_documents(length)
+    rows: list[Row] = []
+    for gate in ("key", "head"):
+        problem = run.problem(Case(1, 16, length, 128, 128, gate, documents=tuple(bounds)))
+        rows += run.side_by_side("packed", ("ours", *PEERS[gate]), problem, (INFERENCE, BOTH))
+    run.add_section(
+        "Packed documents",
+        f"{len(bounds) - 1} documents of 128 to 8192 tokens, evenly spread in log.",
+        *by_gate(rows),
+    )
+
+
+def host(run: Benchmark) -> None:
+    """How long the host is busy with a call, which the other tables leave out."""
+    if run.device.type != "cuda":
+        return
+    cells = []
+    for gate in ("key", "head", "slots"):
+        problem = run.problem(Case(1, 16, 256, 128, 128, gate))
+        for name in ("ours", *PEERS[gate]):
+            label = f"{name}, {problem.case.gates}"
+            try:
+                call = IMPLEMENTATIONS[name](problem)
+                times = [host_microseconds(call.passes(which)) for which in (INFERENCE, FORWARD, BOTH)]
+                cells.append((label, *(f"{microseconds:.0f}" for microseconds in times)))
+            except Exception as error:
+                cells.append((label, one_line(error), "", ""))
+    problem = random_problem(replace(STEP, batch=1), run.device)
+    for name, build in (("ours", step_ours), ("fla", step_fla)):
+        try:
+            with torch.no_grad():
+                cells.append((f"{name}, step", f"{host_microseconds(build(problem)):.0f}", "", ""))
+        except Exception as error:
+            cells.append((f"{name}, step", one_line(error), "", ""))
+    run.add_section(
+        "The host's part",
+        "Microseconds that a call keeps the host busy, at 256 tokens. Behind a busy device they are hidden.",
+        table(["", INFERENCE, FORWARD, BOTH], cells),
+    )
+
+
+def sweep(run: Benchmark, lengths: Sequence[int]) -> None:
+    """The same number of tokens in sequences of every length."""
+    tokens, rows = min(SWEEP_TOKENS, run.longest), []
+    for gate in ("key", "head"):
+        for length in sorted(lengths):
+            case = replace(SWEEP, batch=max(1, tokens // length), length=length, gate=gate)
+            rows += run.side_by_side("lengths", ("ours", "fla chunk_gla"), run.problem(case), (BOTH,))
+    report.draw_lengths(rows, run.folder / "recurrence_lengths.png")
+    run.add_section(
+        "Lengths",
+        f"{tokens} tokens a batch, {SWEEP.heads} heads, K{SWEEP.key_dim} V{SWEEP.value_dim}: more sequences where they "
+        "are shorter.",
+        "![Time against length](recurrence_lengths.png)",
+        *by_gate(rows),
+    )
+
+
+def main() -> int:
+    """Check, measure, print the verdicts, and leave the report, the numbers and the picture. Returns the status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    arguments = parse(parser, SECTIONS, [2**n for n in range(10, 19)])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    tune_in_parallel()
+    run = Benchmark(device=device, longest=max(arguments.lengths), folder=arguments.output)
+
+    if wrong := check(run, arguments.quick):
+        print("out of bounds, nothing is timed: " + "; ".join(wrong), file=sys.stderr)
+        return 1
+    sections: dict[str, Callable[[], None]] = {
+        "targets": lambda: targets(run, arguments.quick),
+        "memory": lambda: memory(run),
+        "step": lambda: step(run),
+        "packed": lambda: packed(run),
+        "host": lambda: host(run),
+        "lengths": lambda: sweep(run, arguments.lengths),
+    }
+    for name in arguments.sections:
+        sections[name]()
+    run.say(f"done: {run.folder / run.name}.md")
+    run.print_verdicts()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""The implementations that gated_recurrence.py compares, each behind one interface, and their problems.
+
+Each takes a `Problem` and gives a `Call`. All are called at one scale, 1 / sqrt(K), in the one layout that all of them
+take. A peer that is not installed raises ImportError, one that cannot do the problem whatever it raises.
+"""
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.measuring.timing import BOTH, Call
+from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step, gated_slot_attention
+
+STRENGTHS = {1 / 16: "g / 16", 1.0: "g", 3.0: "3 g", 30.0: "30 g"}  # g = logsigmoid(N(0, 1))
+GATES = {"key": "gate per channel", "value": "gate per value channel", "head": "gate per head", "slots": "slots"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a problem, and its gates.
+
+    heads: of queries; key_heads of k, v and the gates, as many where None. gate: one of `GATES`. strength: what g is
+    multiplied by. slots: where the gate is theirs. closed: the fraction of gates that is -inf. documents: bounds of
+    those packed into the row. initial_state: whether there is one, zeros otherwise.
+    """
+
+    batch: int
+    heads: int
+    length: int
+    key_dim: int
+    value_dim: int
+    gate: str = "key"
+    strength: float = 1 / 16
+    key_heads: int | None = None
+    slots: int = 64
+    closed: float = 0.0
+    documents: tuple[int, ...] | None = None
+    initial_state: bool = False
+
+    def __str__(self) -> str:
+        groups = "" if self.key_heads is None else f"/{self.key_heads}"
+        slots = f" M{self.slots}" if self.gate == "slots" else ""
+        return f"B{self.batch} H{self.heads}{groups} T{self.length} K{self.key_dim} V{self.value_dim}{slots}"
+
+    @property
+    def gates(self) -> str:
+        """The gates, in words."""
+        words = [GATES[self.gate], STRENGTHS[self.strength]]
+        words += [f"{self.closed:.0%} closed"] * bool(self.closed)
+        words += [f"{len(self.documents or ()) - 1} documents"] * bool(self.documents)
+        return ", ".join(words)
+
+
+@dataclass
+class Problem:
+    """What to compute: the arguments in order, and the gradients of the results.
+
+    inputs: q [B, T, H, K], k [B, T, Hk, K], v [B, T, Hk, V] and, where there are any, slots [B, T, Hk, M], bfloat16;
+    log_decay [B, T, Hk, K, V or M] or [B, T, Hk], float32. initial_states: one, two for slots, or none. d_out: of the
+    output. d_finals: of the final states, one or two.
+    """
+
+    case: Case
+    inputs: dict[str, Tensor]
+    initial_states: tuple[Tensor, ...]
+    d_out: Tensor
+    d_finals: tuple[Tensor, ...]
+    cu_seqlens: Tensor | None
+
+    @property
+    def scale(self) -> float:
+        return self.case.key_dim**-0.5
+
+    def call_ours(self, *tensors: Tensor, **options: object) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The public function of ours on these inputs and then these initial states: out, and all final states."""
+        inputs, states = tensors[: len(self.inputs)], tensors[len(self.inputs) :]
+        options |= {"scale": self.scale, "cu_seqlens": self.cu_seqlens}
+        if self.case.gate == "slots":
+            return gated_slot_attention(*inputs, initial_state=states or None, **options)
+        options["decay_axis"] = "value" if self.case.gate == "value" else "key"
+        out, final = gated_recurrence(*inputs, initial_state=states[0] if states else None, **options)
+        return out, (final,)
+
+    def bytes_moved(self, which: str, read_again: bool = False) -> int:
+        """Each input and output once, and for the backward pass their gradients; read_again: and the inputs then."""
+        inputs = sum(x.nbytes for x in self.inputs.values())
+        if which != BOTH:
+            return inputs + self.d_out.nbytes
+        return (3 if read_again else 2) * inputs + 2 * self.d_out.nbytes
+
+
+def random_problem(case: Case, device: torch.device) -> Problem:
+    """Normal q, k, v, states and gradients; gates logsigmoid(N(0, 1)) times the strength.
+
+    Slots are 1 - gate, up to a strength of 1. Were they beyond, nearly all would be 1, and the gradients through the
+    softmax the small difference of weights that bfloat16 rounds.
+    """
+    heads = case.key_heads or case.heads
+    dims = {"key": (case.key_dim,), "value": (case.value_dim,), "head": (), "slots": (case.slots,)}[case.gate]
+
+    # Its own: a peer whose capture into a graph fails leaves the device's generator in it.
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*sizes, dtype=dtype, device=device, generator=generator)
+
+    tokens = (case.batch, case.length)
+    gates = F.logsigmoid(normal(*tokens, heads, *dims, dtype=torch.float32))
+    log_decay = case.strength * gates
+    inputs = {
+        "q": normal(*tokens, case.heads, case.key_dim),
+        "k": normal(*tokens, heads, case.key_dim),
+        "v": normal(*tokens, heads, case.value_dim),
+    }
+    if case.gate == "slots":
+        inputs["slots"] = -torch.expm1(min(case.strength, 1.0) * gates).to(torch.bfloat16)
+    if case.closed:
+        chance = torch.rand(log_decay.shape, device=device, generator=generator)
+        log_decay = log_decay.masked_fill(chance < case.closed, -math.inf)
+    inputs["log_decay"] = log_decay
+
+    rows = case.batch if case.documents is None else len(case.documents) - 1
+    sides = ((case.key_dim, case.slots), (case.slots, case.value_dim))
+    sides = sides if case.gate == "slots" else ((case.key_dim, case.value_dim),)
+    states, d_finals = (tuple(normal(rows, heads, *side, dtype=torch.float32) for side in sides) for _ in range(2))
+    bounds = None if case.documents is None else torch.tensor(case.documents, dtype=torch.int32, device=device)
+    d_out = normal(*tokens, case.heads, case.value_dim)
+    return Problem(case, inputs, states if case.initial_state else (), d_out, d_finals, bounds)
+
+
+def _leaves(problem: Problem) -> tuple[Tensor, ...]:
+    return tuple(x.detach().requires_grad_() for x in problem.inputs.values())
+
+
+def ours(problem: Problem, memory_budget: int | None = None) -> Call:
+    """`kernels.gated_recurrence`."""
+    leaves = _leaves(problem)
+    return Call(lambda: problem.call_ours(*leaves, memory_budget=memory_budget)[0], leaves, problem.d_out)
+
+
+def ours_recomputed(problem: Problem) -> Call:
+    """The same, with nothing kept for the backward pass."""
+    return ours(problem, memory_budget=0)
+
+
+def _fla(problem: Problem, module: str, name: str, leaves: tuple[Tensor, ...]) -> Call:
+    kernel = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+    bounds = {} if problem.cu_seqlens is None else {"cu_seqlens": problem.cu_seqlens.long()}
+    names = {"slots": "s", "log_decay": "g"}
+    arguments = {names.get(key, key): leaf for key, leaf in zip(problem.inputs, leaves, strict=True)} | bounds
+    return Call(lambda: kernel(**arguments, scale=problem.scale)[0], leaves, problem.d_out)
+
+
+def chunk_gla(problem: Problem) -> Call:
+    """flash-linear-attention's gated linear attention. A gate per head is given to each channel, outside of what is
+    timed; its gradient is each channel's too."""
+    *others, log_decay = problem.inputs.values()
+    if log_decay.ndim == 3:
+        log_decay = log_decay[..., None].expand(*log_decay.shape, problem.case.key_dim).contiguous()
+    leaves = tuple(x.detach().requires_grad_() for x in (*others, log_decay))
+    return _fla(problem, "gla", "chunk_gla", leaves)
+
+
+def fused_chunk_gla(problem: Problem) -> Call:
+    """Its fused form."""
+    return _fla(problem, "gla.fused_chunk", "fused_chunk_gla", _leaves(problem))
+
+
+def chunk_simple_gla(problem: Problem) -> Call:
+    """Its form for a gate per head."""
+    return _fla(problem, "simple_gla", "chunk_simple_gla", _leaves(problem))
+
+
+def chunk_gsa(problem: Problem) -> Call:
+    """Its gated slot attention."""
+    return _fla(problem, "gsa", "chunk_gsa", _leaves(problem))
+
+
+# In the order of the tables' columns.
+IMPLEMENTATIONS: dict[str, Callable[[Problem], Call]] = {
+    "ours": ours,
+    "ours, recomputed": ours_recomputed,
+    "fla chunk_gla": chunk_gla,
+    "fla fused_chunk_gla": fused_chunk_gla,
+    "fla chunk_simple_gla": chunk_simple_gla,
+    "fla chunk_gsa": chunk_gsa,
+}
+# Of each form of gate; the first is the one that ours is held against.
+PEERS = {
+    "key": ("fla chunk_gla", "fla fused_chunk_gla"),
+    "value": (),
+    "head": ("fla chunk_simple_gla", "fla chunk_gla"),
+    "slots": ("fla chunk_gsa",),
+}
+
+
+def step_ours(problem: Problem) -> Callable[[], Tensor]:
+    """`gated_recurrence_step`, which updates the problem's initial state in place."""
+    (state,) = problem.initial_states
+    axis = "value" if problem.case.gate == "value" else "key"
+    return lambda: gated_recurrence_step(*problem.inputs.values(), state, decay_axis=axis, scale=problem.scale)
+
+
+def step_fla(problem: Problem) -> Callable[[], Tensor]:
+    """flash-linear-attention's recurrent form, which writes a new state."""
+    module, name, gate = {
+        "key": ("gla", "fused_recurrent_gla", "gk"),
+        "head": ("simple_gla", "fused_recurrent_simple_gla", "g"),
+    }[problem.case.gate]
+    kernel = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+    arguments = dict(zip(("q", "k", "v", gate), problem.inputs.values(), strict=True))
+    arguments |= {"initial_state": problem.initial_states[0], "output_final_state": True}
+    return lambda: kernel(**arguments, scale=problem.scale)[0]
