@@ -10,7 +10,7 @@ import pytest
 from hydra.errors import InstantiationException
 
 import palimpsest
-from lit_modules.launching.files import Files
+from lit_modules.launching.conf_files import Files
 from tests.conftest import ROOT, composed
 
 

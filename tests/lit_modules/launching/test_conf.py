@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lit_modules.launching.files import OF_HYDRA, Files, is_part
+from lit_modules.launching.conf_files import OF_HYDRA, Files, is_part
 from tests.conftest import ROOT
 
 CONF = ROOT / "conf"
