@@ -1,24 +1,20 @@
 """One pre-norm block: a token mixer, then a SwiGLU, if it has one."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.mixers import MIXERS
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
 from lit_modules.networks.swiglu import SwiGLU
 
-if TYPE_CHECKING:
-    from lit_modules.networks.config import PalimpsestConfig
-
 
 class Block(GradientCheckpointingLayer):
     """`x + mixer(norm(x))`, then `x + mlp(norm(x))`; parts are named as in Hugging Face's Llama."""
 
-    def __init__(self, config: "PalimpsestConfig", mixer: str):
+    def __init__(self, config: PalimpsestConfig, mixer: str):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = MIXERS[mixer](config)

@@ -13,6 +13,7 @@ from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.forget_gate import ForgetGate
 from lit_modules.networks.headwise_linear import HeadwiseLinear
 from lit_modules.networks.language_modelling import LanguageModelling
+from lit_modules.networks.mixers import check_mixers
 from lit_modules.networks.mixers.hgrn2 import LowerBounds
 from lit_modules.networks.mixers.mamba2 import Mamba2
 from lit_modules.networks.norm import RMSNorm
@@ -58,6 +59,7 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
 
     def __init__(self, config: PalimpsestConfig):
         config.check()
+        check_mixers(config)
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in config.mixers)

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from common.settings import instead
-from lit_modules.networks.mixers import MIXERS
-from lit_modules.networks.mixers.recurrent import RecurrentMixer
 
 FORGET_GATES = ("data_dependent", "data_independent", "fixed", "none")
 MOST_LAYERS = 10_000
@@ -70,7 +68,8 @@ class PalimpsestConfig(PreTrainedConfig):
         kwargs: what every Hugging Face configuration takes (`architectures`, `dtype`, ...).
 
     Raises:
-        ValueError: in one line that names the argument, what was found, and what would be right.
+        ValueError: in one line that names the argument, what was found, and what would be right. The names in `mixers`
+            are looked up where the model is built (`lit_modules.networks.mixers.check_mixers`).
     """
 
     model_type = "palimpsest"
@@ -258,12 +257,6 @@ class PalimpsestConfig(PreTrainedConfig):
     def _check_mixers(self) -> None:
         if len(self.mixers) != self.num_layers:
             raise ValueError(f"mixers has {len(self.mixers)} names for num_layers={self.num_layers}: give one a layer")
-        for name in self.mixers:
-            if name not in MIXERS:
-                raise ValueError(f"mixers names {name!r}, which is not registered: give one of {', '.join(MIXERS)}")
-        self._check_recurrent()
-
-    def _check_recurrent(self) -> None:
         for key in ("state_heads", "state_dim", "short_conv_width"):
             if getattr(self, key) is not None:
                 _check_size(key, getattr(self, key))
@@ -272,9 +265,6 @@ class PalimpsestConfig(PreTrainedConfig):
         for key in ("expand_value", "gate_temperature"):
             if getattr(self, key) is not None:
                 _check_positive(key, getattr(self, key))
-        for name in sorted(set(self.mixers)):
-            if issubclass(MIXERS[name], RecurrentMixer):
-                MIXERS[name].state_shape(self)
 
 
 def _check_size(key: str, value: Any) -> None:

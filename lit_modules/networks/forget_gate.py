@@ -1,20 +1,18 @@
 """The forget gate of FoX (arXiv 2503.02130, section 3.1 and figure 7): one log-decay for each token and head."""
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from lit_modules.networks.config import PalimpsestConfig
+from lit_modules.networks.config import PalimpsestConfig
 
 
 class ForgetGate(nn.Module):
     """`log f` for every token and head: data-dependent, learned per head, or fixed per head."""
 
-    def __init__(self, config: "PalimpsestConfig"):
+    def __init__(self, config: PalimpsestConfig):
         super().__init__()
         self.kind = config.forget_gate
         self.num_heads = config.num_heads

@@ -1,21 +1,17 @@
 """Softmax attention with every switch of FoX (arXiv 2503.02130, section 3) and of DiffQKV (arXiv 2501.13629)."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from kernels import forgetting_attention
 from lit_modules.networks.caches import AttentionCacheLayer
+from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.forget_gate import ForgetGate
 from lit_modules.networks.headwise_linear import HeadwiseLinear
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
 from lit_modules.networks.rotary import rotary_tables, rotate
 from lit_modules.networks.swiglu import SwiGLU
-
-if TYPE_CHECKING:
-    from lit_modules.networks.config import PalimpsestConfig
 
 
 class Attention(nn.Module):
@@ -32,7 +28,7 @@ class Attention(nn.Module):
     read; without a map it holds them finished.
     """
 
-    def __init__(self, config: "PalimpsestConfig"):
+    def __init__(self, config: PalimpsestConfig):
         super().__init__()
         width, head_dim, key_dim = config.hidden_size, config.head_dim, config.cached_key_dim
         heads, key_heads, value_heads = config.head_counts

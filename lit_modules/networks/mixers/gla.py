@@ -1,18 +1,14 @@
 """Gated linear attention (arXiv 2312.06635): a decay for each key channel, from a gate of low rank."""
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.gated_recurrence import forms
 from lit_modules.networks.caches import RecurrentCacheLayer
+from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.mixers.recurrent import RecurrentMixer
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
-
-if TYPE_CHECKING:
-    from lit_modules.networks.config import PalimpsestConfig
 
 TEMPERATURE = 16
 """What log gates are divided by (section 4.4)."""
@@ -25,7 +21,7 @@ class GLA(RecurrentMixer):
     `silu` where they come from a short convolution.
     """
 
-    def __init__(self, config: "PalimpsestConfig"):
+    def __init__(self, config: PalimpsestConfig):
         super().__init__(config)
         width, (heads, key_dim, value_dim) = config.hidden_size, self.shape
         self.temperature = config.gate_temperature or TEMPERATURE

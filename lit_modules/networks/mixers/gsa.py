@@ -1,19 +1,15 @@
 """Gated slot attention (arXiv 2409.07146): softmax attention over slots that keys and values are written into."""
 
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.gated_recurrence import forms, gated_recurrence_step, gated_slot_attention
 from kernels.gated_recurrence.forms import SlotRecurrence
 from lit_modules.networks.caches import RecurrentCacheLayer
+from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.mixers.recurrent import RecurrentMixer, takes_steps, without_padding
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
-
-if TYPE_CHECKING:
-    from lit_modules.networks.config import PalimpsestConfig
 
 TEMPERATURE = 8
 """What log gates are divided by."""
@@ -25,7 +21,7 @@ class GSA(RecurrentMixer):
     Queries, keys and values pass through a `silu`, and so does the output, before it is normalized over all heads.
     """
 
-    def __init__(self, config: "PalimpsestConfig"):
+    def __init__(self, config: PalimpsestConfig):
         super().__init__(config)
         width, (heads, key_dim, value_dim) = config.hidden_size, self.shape
         self.num_slots, self.temperature = config.num_slots, config.gate_temperature or TEMPERATURE

@@ -1,6 +1,6 @@
 """HGRN2 (arXiv 2404.07904): linear attention whose keys are what its forget gates leave, over bounds from below."""
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +8,10 @@ from torch import Tensor, nn
 
 from kernels.gated_recurrence import forms
 from lit_modules.networks.caches import RecurrentCacheLayer
+from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.mixers.recurrent import RecurrentMixer
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
-
-if TYPE_CHECKING:
-    from lit_modules.networks.config import PalimpsestConfig
 
 
 class HGRN2(RecurrentMixer):
@@ -23,7 +21,7 @@ class HGRN2(RecurrentMixer):
     attention and the norm's weight.
     """
 
-    def __init__(self, config: "PalimpsestConfig"):
+    def __init__(self, config: PalimpsestConfig):
         super().__init__(config)
         width, (heads, key_dim, value_dim) = config.hidden_size, self.shape
         self.q_proj = nn.Linear(width, heads * key_dim, bias=False)
@@ -63,7 +61,7 @@ class LowerBounds(nn.Module):
 
     no_decay: ClassVar[tuple[str, ...]] = ("logits",)
 
-    def __init__(self, config: "PalimpsestConfig", layers: int):
+    def __init__(self, config: PalimpsestConfig, layers: int):
         super().__init__()
         heads, key_dim, _ = HGRN2.state_shape(config)
         self.logits = nn.Parameter(torch.empty(layers, heads, key_dim))

@@ -1,7 +1,7 @@
 """Mamba-2 (arXiv 2405.21060): a state space with one decay for each head, and keys and queries that all heads share."""
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -9,12 +9,10 @@ from torch import Tensor, nn
 
 from kernels.gated_recurrence import forms
 from lit_modules.networks.caches import RecurrentCacheLayer
+from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.mixers.recurrent import RecurrentMixer
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
-
-if TYPE_CHECKING:
-    from lit_modules.networks.config import PalimpsestConfig
 
 STEP_SIZES = (1e-3, 0.1)
 """Between which the step sizes start, evenly in log."""
@@ -33,7 +31,7 @@ class Mamba2(RecurrentMixer):
     expand_value = 2
     no_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
 
-    def __init__(self, config: "PalimpsestConfig"):
+    def __init__(self, config: PalimpsestConfig):
         super().__init__(config)
         heads, key_dim, value_dim = self.shape
         inner = heads * value_dim

@@ -1,6 +1,6 @@
 """What the recurrent mixers share: the size of a state, padding, and what they do with a cache."""
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +8,9 @@ from torch import Tensor, nn
 from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step
 from kernels.gated_recurrence.forms import Recurrence
 from lit_modules.networks.caches import RecurrentCacheLayer
+from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.positions import Positions
 from lit_modules.networks.short_convolution import ShortConvolution
-
-if TYPE_CHECKING:
-    from lit_modules.networks.config import PalimpsestConfig
 
 STEP_LENGTH = 16
 """New tokens up to which the step is taken in place of the pass by chunks."""
@@ -38,7 +36,7 @@ class RecurrentMixer(nn.Module):
         return value_dim
 
     @classmethod
-    def state_shape(cls, config: "PalimpsestConfig") -> StateShape:
+    def state_shape(cls, config: PalimpsestConfig) -> StateShape:
         """The sizes that `config` asks of this kind of mixer.
 
         Raises:
@@ -55,7 +53,7 @@ class RecurrentMixer(nn.Module):
         value_dim = int(channels) // heads
         return StateShape(heads, config.state_dim or cls.default_key_dim(value_dim), value_dim)
 
-    def __init__(self, config: "PalimpsestConfig"):
+    def __init__(self, config: PalimpsestConfig):
         super().__init__()
         self.shape = self.state_shape(config)
         self.convolutions: nn.ModuleDict | None = None
@@ -66,7 +64,7 @@ class RecurrentMixer(nn.Module):
         return RecurrentCacheLayer()
 
     @staticmethod
-    def new_convolutions(config: "PalimpsestConfig", bias: bool = False, **channels: int) -> nn.ModuleDict | None:
+    def new_convolutions(config: PalimpsestConfig, bias: bool = False, **channels: int) -> nn.ModuleDict | None:
         """A short convolution for each name, over so many channels; None where the configuration wants none."""
         width = config.short_conv_width
         if width is None:

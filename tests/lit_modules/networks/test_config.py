@@ -30,7 +30,6 @@ from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
         ({"qk_norm": "yes"}, "qk_norm='yes' is not a switch"),
         ({"norm_eps": 0}, "norm_eps=0 is not a positive number"),
         ({"mixers": ["attention"], "num_layers": 2}, "mixers has 1 names for num_layers=2"),
-        ({"mixers": ["attention", "atention"], "num_layers": 2}, "mixers names 'atention', which is not registered"),
         ({"num_head": 8}, r"num_head=8 is not a key of a model: did you mean num_heads\?"),
         ({"num_hidden_layers": 8}, "num_hidden_layers=8 is not a key of a model"),
         ({"pad_token_id": 100, "vocab_size": 64}, "pad_token_id=100 is not a token: vocab_size=64"),
@@ -40,6 +39,12 @@ def test_what_cannot_work_is_named_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         PalimpsestConfig(**arguments)
     assert "\n" not in str(error.value)
+
+
+def test_a_mixer_that_is_not_registered_is_named_where_the_model_is_built():
+    config = PalimpsestConfig(mixers=["attention", "atention"], num_layers=2)
+    with pytest.raises(ValueError, match="mixers names 'atention', which is not registered: give one of attention, h"):
+        PalimpsestForCausalLM(config)
 
 
 def test_values_set_after_the_fact_are_checked_by_the_model(build):
