@@ -81,7 +81,10 @@ class LigerAttention(SubstitutedAttention):
         if cache is not None:
             cache.start(k)
         if not self.settings.has_state:
-            return self._window_alone(q, k, v, positions, position_embeddings, cache)
+            out = self._window(q, k, v, positions, position_embeddings, cache)
+            if cache is not None:
+                cache.update((), q.shape[1])
+            return (self.settings.window_weight * out).to(out.dtype)
         if cache is not None and self._is_whole_step(q, k, v, positions, cache):
             return self._whole_step(q, k, v, positions, position_embeddings, cache)
         if self.settings.delayed:
@@ -162,21 +165,6 @@ class LigerAttention(SubstitutedAttention):
         early = positions.index < window  # its document had not begun so many tokens before
         late = (later(x, window).masked_fill(early.view(*early.shape, *(1,) * (x.ndim - 2)), 0) for x in inputs[1:])
         return type(inputs)(inputs.q, *late)
-
-    def _window_alone(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Positions,
-        position_embeddings: Rotary,
-        cache: LinearizedCacheLayer | None,
-    ) -> Tensor:
-        """The window, weighted, where there is no state."""
-        out = self._window(q, k, v, positions, position_embeddings, cache)
-        if cache is not None:
-            cache.update((), q.shape[1])
-        return (self.settings.window_weight * out).to(out.dtype)
 
     def _window(
         self,
