@@ -2,12 +2,10 @@ import functools
 import json
 import math
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -15,10 +13,10 @@ from data_pipeline.instructions.rendering import WITH_INPUT, WITHOUT_INPUT
 from data_pipeline.tokens.batches import IGNORED
 from data_pipeline.tokens.tokenizer import ByteLevelBPE, Pretrained
 from data_pipeline.tokens.yardsticks import NAMES
+from tests.conftest import composed
 from tests.data_pipeline import recording
 from tests.data_pipeline.instructions.conftest import alpaca_records, make_tokenizer
 
-CONF = Path(__file__).parents[3] / "conf"
 train = functools.partial(recording.train, accumulate=2, val_check_interval=2, check_val_every_n_epoch=None)
 
 
@@ -259,10 +257,8 @@ def test_a_tokenizer_that_lacks_what_is_needed_is_told(make_data, tmp_path, name
 @pytest.mark.parametrize("name", ["alpaca", "instructions"])
 def test_the_configs_make_data_modules(tmp_path, name):
     config = OmegaConf.create({"data_dir": str(tmp_path), "seed": 5, "tokenizer": {"path": "x"}})
-    config.tokenizer = OmegaConf.merge(OmegaConf.load(CONF / "tokenizer" / "pretrained.yaml"), config.tokenizer)
-    layers = [OmegaConf.load(CONF / "data" / f"{each}.yaml") for each in dict.fromkeys(("instructions", name))]
-    config.data = OmegaConf.merge(*layers)
-    config.data.pop("defaults", None)
+    config.tokenizer = OmegaConf.merge(composed("tokenizer/pretrained").tokenizer, config.tokenizer)
+    config.data = composed(f"data/{name}").data
     if name == "instructions":
         config.data.path = "chats.jsonl"
     data = instantiate(config.data)
@@ -274,6 +270,5 @@ def test_the_configs_make_data_modules(tmp_path, name):
 
 
 def test_a_field_with_another_name_is_an_override_of_its_own():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("data/instructions", ["data.columns.messages=turns"])
+    config = composed("data/instructions", "data.columns.messages=turns")
     assert instantiate(config.data.columns) == {"instruction": None, "input": None, "output": None, "messages": "turns"}

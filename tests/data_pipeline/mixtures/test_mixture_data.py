@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +15,10 @@ from data_pipeline.documents import texts
 from data_pipeline.identity import EARLIER
 from data_pipeline.tokens.batches import IGNORED
 from data_pipeline.tokens.order import RunOrder
+from tests.conftest import composed
 from tests.data_pipeline import recording
 from tests.data_pipeline.mixtures.conftest import write_corpus, write_parquet
 
-CONF = Path(__file__).parents[3] / "conf"
 # Borders inside a step of 8 sequences: after 52 and 129 of the 256.
 PHASES = [
     {"name": "first", "tokens": 52 * 32, "weights": {"debug": 8, "design": 2}},
@@ -342,15 +341,13 @@ def test_a_mixture_without_any_held_out_text_is_refused(make_mixture, tmp_path):
 
 @pytest.mark.parametrize("name", ["mixture", "sigma_phases"])
 def test_the_configs_make_data_modules(tmp_path, corpus, name):
-    loaded = OmegaConf.load(CONF / "data" / "mixture.yaml")
+    loaded = composed(f"data/{name}").data
     if name == "sigma_phases":
-        loaded = OmegaConf.merge(loaded, OmegaConf.load(CONF / "data" / f"{name}.yaml"))
-        del loaded["defaults"]
         for component in loaded.components.values():
             component.path = str(corpus)
     else:
         loaded.corpus = str(corpus)
-    tokenizer = OmegaConf.load(CONF / "tokenizer" / "bpe.yaml")
+    tokenizer = composed("tokenizer/bpe").tokenizer
     whole = OmegaConf.create(
         {"data_dir": str(tmp_path), "seed": 5, "max_tokens": 6_500_000_000_000, "data": loaded, "tokenizer": tokenizer}
     )

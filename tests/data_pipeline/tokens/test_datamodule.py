@@ -2,7 +2,6 @@ import functools
 import json
 import lzma
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +12,8 @@ from omegaconf import OmegaConf
 from data_pipeline.documents import SPLITS, texts
 from data_pipeline.sources.text_files import TextFiles
 from data_pipeline.tokens.batches import IGNORED
+from tests.conftest import composed
 from tests.data_pipeline import recording
-
-CONF = Path(__file__).parents[3] / "conf"
-
 
 train = functools.partial(recording.train, val_check_interval=4, check_val_every_n_epoch=None)
 
@@ -125,8 +122,8 @@ def test_the_configs_make_data_modules(tmp_path, name, tokenizer):
         {
             "data_dir": str(tmp_path),
             "seed": 5,
-            "data": OmegaConf.load(CONF / "data" / f"{name}.yaml"),
-            "tokenizer": OmegaConf.load(CONF / "tokenizer" / f"{tokenizer}.yaml"),
+            "data": composed(f"data/{name}").data,
+            "tokenizer": composed(f"tokenizer/{tokenizer}").tokenizer,
         }
     )
     if name == "text_files":
