@@ -1,12 +1,14 @@
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from data_pipeline.documents import Document
 from data_pipeline.rewriting.screens import Screens
 from data_pipeline.rewriting.styles import Malformed, Style, read_styles
+from tests.conftest import composed
 from tests.data_pipeline.rewriting.conftest import CONF
 
-NAMES = sorted(path.stem for path in (CONF / "style").glob("*.yaml"))
+NAMES = sorted(path.stem for path in (CONF / "style").glob("[!_]*.yaml"))
 VALUES = {
     "text": "T $section {x}",
     "title": "A title",
@@ -17,7 +19,8 @@ VALUES = {
 
 
 def shipped(name: str) -> Style:
-    return read_styles({name: yaml.safe_load((CONF / "style" / f"{name}.yaml").read_text())})[name]
+    said = OmegaConf.to_container(composed(f"rewrite/style/{name}"))["rewrite"]
+    return read_styles(said["styles"])[name]
 
 
 def test_the_styles_of_the_corpus_are_there():

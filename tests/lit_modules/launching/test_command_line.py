@@ -11,6 +11,7 @@ import pytest
 
 from lit_modules.launching import start
 from lit_modules.launching.command_line import check_command_line
+from lit_modules.launching.files import Files
 from lit_modules.launching.known_keys import OF_TRAINER
 from lit_modules.launching.signatures import arguments
 from tests.conftest import ROOT
@@ -232,13 +233,12 @@ def test_arguments_read_from_source_are_those_of_the_class(target):
 
 
 def test_every_choice_has_the_keys_of_its_target():
-    import yaml
-
-    for file in CONF.rglob("*.yaml"):
-        body = yaml.safe_load(file.read_text())
-        target = body.get("_target_") if isinstance(body, dict) else None
+    files = Files([CONF])
+    for file in CONF.rglob("[!_]*.yaml"):
+        body = files.whole(str(file.relative_to(CONF).with_suffix("")))
+        target = body.get("_target_")
         if target and (found := arguments(target)) and found.names != ("cfg",) and not found.others:
-            assert not {key for key in body if not key.startswith("_") and key != "defaults"} - set(found.names), file
+            assert not {key for key in body if not key.startswith("_")} - set(found.names), file
 
 
 def test_what_the_trainer_is_given_by_the_code_is_refused_as_a_key():
