@@ -11,7 +11,7 @@ import pytest
 
 from lit_modules.launching import start
 from lit_modules.launching.command_line import check_command_line
-from lit_modules.launching.files import Files
+from lit_modules.launching.conf_files import Files
 from lit_modules.launching.known_keys import OF_TRAINER
 from lit_modules.launching.signatures import arguments
 from tests.conftest import ROOT
