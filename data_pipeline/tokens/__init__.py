@@ -1,1 +1,1 @@
-"""From documents to batches of tokens: the tokenizer, blocks at rest, and the data modules that read them."""
+"""From documents to batches of tokens: tokenizer, stored blocks, and the data modules that read them."""

@@ -9,11 +9,11 @@ from torch.utils.data import Dataset
 
 from data_pipeline.tokens.blocks import Blocks
 
-IGNORED = -100  # a target that is not learned
+IGNORED = -100  # target value excluded from the loss
 
 
 class Sequence(NamedTuple):
-    """Inputs and targets [n], n at most the sequence length, and positions where documents start in the inputs."""
+    """Inputs and targets [n], n <= sequence length, and the positions in the inputs where documents start."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -26,7 +26,7 @@ NOTHING = Sequence(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.
 class BlockSequences(Dataset):
     """Packed rows cut into sequences of `length` tokens, a divisor of the block length.
 
-    Index -1 is a sequence of no tokens, which `collate` fills with ignored ones.
+    Index -1 returns an empty sequence, which `collate` pads with ignored targets.
     """
 
     def __init__(self, folder: Path, split: str, block_length: int, length: int) -> None:
@@ -52,8 +52,8 @@ class BlockSequences(Dataset):
 def collate(sequences: list[Sequence], length: int) -> dict[str, torch.Tensor]:
     """Return one flattened row of N = len(sequences) * length tokens.
 
-    `input_ids` int64 [1, N]; `targets` int64 [1, N], -100 where ignored; `cu_seqlens` int32 [M + 1]: a segment begins
-    with every sequence, every document, and the padding after a sequence that is shorter than `length`.
+    `input_ids` int64 [1, N]; `targets` int64 [1, N], -100 where ignored; `cu_seqlens` int32 [M + 1]. A segment starts
+    at every sequence, every document, and the padding of a sequence shorter than `length`.
     """
     total = len(sequences) * length
     inputs, targets = np.zeros(total, np.int64), np.full(total, IGNORED, np.int64)

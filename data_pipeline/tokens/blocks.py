@@ -1,7 +1,7 @@
-"""Packed blocks: documents tokenized in parallel, cut to rows, stored as Arrow, read memory-mapped.
+"""Packed blocks: documents tokenized in parallel, cut into rows, stored as Arrow and read memory-mapped.
 
-The token stream is [bos] and the document's tokens, for each document. Row b is stream[b*L : b*L + L + 1]: rows overlap
-by one token, inputs are row[:-1] and targets row[1:]. A document's end is thus learned as the next one's bos.
+The token stream is [bos] + tokens for each document. Row b is stream[b*L : b*L + L + 1]: rows overlap by one token,
+inputs are row[:-1] and targets row[1:]. The end of a document is therefore learned as the bos of the next one.
 """
 
 import functools
@@ -22,12 +22,12 @@ from data_pipeline.tokens.encoding import Encoded, make_encoder
 from data_pipeline.tokens.tokenizer import document_start
 from data_pipeline.workers import ordered_map
 
-FILE_TOKENS = 2**28  # tokens in an Arrow file
-BATCH_TOKENS = 2**20  # tokens written at once
+FILE_TOKENS = 2**28  # tokens per Arrow file
+BATCH_TOKENS = 2**20  # tokens per write
 
 
 class Rows(NamedTuple):
-    """Rows ready to write: their tokens one after the other, and where documents start in each row[:-1]."""
+    """Rows ready to write: their concatenated tokens, and where documents start in each row[:-1]."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -45,7 +45,7 @@ class Packer:
         self._length = 0
 
     def add(self, encoded: Encoded) -> Rows | None:
-        """Take a part of the stream; return the rows that are full once they are worth a write, else None."""
+        """Add a part of the stream; return the full rows once there are enough for a write, else None."""
         self._tokens.append(encoded.tokens)
         self._starts.append(encoded.starts + self._length)
         self._length += len(encoded.tokens)
@@ -60,12 +60,12 @@ class Packer:
         rows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length][:count]
         inside = starts[starts < used]
         counts = np.bincount(inside // length, minlength=count)
-        # The last token is read again as the next row's first.
+        # The last token is the first token of the next row.
         self._tokens, self._starts, self._length = [tokens[used:]], [starts[starts >= used] - used], len(tokens) - used
         return Rows(rows.reshape(-1), np.full(count, length + 1), inside % length, counts)
 
     def finish(self, keep_partial: bool) -> Iterator[Rows | None]:
-        """Yield the last full rows and, with `keep_partial`, the shorter row that remains (2 tokens at least)."""
+        """Yield the last full rows and, with `keep_partial`, the shorter rest (at least 2 tokens) as one row."""
         yield self._cut()
         if keep_partial and self._length > 1:
             tokens, starts = np.concatenate(self._tokens), np.concatenate(self._starts)
@@ -74,7 +74,7 @@ class Packer:
 
 
 class RowWriter:
-    """Arrow files of one split, written through `datasets`: columns `tokens` and `starts`, lists."""
+    """Writer of one split's Arrow files, through `datasets`: list columns `tokens` and `starts`."""
 
     def __init__(self, folder: Path, split: str, dtype: str) -> None:
         self.folder, self.split, self.dtype = folder, split, dtype
@@ -84,7 +84,7 @@ class RowWriter:
         self._writer: ArrowWriter | None = None
 
     def write(self, rows: Rows | None) -> None:
-        """Append rows, if there are any."""
+        """Append rows; None is ignored."""
         if rows is None:
             return
         if self._writer is None:
@@ -101,7 +101,7 @@ class RowWriter:
             self.close()
 
     def close(self) -> None:
-        """End the current file."""
+        """Finish the current file."""
         if self._writer is not None:
             self._writer.finalize()
             self._writer.close()
@@ -116,10 +116,10 @@ def _lists(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
 def write_blocks(
     documents_folder: Path, tokenizer: PreTrainedTokenizerFast, folder: Path, block_length: int, processes: int
 ) -> dict:
-    """Tokenize and pack the documents into `folder`; return tokens and rows a split, and the rate.
+    """Tokenize and pack the documents into `folder`; return tokens and rows per split, and the rate.
 
-    The result does not depend on `processes`. Train drops what does not fill its last row; validation keeps it, because
-    bits per byte divide the loss of all held-out text by all its bytes.
+    The result does not depend on `processes`. Train drops an incomplete last row. Validation keeps it, because bits per
+    byte divide the loss of all held-out text by all its bytes.
     """
     dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
     encoder = functools.partial(make_encoder, tokenizer.backend_tokenizer.to_str(), document_start(tokenizer), dtype)
@@ -146,7 +146,7 @@ def write_blocks(
 
 
 class Blocks:
-    """The rows of one split, memory-mapped: views of the files, no copies. Pickles as its path.
+    """Rows of one split as memory-mapped views without copies. Pickles as its path.
 
     `chunks` are the stored batches of rows: token values, row offsets into them, start values, offsets into those.
     """
@@ -166,7 +166,7 @@ class Blocks:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a row's tokens, [L + 1] (the last of validation may be shorter), and the document starts in it."""
+        """Return a row's tokens, [L + 1] (validation's last row may be shorter), and its document starts."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         number = int(np.searchsorted(self._ends, index, side="right"))

@@ -1,4 +1,4 @@
-"""Lightning data modules of text from a source, tokenized and packed, and of ready tokens."""
+"""Lightning data modules for text (tokenized and packed) and for ready tokens."""
 
 import functools
 import logging
@@ -21,14 +21,15 @@ from data_pipeline.workers import available_processes, most_processes
 
 logger = logging.getLogger(__name__)
 
-# Part of every fingerprint: raise one when the code changes what that stage, from the same inputs, writes.
+# Part of every fingerprint: increase a number when that stage writes something else from the same inputs.
 FORMATS = {"documents": 2, "blocks": 1}
 
 
 class PackedText(TokenData):
     """Text in documents folders, tokenized and packed into rows of `block_length` under `data_dir`.
 
-    `processes` do the work (None: one a core).
+    Args:
+        processes: number of worker processes; None for one per core.
     """
 
     def __init__(
@@ -80,8 +81,11 @@ class PackedText(TokenData):
         }
 
     def _open_blocks(self, blocks: Path, split: str, length: int) -> BlockSequences:
-        """Return a split's sequences, memory-mapped. Raises ValueError where files of an earlier version, which kept
-        no checksums, are damaged."""
+        """Return a split's sequences, memory-mapped.
+
+        Raises:
+            ValueError: the files are damaged (earlier versions kept no checksums).
+        """
         try:
             sequences = BlockSequences(blocks, split, self.block_length, length)
             rows, written = len(sequences.blocks), read_manifest(blocks)[split]["rows"]
@@ -96,10 +100,14 @@ class PackedText(TokenData):
 class TextData(PackedText):
     """Text from a source: gathered, split, tokenized and packed into rows of `block_length` under `data_dir`.
 
-    `source` is one of `data_pipeline.sources`, `tokenizer` one of `data_pipeline.tokens.tokenizer`.
-    `validation_fraction` of the documents, by hash, are drawn, and held out where other documents do not repeat them.
-    `processes` do the work (None: one a core). What cannot be read is skipped, counted and logged; ValueError is raised
-    where that is more than `most_skipped` of the records, and with `strict` for the first.
+    Unreadable records are skipped, counted and logged. More than `most_skipped` of them, or with `strict` the first
+    one, raise ValueError.
+
+    Args:
+        source: one of `data_pipeline.sources`.
+        tokenizer: one of `data_pipeline.tokens.tokenizer`.
+        validation_fraction: share of documents drawn by hash; those that other documents repeat return to train.
+        processes: number of worker processes; None for one per core.
     """
 
     def __init__(
@@ -142,9 +150,10 @@ class TextData(PackedText):
         self._blocks_folder: Path | None = None
 
     def prepare(self) -> None:
-        """Gather, train or load the tokenizer, tokenize and pack; each only where it has changed.
+        """Gather the documents, train or load the tokenizer, tokenize and pack; redo only what changed.
 
-        Raises ValueError naming the key or file for what cannot work: see the sources and tokenizers.
+        Raises:
+            ValueError: something cannot work; the line names the key or file (see the sources and tokenizers).
         """
         if self.fingerprint is not None:
             return
@@ -167,15 +176,18 @@ class TextData(PackedText):
 
         folder = prepared_folder(self.data_dir, "documents", identity, build)
         problems = read_manifest(folder)["problems"]
-        if self.strict and problems:  # gathered when strict was off
+        if self.strict and problems:  # gathered while strict was off
             raise ValueError(f"{problems[0]} before; mend it, or set data.strict=false")
         return folder
 
     def _documents_of_resumed(self) -> Path | None:
-        """Return the documents that a resumed run was begun with, where an earlier version gathered them.
+        """Return the documents of a resumed run if an earlier version gathered them, else None.
 
-        It held out by another rule, and the run shall end with the text that it began with. None for a new run, and for
-        one whose documents this version gathers. Raises ValueError, before anything is prepared, where neither is so.
+        The earlier version held out documents by another rule, and the run must finish with the text it started with.
+        None also for a new run, and for a run whose documents this version gathers.
+
+        Raises:
+            ValueError: the run's documents match neither version; raised before anything is prepared.
         """
         identities = [self._documents_identity(FORMATS["documents"], self.identified_by)]
         identities += [self._documents_identity(1, EARLIER)]
@@ -202,7 +214,7 @@ class TextData(PackedText):
         return self._open_blocks(self._blocks_folder, split, length)
 
     def yardsticks(self) -> dict[str, float | None]:
-        """Return the bits per byte of the unigram model and of xz on the held-out text, computed once."""
+        """Return the bits per byte of the unigram model and of xz on the held-out text; computed once."""
         self.prepare()
         return yardsticks(
             self._documents_folder, self._blocks_folder, self.manifest["vocab_size"], self.validation_bytes
@@ -212,7 +224,7 @@ class TextData(PackedText):
 class LongCrawl64Data(TokenData):
     """LongCrawl64's arrays of GPT-2 tokens, cut to `sequence_length` and read in place.
 
-    `tokenizer` must be GPT-2's: it decodes samples and says how large the vocabulary is.
+    `tokenizer` must be GPT-2's: it decodes samples and gives the vocabulary size.
     """
 
     def __init__(
@@ -234,7 +246,11 @@ class LongCrawl64Data(TokenData):
         self.source, self.tokenizer = source, tokenizer
 
     def prepare(self) -> None:
-        """Check the arrays and load the tokenizer. Raises ValueError naming the key that cannot work."""
+        """Check the arrays and load the tokenizer.
+
+        Raises:
+            ValueError: a setting cannot work; the line names the key.
+        """
         if self.fingerprint is not None:
             return
         self.train_sequences = len(self.open("train", self.sequence_length))
@@ -256,7 +272,7 @@ class LongCrawl64Data(TokenData):
         logger.info("text: %s", _summary(self.manifest))
 
     def open(self, split: str, length: int) -> ArraySequences:
-        """Return a split's sequences; nothing is read yet."""
+        """Return a split's sequences without reading them."""
         key = "data.sequence_length" if split == "train" else "data.validation_length"
         return ArraySequences(self.source, split, length, key)
 

@@ -1,4 +1,4 @@
-"""What a tokenizing process does. It imports little, so that processes start fast."""
+"""Work of a tokenizing process; few imports, so that processes start fast."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +11,18 @@ from data_pipeline.documents import read_texts
 
 
 class Encoded(NamedTuple):
-    """A unit's documents as one stream of tokens, [bos] before each, and where each starts in it (int64)."""
+    """A unit's documents as one token stream with [bos] before each document, and their start offsets (int64)."""
 
     tokens: np.ndarray
     starts: np.ndarray
 
 
 def make_encoder(tokenizer_json: str, bos: int, dtype: str) -> Callable[[tuple[Path, int]], Encoded]:
-    """Return a function from a unit of Parquet text to its tokens."""
+    """Return a function that maps a unit of Parquet text to its tokens."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    # A text that quotes "<|endoftext|>" spells it: it does not end there.
+    # "<|endoftext|>" quoted in a text is encoded as plain characters and does not end the document.
     tokenizer.encode_special_tokens = True
 
     def encode(unit: tuple[Path, int]) -> Encoded:

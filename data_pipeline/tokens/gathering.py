@@ -1,4 +1,4 @@
-"""A source's documents come to rest: each text once, and held out only what the training text does not have too."""
+"""Write a source's documents to shards: exact duplicates removed, held-out text absent from the training text."""
 
 import hashlib
 import logging
@@ -11,8 +11,8 @@ from data_pipeline.tokens.repeats import repeated_shares
 
 logger = logging.getLogger(__name__)
 
-DRAWN = "drawn"  # the name of the shards of documents that may be held out
-MOST_REPEATED = 0.05  # of a held-out document's text that other documents have too
+DRAWN = "drawn"  # shard name of the documents drawn for validation
+MOST_REPEATED = 0.05  # largest share of a held-out document's text that other documents may repeat
 
 
 def gather(
@@ -20,14 +20,14 @@ def gather(
 ) -> dict:
     """Write a source's documents into `folder` as Parquet shards and return the manifest's counts.
 
-    Exact duplicates are dropped. A document is drawn for validation when the sha256 of its text, read as a fraction of
-    1, is under `validation_fraction`, and held out when at most MOST_REPEATED of its text stands in any other document:
-    else a copy of it, or a near one, would be trained on. So the same text falls on the same side in every corpus that
-    does not repeat it.
+    Exact duplicates are dropped. A document is drawn for validation if the sha256 of its text, as a fraction of 1, is
+    below `validation_fraction`. It is held out if at most MOST_REPEATED of its text occurs in any other document:
+    otherwise the model would train on an exact or near copy. The same text therefore gets the same split in every
+    corpus that does not repeat it.
 
     Raises:
-        ValueError: either side stays empty, or more than `most_skipped` of the records could not be read; the line
-            names the key to change.
+        ValueError: one split is empty, or more than `most_skipped` of the records could not be read; the line names
+            the key to change.
     """
     seen: set[bytes] = set()
     duplicates = 0
@@ -64,8 +64,11 @@ def gather(
 
 
 def _hold_out(folder: Path, drawn: ShardWriter, train: ShardWriter, processes: int) -> tuple[ShardWriter, int]:
-    """Write the drawn documents to validation, but those that others repeat to train; return the writer of validation
-    and how many were repeated. Where all are, the least repeated one is held out."""
+    """Write the drawn documents to validation, and those that others repeat to train.
+
+    If all are repeated, the least repeated one is held out. Returns the validation writer and the number of repeated
+    documents.
+    """
     shares = repeated_shares(folder, DRAWN, "train", drawn.bytes, processes)
     most = max(MOST_REPEATED, min(shares))
     validation = ShardWriter(folder, "validation")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = 50256
 VOCABULARY = 50257
-SAMPLED_DOCUMENTS = 8  # whose tokens tell an array from others
+SAMPLED_DOCUMENTS = 8  # documents whose tokens identify an array
 ARRAYS = {"train": "train.zarr", "validation": "heldout.zarr"}
 
 
@@ -34,7 +34,7 @@ class LongCrawl64:
     path: str
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Each array's shape, type and layout, and the tokens of some of its documents (WHOLE: of all)."""
+        """Return each array's shape, dtype and layout, and a digest of some documents' tokens (WHOLE: of all)."""
         arrays = {split: self.open(split) for split in ARRAYS}
         found = {
             "longcrawl64": {split: [list(array.shape), str(array.dtype)] for split, array in arrays.items()},
@@ -53,7 +53,11 @@ class LongCrawl64:
         return found
 
     def open(self, split: str) -> zarr.Array:
-        """Open an array. Raises ValueError naming `data.source.path` where it is missing or of another layout."""
+        """Open an array.
+
+        Raises:
+            ValueError: the array is missing or has another layout; the line names `data.source.path`.
+        """
         import zarr  # only this source needs it
 
         folder = self._folder(ARRAYS[split])
@@ -77,7 +81,7 @@ class LongCrawl64:
 
 
 def _digest(array: zarr.Array, by: str) -> str:
-    """Return a SHA-256 of the tokens of documents, evenly spaced from the first to the last."""
+    """Return a SHA-256 of the tokens of evenly spaced documents, first and last included."""
     documents = array.shape[0]
     count = documents if by == WHOLE else min(documents, SAMPLED_DOCUMENTS)
     digest = hashlib.sha256()
@@ -87,11 +91,13 @@ def _digest(array: zarr.Array, by: str) -> str:
 
 
 class ArraySequences(Dataset):
-    """Documents cut into sequences of `length` targets, each independent of the others.
+    """Documents cut into independent sequences of `length` targets.
 
-    The inputs are the targets moved by one, with the end-of-text token in front, so all `length` tokens of a sequence
-    are predicted. Raises ValueError where `length` does not divide the documents' length. Index -1 is a sequence of no
-    tokens, which `collate` fills with ignored ones.
+    The inputs are the targets shifted by one, with the end-of-text token first, so all `length` tokens are predicted.
+    Index -1 returns an empty sequence, which `collate` pads with ignored targets.
+
+    Raises:
+        ValueError: `length` does not divide the documents' length.
     """
 
     def __init__(self, source: LongCrawl64, split: str, length: int, key: str) -> None:
@@ -116,7 +122,7 @@ class ArraySequences(Dataset):
         return Sequence(inputs, targets, np.zeros(1, np.int64))
 
     def _opened(self) -> zarr.Array:
-        """Return this process's own array: zarr reads through a thread, which a forked process does not have."""
+        """Return this process's array: zarr reads through a thread, which a forked process does not inherit."""
         if self._process != os.getpid():
             self._process, self._array = os.getpid(), self.source.open(self.split)
         return self._array

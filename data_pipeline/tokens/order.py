@@ -1,4 +1,4 @@
-"""The order of training sequences: a pure function of (seed, position), so nothing need be saved to resume it."""
+"""Order of training sequences: a pure function of (seed, position), so a resume needs no saved state."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -10,8 +10,8 @@ from torch.utils.data import Sampler
 def sequences_at(position: int, count: int, total: int, seed: int) -> np.ndarray:
     """Return the sequences, int64 [count], read at positions `position ... position + count - 1` of a run.
 
-    Each epoch (position // total) is a permutation of its own of the `total` sequences: every one is used once before
-    any is used again.
+    Each epoch (position // total) is a different permutation of the `total` sequences: every sequence is used once
+    before any is repeated.
     """
     parts = []
     while count > 0:
@@ -29,11 +29,11 @@ def _permutation(seed: int, epoch: int, total: int) -> np.ndarray:
 
 
 class RunOrder(Sampler[list[int]]):
-    """Micro-batches of one rank, as lists of positions in the run, from micro-batch `start` to the run's end.
+    """Micro-batches of one rank, as lists of positions in the run, from micro-batch `start` to the end of the run.
 
-    Global batch s holds positions s*G to (s+1)*G - 1, with G = micro_batch_size * accumulation * world_size, whatever
-    these three are. Its length is that of the whole run, `micro_batches`, wherever it starts: Lightning counts a
-    resumed run's batches from the run's beginning.
+    Global batch s holds positions s*G to (s+1)*G - 1, with G = micro_batch_size * accumulation * world_size, for any
+    values of the three. The length is always `micro_batches`, the whole run: Lightning counts the batches of a resumed
+    run from the beginning of the run.
     """
 
     def __init__(self, micro_batch_size: int, micro_batches: int, start: int, rank: int, world_size: int) -> None:
@@ -47,7 +47,7 @@ class RunOrder(Sampler[list[int]]):
         return map(self.micro_batch, range(self.start, self.micro_batches))
 
     def micro_batch(self, number: int) -> list[int]:
-        """Return what the rank reads in the run's micro-batch of this number."""
+        """Return what this rank reads in micro-batch `number` of the run."""
         return self._read_from((number * self.world_size + self.rank) * self.micro_batch_size)
 
     def _read_from(self, position: int) -> list[int]:
@@ -55,7 +55,7 @@ class RunOrder(Sampler[list[int]]):
 
 
 class TrainOrder(RunOrder):
-    """The same as indices of `total` sequences, which each epoch permutes."""
+    """`RunOrder` as indices of `total` sequences, permuted in each epoch."""
 
     def __init__(
         self, total: int, seed: int, micro_batch_size: int, micro_batches: int, start: int, rank: int, world_size: int
@@ -68,10 +68,10 @@ class TrainOrder(RunOrder):
 
 
 class ValidationOrder(Sampler[list[int]]):
-    """All sequences once, in order, dealt to ranks in turn; each rank has equally many full batches.
+    """All sequences once, in order, dealt to the ranks in turn; every rank has the same number of full batches.
 
-    Where they do not come out even, the index -1 stands for a sequence that is wholly ignored: ranks that leave a loop
-    at different times wait for each other for ever.
+    Index -1 pads the last batches with ignored sequences: ranks that leave a loop at different times would wait for
+    each other forever.
     """
 
     def __init__(self, total: int, batch_size: int, rank: int, world_size: int) -> None:

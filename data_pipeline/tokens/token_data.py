@@ -1,4 +1,4 @@
-"""What every Lightning data module shares: flattened batches, in an order that resumes exactly."""
+"""Base of all Lightning data modules: flattened batches, in an order that resumes exactly."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -20,41 +20,41 @@ from data_pipeline.tokens.tokenizer import ByteLevelBPE, Pretrained
 from data_pipeline.tokens.yardsticks import NAMES
 from data_pipeline.workers import most_processes
 
-FORMAT = 1  # part of a tokenizer's fingerprint: raise it when the code writes another one from the same inputs
-LEAST_LENGTH = 2  # tokens of a sequence: one alone has none before it to learn from
+FORMAT = 1  # part of a tokenizer's fingerprint: increase it when the code writes another one from the same inputs
+LEAST_LENGTH = 2  # tokens per sequence: a single token has no context to learn from
 
 
 class OrderedLoader(DataLoader):
-    """A loader whose place is a function of the trainer's step: it resumes with no state of its own.
+    """A loader whose position is a function of the trainer's step, so it resumes without saved state.
 
-    Saying so with an empty state keeps Lightning from warning, at every resume, that the place is lost.
+    The empty state keeps Lightning from warning at every resume that the position is lost.
     """
 
     def state_dict(self) -> dict:
-        """Return nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take nothing."""
+        """Ignore the state."""
 
 
 class TokenData(LightningDataModule, ABC):
-    """What every kind of data shares: lengths, batches, order. Lengths and batch sizes are in tokens.
+    """Base of every kind of data: lengths, batches, order. Lengths and batch sizes are in tokens.
 
-    A global batch is `batch_tokens` tokens, in sequences of `sequence_length`; a device takes `micro_batch_size`
-    sequences at a time and accumulates. Validation reads sequences of `validation_length`, as many as make about as
-    many tokens. Batches are those of `data_pipeline.tokens.batches.collate`.
+    A global batch is `batch_tokens` tokens, in sequences of `sequence_length`. A device takes `micro_batch_size`
+    sequences at a time and accumulates. Validation reads sequences of `validation_length`, in batches of about as many
+    tokens. `data_pipeline.tokens.batches.collate` makes the batches.
 
-    `full_hash` tells input files apart by all of their content, not by a sample of large ones. `resumed` may be set
-    before `prepare()`: the fingerprint of the data that a resumed run was begun with.
+    `full_hash` identifies input files by all their content, not by a sample of large ones. `resumed`, the fingerprint
+    of the data that a resumed run started with, may be set before `prepare()`.
 
     After `prepare()`: `hf_tokenizer`; `fingerprint`, which names the prepared tokens; `manifest`, their counts;
-    `train_sequences`, the number of training sequences; `validation_bytes`, UTF-8 bytes of held-out text or None. Of a
-    mixture also `component_bytes`, UTF-8 bytes of held-out text by component, in the order in which batches number
-    components; and `phase_starts`, from optimizer steps to the names of the phases that begin with them.
+    `train_sequences`, the number of training sequences; `validation_bytes`, UTF-8 bytes of held-out text or None.
+    Mixtures also have `component_bytes`, UTF-8 bytes of held-out text by component, in the order in which batches
+    number components; and `phase_starts`, which maps optimizer steps to the names of the phases that start there.
     """
 
-    documents_have_start = True  # every document begins with the start token
+    documents_have_start = True  # every document starts with the start token
     _collate = staticmethod(collate)
 
     def __init__(
@@ -93,10 +93,11 @@ class TokenData(LightningDataModule, ABC):
         self.accumulation(world_size=1)
 
     def accumulation(self, world_size: int) -> int:
-        """Return the number of micro-batches of each of `world_size` devices that make one global batch.
+        """Return the number of micro-batches per device that make one global batch on `world_size` devices.
 
-        Raises ValueError naming `data.batch_tokens`, `data.micro_batch_size` and `trainer.devices` where it is not
-        whole.
+        Raises:
+            ValueError: the number is not whole; the line names `data.batch_tokens`, `data.micro_batch_size` and
+                `trainer.devices`.
         """
         at_once = self.micro_batch_size * self.sequence_length * world_size
         if self.batch_tokens % at_once:
@@ -108,7 +109,7 @@ class TokenData(LightningDataModule, ABC):
         return self.batch_tokens // at_once
 
     def validation_batch_tokens(self, world_size: int) -> int:
-        """Return the tokens that one validation batch on each of `world_size` devices reads together."""
+        """Return the tokens of one validation batch, summed over `world_size` devices."""
         return self._validation_batch_size() * self.validation_length * world_size
 
     def _validation_batch_size(self) -> int:
@@ -116,29 +117,29 @@ class TokenData(LightningDataModule, ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Do all the work on disk that is not done yet; cheap when it is. Needs no Trainer."""
+        """Do all pending work on disk; cheap when nothing is pending. Needs no Trainer."""
 
     @abstractmethod
     def open(self, split: str, length: int) -> Dataset:
-        """Return a split's sequences of `length` tokens, of which index -1 is an empty one."""
+        """Return a split's sequences of `length` tokens; index -1 is an empty sequence."""
 
     def yardsticks(self) -> dict[str, float | None]:
-        """Return the bits per byte of `data_pipeline.tokens.yardsticks.NAMES`; None where there is no text."""
+        """Return the bits per byte of `data_pipeline.tokens.yardsticks.NAMES`; None without text."""
         return dict.fromkeys(NAMES)
 
     def prepare_data(self) -> None:
-        """Lightning's hook, on one process a node."""
+        """Prepare the data: Lightning's hook, called on one process per node."""
         self.prepare()
 
     def setup(self, stage: str | None = None) -> None:
-        """Lightning's hook, on every process: open what is prepared."""
+        """Open the prepared data: Lightning's hook, called on every process."""
         self.prepare()
         if not self._sequences:
             lengths = {"train": self.sequence_length, "validation": self.validation_length}
             self._sequences = {split: self.open(split, lengths[split]) for split in SPLITS}
 
     def train_dataloader(self) -> DataLoader:
-        """Return the micro-batches from the trainer's current step to its last, as one epoch without an end.
+        """Return the micro-batches from the trainer's current step to its last, as one endless epoch.
 
         Needs `Trainer(use_distributed_sampler=False)`. Without a trainer: one epoch from the beginning.
         """
@@ -157,7 +158,7 @@ class TokenData(LightningDataModule, ABC):
         return TrainOrder(total, self.seed, self.micro_batch_size, micro_batches, start, rank, world_size)
 
     def val_dataloader(self) -> DataLoader:
-        """Return all validation sequences in order, each on one rank, equally many batches on every rank."""
+        """Return all validation sequences in order, each on one rank; every rank has the same number of batches."""
         self.setup()
         sequences = self._sequences["validation"]
         order = ValidationOrder(len(sequences), self._validation_batch_size(), *self._rank_and_world_size())
@@ -171,11 +172,11 @@ class TokenData(LightningDataModule, ABC):
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # its own: making an iterator must not draw from the model's
+            generator=torch.Generator(),  # separate: creating an iterator must not draw from the model's generator
         )
 
     def _rank_and_world_size(self) -> tuple[int, int]:
-        """Return the data-parallel rank and size: with tensor parallelism there are fewer than processes."""
+        """Return the data-parallel rank and size; tensor parallelism makes them smaller than the process counts."""
         if self.trainer is None:
             return 0, 1
         replicas = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
@@ -191,11 +192,11 @@ class TokenData(LightningDataModule, ABC):
         folder = prepared_folder(self.data_dir, "tokenizer", identity, build, earlier)
         try:
             self.hf_tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError, KeyError) as error:  # of an earlier version, which kept no checksums
+        except (OSError, ValueError, KeyError) as error:  # from an earlier version, which kept no checksums
             raise ValueError(f"{folder} is damaged: remove it, and the next start makes it again") from error
         return folder
 
 
 def tokenizer_identity(tokenizer: ByteLevelBPE | Pretrained, documents: Path | None, by: str) -> dict:
-    """Return what names the folder of a tokenizer; `by`: see its own `identity`."""
+    """Return the identity that names a tokenizer's folder; for `by` see `ByteLevelBPE.identity`."""
     return {"format": FORMAT, **tokenizer.identity(documents, by)}

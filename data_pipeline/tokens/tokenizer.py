@@ -1,4 +1,4 @@
-"""Tokenizers: train a byte-level BPE on the corpus, or take one from a folder or the Hub."""
+"""Tokenizers: train a byte-level BPE on the corpus, or load one from a folder or the Hub."""
 
 import hashlib
 import json
@@ -19,11 +19,11 @@ from data_pipeline.progress import Stage
 
 END_OF_TEXT = "<|endoftext|>"
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
-# A folder holds a tokenizer when it has all files of one of these kinds.
+# A folder holds a tokenizer if it has all files of one of these sets.
 FILE_SETS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("spiece.model",), ("vocab.txt",))
-# All that a tokenizer is read from, among what else a model's folder has (weights, a README).
+# All files a tokenizer is read from; a model's folder also has others (weights, a README).
 FILES = (
-    "tokenizer*",  # tokenizer.json, tokenizer_config.json, and those of other versions
+    "tokenizer*",  # tokenizer.json, tokenizer_config.json, and other versions' files
     "vocab*",
     "merges.txt",
     "*.model",
@@ -34,14 +34,14 @@ FILES = (
     "chat_template*",
     "additional_chat_templates/*.jinja",
 )
-CONFIG_KEYS = ("model_type", "model_name", "tokenizer_class", "transformers_version")  # say how those files are read
+CONFIG_KEYS = ("model_type", "model_name", "tokenizer_class", "transformers_version")  # decide how FILES are read
 
 
 @dataclass(frozen=True)
 class ByteLevelBPE:
-    """A byte-level BPE in GPT-2's manner, trained on about `train_bytes` bytes of the train documents.
+    """A byte-level BPE in GPT-2's style, trained on about `train_bytes` bytes of the train documents.
 
-    Every text decodes to itself, byte for byte. Documents are chosen by a hash of their text, so the sample and the
+    Every text decodes to itself, byte for byte. Documents are sampled by a hash of their text, so the sample and the
     vocabulary do not depend on the machine.
     """
 
@@ -53,11 +53,15 @@ class ByteLevelBPE:
         check_whole("tokenizer.train_bytes", self.train_bytes, 1)
 
     def identity(self, documents_folder: Path | None, by: str = SAMPLE) -> dict:
-        """Settings, and the documents it is trained on, whose folder is named by their content."""
+        """Return the settings and the training documents' folder, which is named by its content."""
         return {"byte_level_bpe": asdict(self), "documents": documents_folder and documents_folder.name}
 
     def build(self, documents_folder: Path | None) -> PreTrainedTokenizerFast:
-        """Train. Raises ValueError where there is no text to train on (`documents_folder` is None)."""
+        """Train the tokenizer.
+
+        Raises:
+            ValueError: `documents_folder` is None, so there is no text to train on.
+        """
         if documents_folder is None:
             raise ValueError("tokenizer=bpe needs text to train on, and data has only tokens: use tokenizer=gpt2")
         tokenizer = Tokenizer(models.BPE())
@@ -80,11 +84,11 @@ class ByteLevelBPE:
         fraction = self.train_bytes / read_manifest(documents_folder)["train"]["bytes"]
         for text in documents.texts(documents_folder, "train"):
             encoded = text.encode()
-            # Digits that the split into train and validation does not look at.
+            # Other digits than those that decide between train and validation.
             if int.from_bytes(hashlib.sha256(encoded).digest()[8:16], "big") < fraction * 2**64:
                 stage.advance(len(encoded))
                 yield text
-        if stage.done == 0:  # a few long documents, none of which was drawn
+        if stage.done == 0:  # a few long documents, and the sample holds none of them
             for text in documents.texts(documents_folder, "train"):
                 stage.advance(len(text.encode()))
                 yield text
@@ -94,16 +98,17 @@ class ByteLevelBPE:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A Hugging Face tokenizer from a folder, or by its name on the Hub (at `revision`)."""
+    """A Hugging Face tokenizer from a folder, or from the Hub by name (at `revision`)."""
 
     path: str
     revision: str | None = None
 
     def identity(self, documents_folder: Path | None, by: str = SAMPLE) -> dict:
-        """Settings, and the content of a local folder's files that make the tokenizer; all of them are read.
+        """Return the settings and, for a local folder, the whole content of the files that make the tokenizer.
 
         Args:
-            by: EARLIER also has the folder's path.
+            documents_folder: unused; the other tokenizer is trained on it.
+            by: EARLIER includes the folder's path.
         """
         folder = self._folder()
         if folder is None:
@@ -116,7 +121,11 @@ class Pretrained:
         return {"pretrained": settings_identity(self, by, "path"), "files": content, "config": _config_values(folder)}
 
     def build(self, documents_folder: Path | None) -> PreTrainedTokenizerFast:
-        """Load. Raises ValueError naming `tokenizer.path` and what is missing."""
+        """Load the tokenizer.
+
+        Raises:
+            ValueError: it cannot be loaded; the line names `tokenizer.path` and what is missing.
+        """
         folder = self._folder()
         if folder is not None:
             _check_files(folder, self.path)
@@ -148,21 +157,21 @@ class Pretrained:
 
 
 def document_start(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the id of the token put before each document: bos, or else eos (GPT-2 has one token for both)."""
+    """Return the id of the token put before each document: bos if set, else eos (GPT-2 uses one token for both)."""
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """Return the ids of the tokens that end a generated text: the model's generation settings may name several."""
+    """Return the ids of the tokens that end a generated text; the model's generation settings may list several."""
     named = model.generation_config.eos_token_id
     return {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
 
 
 def add_document_start(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Make `tokenizer(text)` begin with the start token, as every document of text did in training.
+    """Make `tokenizer(text)` start with the start token, as every text document did in training.
 
-    The rule is kept in tokenizer.json, so saved tokenizers follow it in plain transformers too. Chat templates write
-    their own special tokens, and are tokenized without this one.
+    The rule is stored in tokenizer.json, so saved tokenizers follow it in plain transformers too. Chat templates write
+    their own special tokens and are tokenized without this one.
     """
     first = document_start(tokenizer)
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -172,13 +181,13 @@ def add_document_start(tokenizer: PreTrainedTokenizerFast) -> None:
     template = processors.TemplateProcessing(
         single=f"{token} $A", pair=f"{token} $A $B", special_tokens=[(token, first)]
     )
-    # One that adds no tokens may still adjust offsets: keep it. One that adds others was not used in training.
+    # Keep a post-processor that adds no tokens: it may adjust offsets. One that adds others was not used in training.
     keep = backend.post_processor is not None and tokenizer("a")["input_ids"] == bare
     backend.post_processor = processors.Sequence([backend.post_processor, template]) if keep else template
 
 
 def _config_values(folder: Path) -> dict:
-    """Return what a model's `config.json` says of its tokenizer; nothing where that cannot be read."""
+    """Return the keys of a model's `config.json` that concern its tokenizer; empty if the file cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
