@@ -1,4 +1,4 @@
-"""Documents, what could not be read of them, and the Parquet shards in which they come to rest."""
+"""Documents, the records that could not be read, and the Parquet shards that store documents."""
 
 import logging
 import math
@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation")
-UNIT_BYTES = 256 * 1024  # text in a row group: the unit of work of later stages, small so that cores end together
-SHARD_BYTES = 256 * 1024 * 1024  # text in a file
+UNIT_BYTES = 256 * 1024  # text per row group: the unit of work of later stages, small so that all cores finish together
+SHARD_BYTES = 256 * 1024 * 1024  # text per file
 REQUIRED = ("id", "text", "source", "origin", "length", "split")
 SCHEMA = pa.schema(
     [
@@ -26,10 +26,10 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, a name for it, and where it comes from.
+    """A text with its id and metadata.
 
-    `metadata` has "source" (which reader) and "origin" (a path, or a package, its version and file), and "licence",
-    "date" and "url" when they are known.
+    `metadata` has "source" (the reader), "origin" (a path, or a package, its version and file), and, when known,
+    "licence", "date" and "url".
     """
 
     text: str
@@ -38,10 +38,13 @@ class Document:
 
 
 class Problems:
-    """What a source could not read: one log line each, counted by kind; with `strict` the first one raises.
+    """Records a source could not read: one log line each, counted by kind; with `strict` the first one raises.
 
-    key: what says `strict` on the command line. `source`: the key of the source that is read. Only the first
-    `LOGGED` lines are logged and kept, so that a file of a million broken lines does not drown a log.
+    Only the first `LOGGED` lines are logged and kept, so that a file of a million broken lines does not flood the log.
+
+    Args:
+        key: the command-line setting that sets `strict`.
+        source: the key of the source being read.
     """
 
     LOGGED = 100
@@ -53,14 +56,14 @@ class Problems:
         self.lines: list[str] = []
 
     def skip(self, where: str, kind: str, detail: str = "", records: int = 1, cause: str = "") -> None:
-        """Note that what lies at `where` (a file, and a line or offset in it) is left out.
+        """Record that the data at `where` (a file, and a line or offset in it) is skipped.
 
         Args:
-            records: how many of them lie there.
-            cause: a setting of the source that may be wrong, as `text_key=body`, and what was found instead.
+            records: number of records skipped there.
+            cause: a source setting that may be wrong, as `text_key=body`, and what was found instead.
 
         Raises:
-            ValueError: `strict` is set; the line has the same words.
+            ValueError: `strict` is set.
         """
         line = f"{where}: {kind}{f' ({detail})' if detail else ''}: skipped"
         if self.strict:
@@ -75,11 +78,14 @@ class Problems:
                 logger.warning("further problems are counted only")
 
     def check(self, read: int, most: float, group: str) -> None:
-        """Raise ValueError, naming the setting behind it, where more than `most` of the records were skipped.
+        """Check that at most a share `most` of the records was skipped.
 
         Args:
-            read: how many were not.
-            group: has the key `most_skipped`.
+            read: number of records that were not skipped.
+            group: the settings group with the key `most_skipped`.
+
+        Raises:
+            ValueError: more were skipped; the line names the probable setting.
         """
         skipped = sum(self.counts.values())
         if skipped <= most * (skipped + read):
@@ -99,8 +105,8 @@ class Problems:
 class ShardWriter:
     """Parquet shards of one split: row groups of about UNIT_BYTES of text, files of about SHARD_BYTES.
 
-    They are `folder/<name>-00000.parquet` and so on, by default with the split as their name; `schema` may have further
-    columns, of metadata.
+    Files are `folder/<name>-00000.parquet` and so on; `name` defaults to the split. `schema` may have further metadata
+    columns.
     """
 
     def __init__(self, folder: Path, split: str, name: str | None = None, schema: pa.Schema = SCHEMA) -> None:
@@ -141,7 +147,7 @@ class ShardWriter:
             self._writer, self._shard_bytes, self._shards = None, 0, self._shards + 1
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Write pending rows and close the shard."""
         self._flush()
         self._close_shard()
 
@@ -152,7 +158,7 @@ def shards(folder: Path, split: str) -> list[Path]:
 
 
 def units(folder: Path, split: str) -> list[tuple[Path, int]]:
-    """Return the (file, row group) pairs of a split, in order: the fixed units that later stages work on."""
+    """Return the (file, row group) pairs of a split, in order: the fixed work units of later stages."""
     return [(path, group) for path in shards(folder, split) for group in range(pq.read_metadata(path).num_row_groups)]
 
 

@@ -1,4 +1,4 @@
-"""Prepared folders: named by a hash of what made them, built once, and whole or absent."""
+"""Prepared folders: named by a hash of their inputs, built once, and either complete or absent."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ from common.atomic_files import write_atomic
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-CHECKED = "checked.json"  # when the files were last changed that were found to be as written
+CHECKED = "checked.json"  # modification times of the files when their checksums last matched
 
 
 def fingerprint(identity: object) -> str:
@@ -30,20 +30,20 @@ def fingerprint(identity: object) -> str:
 def prepared_folder(
     data_dir: Path, stage: str, identity: object, build: Callable[[Path], dict], earlier: object = None
 ) -> Path:
-    """Return the folder `data_dir/stage-fingerprint`, building it first where it is missing or damaged.
+    """Return the folder `data_dir/stage-fingerprint`; build it first if it is missing or damaged.
 
-    `build(folder)` fills an empty folder beside the final one and returns the manifest, which is written last, with the
-    size and checksum of every file; then the folder is renamed. Processes that start together build once (a lock file),
-    and what a killed one left is removed. Sizes are compared each time. Checksums are, in one reading of the files,
-    when a file's times have changed since the last comparison, as after a copy: to read terabytes at every start would
-    cost more than it finds.
+    `build(folder)` fills an empty temporary folder and returns the manifest, which is written last, with the size and
+    checksum of every file; then the folder is renamed. A lock file makes processes that start together build once, and
+    leftovers of killed ones are removed. Sizes are compared each time. Checksums are compared only if a file's times
+    have changed since the last comparison, as after a copy: reading terabytes at every start would cost more than it
+    finds.
 
     Args:
-        earlier: the identity that an earlier version gave to the same content: its folder is taken where it exists and
-            the new one does not.
+        earlier: the identity that an earlier version gave to the same content. Its folder is used if it exists and the
+            new one does not.
 
     Raises:
-        ValueError: the disk is full. Whatever `build` raises passes through, and leaves nothing behind.
+        ValueError: the disk is full. Errors of `build` pass through; nothing is left behind.
     """
     final = folder_of(data_dir, stage, identity, earlier)
     if final != folder_of(data_dir, stage, identity):
@@ -63,7 +63,7 @@ def prepared_folder(
 
 
 def _build_beside(final: Path, identity: object, build: Callable[[Path], dict]) -> None:
-    """Build a folder beside its place, and rename it there when all is written."""
+    """Build in a temporary folder, and rename it when everything is written."""
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -73,7 +73,7 @@ def _build_beside(final: Path, identity: object, build: Callable[[Path], dict]) 
         manifest["files"] = checksums.entries(partial, names)
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _note_whole(partial, manifest["files"])
-        shutil.rmtree(final, ignore_errors=True)  # damaged, or without a manifest and so not one of ours
+        shutil.rmtree(final, ignore_errors=True)  # damaged, or without a manifest and so incomplete
         os.replace(partial, final)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -83,7 +83,7 @@ def _build_beside(final: Path, identity: object, build: Callable[[Path], dict]) 
 
 
 def folder_of(data_dir: Path, stage: str, identity: object, earlier: object = None) -> Path:
-    """Return the folder that `prepared_folder` returns, which may not be there yet."""
+    """Return the folder that `prepared_folder` would return; it may not exist yet."""
     new, old = (data_dir / f"{stage}-{fingerprint(given)}" for given in (identity, earlier))
     return old if earlier is not None and not (new / MANIFEST).exists() and (old / MANIFEST).exists() else new
 
@@ -94,9 +94,10 @@ def read_manifest(folder: Path) -> dict:
 
 
 def _files(folder: Path) -> dict[str, dict]:
-    """Return what the manifest says of the files: nothing in folders of earlier versions.
+    """Return the manifest's file entries; empty for folders of earlier versions.
 
-    Raises ValueError where the manifest is damaged.
+    Raises:
+        ValueError: the manifest is damaged.
     """
     try:
         return read_manifest(folder).get("files", {})
@@ -105,12 +106,12 @@ def _files(folder: Path) -> dict[str, dict]:
 
 
 def _known_whole(folder: Path) -> bool:
-    """Say whether the sizes are as written, and the checksums were compared since the files last changed."""
+    """Return whether sizes match and no file has changed since its checksum was last compared."""
     try:
         files = _files(folder)
         if checksums.wrong_size(folder, files) is not None:
             return False
-        if not os.access(folder, os.W_OK):  # a read-only copy: each start would read all of it
+        if not os.access(folder, os.W_OK):  # read-only: the result of a full check could not be stored
             return True
         known = json.loads((folder / CHECKED).read_text(encoding="utf-8")) if files else {}
         return known == _times(folder, files)
@@ -119,7 +120,7 @@ def _known_whole(folder: Path) -> bool:
 
 
 def _damage(folder: Path) -> str | None:
-    """Return what is wrong with a folder, beginning with the file's name, or None; every file is read once."""
+    """Return what is wrong with a folder, starting with the file's name, or None; reads every file once."""
     try:
         files = _files(folder)
     except ValueError as error:
@@ -135,13 +136,13 @@ def _note_whole(folder: Path, files: dict[str, dict]) -> None:
 
 
 def _times(folder: Path, files: dict[str, dict]) -> dict[str, list[int]]:
-    """Return when each file was last changed: a write, a copy and a move from another disk all show."""
+    """Return when each file was last changed; a write, a copy and a move from another disk all show."""
     found = {name: (folder / name).lstat() for name in files}
     return {name: [status.st_mtime_ns, status.st_ctime_ns] for name, status in found.items()}
 
 
 def other_text(began: str, now: str) -> str:
-    """Return the line for a resumed run whose data, by their fingerprints, are not those that it began with."""
+    """Return the error line for a resumed run whose data fingerprint differs from the one it started with."""
     return (
         f"data: the text is not what this run began with (blocks {began}, now {now}): bring back the files and "
         "data_dir as they were, or start a new run without resume"
@@ -160,7 +161,7 @@ def _lock_of(final: Path) -> Path:
 
 
 def _remove_stale(data_dir: Path) -> None:
-    """Remove partial folders whose builder is gone: the lock of a running one is held."""
+    """Remove partial folders whose builder has ended; a running builder holds its lock."""
     for partial in data_dir.glob(".*.partial"):
         final = data_dir / partial.name.removeprefix(".").removesuffix(".partial")
         with contextlib.suppress(Timeout), _nonblocking(_lock_of(final)):

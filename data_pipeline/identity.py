@@ -1,4 +1,4 @@
-"""What tells the files that data is made from apart: their content, not where they lie or when they were written."""
+"""Identity of the input files of a data set: their content, not their path or modification time."""
 
 import functools
 import hashlib
@@ -10,9 +10,9 @@ from typing import Any
 
 from common.checksums import content_digest, reading, size_of
 
-# How files are told apart. A sample reads SAMPLED_BLOCKS blocks of BLOCK_BYTES of a file over WHOLE_BYTES.
+# How files are identified. SAMPLE reads SAMPLED_BLOCKS blocks of BLOCK_BYTES of a file larger than WHOLE_BYTES.
 SAMPLE, WHOLE = "sample", "whole"
-EARLIER = "earlier"  # by path, size and time, as before content was looked at: finds what earlier versions prepared
+EARLIER = "earlier"  # by path, size and time, as earlier versions did: finds what they prepared
 WHOLE_BYTES = 1024 * 1024
 SAMPLED_BLOCKS = 16
 BLOCK_BYTES = 16 * 1024
@@ -22,9 +22,9 @@ def file_identity(paths: Iterable[Path], by: str = SAMPLE) -> str:
     """Return one digest of files, in the order given.
 
     Args:
-        by: SAMPLE: size and content, of large files 16 blocks from the first to the last; WHOLE: all content. Both with
-            each file's place within the deepest folder that holds all of them, so that this folder may be moved or
-            copied. EARLIER: path, size and modification time.
+        by: SAMPLE: size and content, of large files 16 evenly spaced blocks. WHOLE: all content. Both include each
+            file's path within the deepest common folder, so that this folder may be moved or copied. EARLIER: path,
+            size and modification time.
     """
     paths = [Path(path) for path in paths]
     digest = hashlib.sha256()
@@ -43,7 +43,7 @@ def file_identity(paths: Iterable[Path], by: str = SAMPLE) -> str:
 
 
 def content_identity(folder: Path, paths: Iterable[Path]) -> str:
-    """Return one digest of the (name within `folder`, content) of files, in the order given: all of them are read."""
+    """Return one digest of the (name within `folder`, whole content) of files, in the order given."""
     digest = hashlib.sha256()
     for path in paths:
         _add(digest, f"{path.relative_to(folder)}\0{content_digest(path)}\n")
@@ -51,12 +51,12 @@ def content_identity(folder: Path, paths: Iterable[Path]) -> str:
 
 
 def settings_identity(source: Any, by: str, *places: str) -> dict:
-    """Return the fields of a dataclass, without those that only say where its files lie (EARLIER: with them)."""
+    """Return the fields of a dataclass without those that only locate its files (EARLIER: with them)."""
     return {name: value for name, value in asdict(source).items() if by == EARLIER or name not in places}
 
 
 def sampled_digest(path: Path) -> str:
-    """Return a SHA-256 of a file's size and content: of all of it up to WHOLE_BYTES, else of evenly spaced blocks."""
+    """Return a SHA-256 of a file's size and content: all of it up to WHOLE_BYTES, else evenly spaced blocks."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(f"{size}\n".encode())
@@ -72,7 +72,7 @@ def sampled_digest(path: Path) -> str:
 def _content(by: str, path: Path) -> str:
     try:
         return content_digest(path) if by == WHOLE else sampled_digest(path)
-    except PermissionError:  # what reads the text names it, and steps over it
+    except PermissionError:  # the reader of the text reports the file and skips it
         return "unreadable"
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror or error})") from error

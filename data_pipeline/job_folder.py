@@ -1,4 +1,4 @@
-"""A job's output folder that remembers what it was begun with, and is one run's at a time."""
+"""Output folder of a job: records the job's settings, and is locked by one run at a time."""
 
 import contextlib
 import json
@@ -16,9 +16,9 @@ SETTINGS = "settings.json"
 
 
 class JobFolder:
-    """The folder `path`, which the setting `<group>.output` named.
+    """The folder `path`, given by the setting `<group>.output`.
 
-    `settings.json` is what it was begun with; `manifest.json`, written last, says that all is there.
+    `settings.json` holds the settings it was started with. `manifest.json`, written last, marks it as complete.
     """
 
     def __init__(self, path: str | Path, group: str) -> None:
@@ -27,20 +27,20 @@ class JobFolder:
 
     @property
     def key(self) -> str:
-        """The setting and its value, as messages name it."""
+        """Setting and value, as error messages name it."""
         return f"{self.group}.output={self.path}"
 
     def _refused(self, error: OSError) -> ValueError:
         return ValueError(f"{self.key}: {error.strerror}; give a folder to write to")
 
     def begin(self, settings: dict, earlier: dict | None = None) -> None:
-        """Make the folder, or check that it was begun with the same settings.
+        """Create the folder, or check that it was started with the same settings.
 
         Args:
-            earlier: the settings as earlier versions wrote them, which told files apart by path, size and time.
+            earlier: the settings as earlier versions wrote them, with files identified by path, size and time.
 
         Raises:
-            ValueError: a setting differs, which the line names; the folder is something else; there is no access.
+            ValueError: a setting differs (the line names it), the folder holds something else, or access is denied.
         """
         path = self.path / SETTINGS
         try:
@@ -64,7 +64,11 @@ class JobFolder:
 
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[None]:
-        """Hold the folder, or one task's part of it. Raises ValueError where another process does."""
+        """Lock the folder, or one task's part of it.
+
+        Raises:
+            ValueError: another process holds the lock.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Licences as SPDX identifiers, from the addresses that pages link to and the texts that repositories carry."""
+"""Licences as SPDX identifiers, from the URLs that pages link to and the licence texts in repositories."""
 
 import re
 
@@ -16,7 +16,7 @@ _ADDRESSES = (
     (re.compile(r"opensource\.org/licenses?/BSD-3-Clause", re.IGNORECASE), "BSD-3-Clause"),
     (re.compile(r"opensource\.org/licenses?/BSD-2-Clause", re.IGNORECASE), "BSD-2-Clause"),
 )
-# Phrases that stand near the head of each licence's own text, tried in this order: longer names before shorter ones.
+# Phrases near the head of each licence text, tried in this order: longer names before shorter ones.
 _TEXTS = (
     (r"GNU LESSER GENERAL PUBLIC LICENSE Version 3", "LGPL-3.0-only"),
     (r"GNU LESSER GENERAL PUBLIC LICENSE Version 2\.1", "LGPL-2.1-only"),
@@ -50,7 +50,7 @@ _WORDS = {"attribution": "BY", "noncommercial": "NC", "sharealike": "SA", "noder
 
 
 def licence_of_address(address: str) -> str | None:
-    """Return the SPDX identifier of the licence that a URL stands for, or None where it is none of the known."""
+    """Return the SPDX identifier of the licence at a URL, or None if it is unknown."""
     match = _CREATIVE_COMMONS.search(address)
     if match:
         kind, version, public = match.groups()
@@ -61,9 +61,9 @@ def licence_of_address(address: str) -> str | None:
 
 
 def licence_of_text(text: str) -> str | None:
-    """Return the SPDX identifier of the licence whose text begins in the first HEAD_CHARACTERS, or None.
+    """Return the SPDX identifier of the licence whose text starts in the first HEAD_CHARACTERS, or None.
 
-    The licence named first is taken: a later paragraph on other files (logos, code samples) does not count.
+    The first licence in the text counts: a later paragraph about other files (logos, code samples) does not.
     """
     head = " ".join(text[:HEAD_CHARACTERS].split())
     found = [(match.start(), name) for pattern, name in _TEXT_PATTERNS if (match := pattern.search(head))]
@@ -71,5 +71,5 @@ def licence_of_text(text: str) -> str | None:
     if match:
         words = re.split(r"[- ]", match[1].lower())
         found.append((match.start(), f"CC-{'-'.join(_WORDS[word] for word in words)}-{match[2]}"))
-    # By place alone; min keeps the first of equal places, which is the longer name.
+    # Compare positions only; min keeps the first of equal positions, the longer name.
     return min(found, key=lambda place: place[0])[1] if found else None

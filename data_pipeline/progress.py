@@ -10,9 +10,9 @@ logger = logging.getLogger(__name__)
 
 
 class Stage:
-    """Count what a stage has done; `seconds` and `rate` (units/s) hold once it is over.
+    """Progress of a stage; `seconds` and `rate` (units/s) are valid once it has ended.
 
-    `unit` is what is counted ("B", "tokens"); `total` may be unknown (None).
+    `unit` names what is counted ("B", "tokens"); `total` may be unknown (None).
     """
 
     def __init__(self, name: str, unit: str, total: int | None = None) -> None:
@@ -23,7 +23,7 @@ class Stage:
     def __enter__(self) -> "Stage":
         logger.info("%s ...", self.name)
         self._start = time.perf_counter()
-        # disable=None: tqdm is silent when stderr is no terminal.
+        # disable=None: tqdm is silent when stderr is not a terminal.
         self._bar = tqdm(
             desc=self.name, unit=f" {self.unit}", unit_scale=True, total=self.total, disable=None, leave=False
         )

@@ -1,8 +1,9 @@
-"""Worker processes whose results come in the order of the work, however many there are.
+"""Worker processes whose results arrive in the order of the work, for any number of processes.
 
-`multiprocessing` would have each worker import the caller's main module again (seconds, when that imports Lightning),
-and every script guard its main; a forked one would inherit half-dead threads. These workers are plain Python processes
-that read pickled items from a pipe, import what those name, and end when the pipe does: none outlives a killed parent.
+With `multiprocessing`, each worker would import the caller's main module again (seconds, if that imports Lightning),
+and every script would need a main guard; a forked worker would inherit half-dead threads. These workers are plain
+Python processes: they read pickled items from a pipe, import what those need, and exit when the pipe closes, so none
+outlives a killed parent.
 """
 
 import itertools
@@ -25,7 +26,7 @@ def available_processes() -> int:
 
 
 def most_processes() -> int:
-    """Return how many processes can be meant, on this machine or a larger one that it submits to."""
+    """Return the upper limit for a number of processes, on this machine or a larger one that jobs are submitted to."""
     return max(256, 4 * available_processes())
 
 
@@ -33,8 +34,10 @@ def ordered_map(make_worker: Callable[[], Callable], items: Iterable, processes:
     """Yield `make_worker()(item)` for each item, in order; each process makes its worker once.
 
     `make_worker`, items and results must pickle. Few items are in flight at any time, so neither a long iterable nor
-    slow consumption costs memory. `processes=1` works in this process. What a worker raises is raised here;
-    RuntimeError when one is killed.
+    slow consumption costs memory. `processes=1` works in this process.
+
+    Raises:
+        RuntimeError: a worker was killed. Errors that a worker raises are raised here.
     """
     if processes == 1:
         yield from map(make_worker(), items)
@@ -51,7 +54,7 @@ def ordered_map(make_worker: Callable[[], Callable], items: Iterable, processes:
         finally:
             idle.put(worker)
 
-    threads = ThreadPoolExecutor(processes)  # each waits for one process
+    threads = ThreadPoolExecutor(processes)  # each thread waits for one process
     try:
         items = iter(items)
         pending = deque(threads.submit(work, item) for item in itertools.islice(items, 4 * processes))
@@ -73,7 +76,7 @@ class Worker:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TOKENIZERS_PARALLELISM": "false",  # one core each
+            "TOKENIZERS_PARALLELISM": "false",  # one core per worker
         }
         self._process = subprocess.Popen(
             [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
@@ -96,16 +99,16 @@ class Worker:
         return result
 
     def end(self) -> None:
-        """Stop the process, whatever it is doing."""
+        """Kill the process, whatever it is doing."""
         self._process.kill()
         self._process.wait()
 
 
 def serve() -> None:
-    """Be a worker: read `make_worker`, then items, from standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    """Run a worker: read `make_worker`, then items, from standard input until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not get among the answers
+    os.dup2(2, 1)  # keep what libraries print out of the answers
     requests = sys.stdin.buffer
     worker = None
     while True:
