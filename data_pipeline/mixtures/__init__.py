@@ -1,1 +1,1 @@
-"""Mixtures: where their text lies, how much of each kind every phase reads, and in which order."""
+"""Mixtures: where their text is, how much of each component every phase reads, and in which order."""

@@ -1,4 +1,4 @@
-"""A mixture told to people: a Markdown table, and two pictures."""
+"""Description of a mixture for people: a Markdown table and two pictures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ def _count(number: float) -> str:
 
 
 def draw_mixture(manifest: Mapping, path: Path) -> None:
-    """Draw the components' shares over the run, stacked, and the epochs of each that are read."""
+    """Draw the components' shares over the run, stacked, and the epochs read of each."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
@@ -93,7 +93,7 @@ def draw_mixture(manifest: Mapping, path: Path) -> None:
 
 
 def draw_held_out(names: Sequence[str], bits_per_byte: Sequence[float], whole: float, path: Path) -> None:
-    """Draw the bits per byte of each component's held-out text as bars, and that of all of it as a line."""
+    """Draw the bits per byte of each component's held-out text as bars, and of all held-out text as a line."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 1.2 + 0.35 * len(names)), layout="constrained")

@@ -1,4 +1,4 @@
-"""The components of a mixture: which Parquet files are a component's text, and a prepared folder that names them."""
+"""Components of a mixture: the Parquet files of each, and a prepared folder that links them."""
 
 import errno
 import re
@@ -24,9 +24,9 @@ ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Component:
-    """Text of one kind: Parquet files by split, how its bytes count where weights are not given, and a cap.
+    """Text of one kind: Parquet files by split, an upsampling factor for use without weights, and an epoch cap.
 
-    `written`: of files of a corpus or a rewriting, the sizes and checksums that their job noted.
+    `written`: for files of a corpus or a rewriting, the sizes and checksums that their job recorded.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Component:
     max_epochs: float | None
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """What the component's text is made from: files, told apart as `by` says (`identity.file_identity`)."""
+        """Return the component's files by split, identified as `by` says (`identity.file_identity`)."""
         return {split: file_identity(self.files[split], by) for split in SPLITS}
 
 
 def check_components(corpus: str | None, given: Mapping | None, max_epochs: float | None) -> None:
-    """Raise ValueError, naming the key, for settings that cannot work whatever lies on the disk."""
+    """Raise ValueError, naming the key, for settings that cannot work regardless of the files on disk."""
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"data.components={given!r}: give {{name: {{path: folder}}, ...}}")
     if not given and corpus is None:
@@ -79,10 +79,12 @@ def _check_epochs(key: str, value: float | None) -> None:
 
 
 def find_components(corpus: str | None, given: Mapping | None, max_epochs: float | None) -> list[Component]:
-    """Return the components of checked settings: the corpus's categories, then those that are given.
+    """Return the components of checked settings: the corpus's categories, then the given ones.
 
-    A component without a path is the corpus's category of that name; null leaves that category out.
-    Raises ValueError for a folder that is missing, unfinished, or without text.
+    A component without a path is the corpus's category of that name; null drops that category.
+
+    Raises:
+        ValueError: a folder is missing, unfinished, or without text.
     """
     given = dict(given or {})
     wanted: list[tuple[str, str, Mapping]] = []  # name, key, settings with a path
@@ -116,7 +118,7 @@ def find_components(corpus: str | None, given: Mapping | None, max_epochs: float
 
 
 def categories_of(path: Path, key: str) -> list[str]:
-    """Return the categories of a corpus that is finished. Raises ValueError, naming the key, for any other folder."""
+    """Return the categories of a finished corpus; raise ValueError, naming the key, for any other folder."""
     if not (path / "documents").is_dir():
         found = "no such folder" if not path.exists() else "no documents/ in it"
         raise ValueError(f"{key}={path}: {found}; give a folder that job=corpus wrote")
@@ -128,7 +130,8 @@ def categories_of(path: Path, key: str) -> list[str]:
 def text_files(path: Path, categories: Iterable[str] | None, key: str) -> dict[str, list[Path]]:
     """Return the Parquet files by split of a corpus, a rewriting, or any folder of train-*.parquet.
 
-    Raises ValueError, naming the key, where there are none, and for a corpus or rewriting that is not finished.
+    Raises:
+        ValueError: there are none, or the corpus or rewriting is unfinished; the line names the key.
     """
     if not path.is_dir():
         raise ValueError(f"{key}={path}: no such folder; give one with a corpus, a rewriting or train-*.parquet")
@@ -158,8 +161,10 @@ def _check_finished(path: Path, key: str) -> None:
 
 
 def written_files(path: Path) -> dict[Path, dict]:
-    """Return the size and checksum of each file of a corpus or a rewriting, as its job noted them; earlier versions
-    noted none."""
+    """Return the size and checksum of each file of a corpus or a rewriting, as its job recorded them.
+
+    Empty for earlier versions, which recorded none.
+    """
     if not (path / MANIFEST).is_file():
         return {}
     manifest = read_manifest(path)
@@ -168,7 +173,7 @@ def written_files(path: Path) -> dict[Path, dict]:
 
 
 def _check_complete(path: Path, folders: list[Path], found: set[Path], key: str) -> None:
-    """Raise ValueError, naming the file, where one that its job wrote is missing or has another size."""
+    """Raise ValueError, naming the file, if a file that the job wrote is missing or has another size."""
     chosen = {folder.resolve() for folder in folders}
     for file, written in written_files(path).items():
         size = size_of(file)
@@ -178,11 +183,13 @@ def _check_complete(path: Path, folders: list[Path], found: set[Path], key: str)
 
 
 def gather_files(files: dict[str, list[Path]], written: dict[Path, dict], folder: Path) -> dict:
-    """Make `folder` a documents folder of these files, by links, and return the documents and bytes of each split.
+    """Make `folder` a documents folder of links to these files; return the documents and bytes of each split.
 
-    A row's own `split` counts for more than its file's name: what a model has rewritten of a held-out document is held
-    out. Files in which they differ are written anew. Raises ValueError for a file that cannot be read, or that does not
-    match its checksum in `written`.
+    A row's `split` column overrides its file's name, so that a rewriting of a held-out document stays held out. Files
+    with rows of another split are rewritten.
+
+    Raises:
+        ValueError: a file cannot be read, or does not match its checksum in `written`.
     """
     places = _Places(folder)
     with Stage("counting text", "B") as stage:
@@ -207,7 +214,7 @@ def gather_files(files: dict[str, list[Path]], written: dict[Path, dict], folder
 
 
 def join_folders(folders: list[Path], folder: Path) -> dict:
-    """Make `folder` one documents folder of several, by links, and return the documents and bytes of each split."""
+    """Make `folder` a documents folder of links into several; return the documents and bytes of each split."""
     places = _Places(folder)
     for joined in folders:
         for split in SPLITS:
@@ -219,7 +226,7 @@ def join_folders(folders: list[Path], folder: Path) -> dict:
 
 
 class _Places:
-    """The names of a documents folder's files, in order, and what is in them."""
+    """Numbered file names of a documents folder, and the counts of its content."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -237,7 +244,7 @@ class _Places:
 
 
 def _batches(path: Path, split: str) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
-    """Yield a file's rows, some at a time, and for each row whether it is held out."""
+    """Yield a file's rows in batches, and for each row whether it is held out."""
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if "text" not in names:
@@ -248,7 +255,7 @@ def _batches(path: Path, split: str) -> Iterator[tuple[pa.RecordBatch, pa.Array]
 
 
 def _count(path: Path, split: str) -> dict[str, tuple[int, int]]:
-    """Return (documents, UTF-8 bytes) of each split that a file has rows of."""
+    """Return (documents, UTF-8 bytes) of each split that the file has rows of."""
     counts: dict[str, tuple[int, int]] = {}
     for batch, held_out in _batches(path, split):
         if batch.column("text").null_count:
@@ -263,7 +270,7 @@ def _count(path: Path, split: str) -> dict[str, tuple[int, int]]:
 
 
 def _divide(path: Path, split: str, places: _Places) -> None:
-    """Write a file's rows to files of their own splits."""
+    """Write a file's rows to one file per split."""
     writers: dict[str, pq.ParquetWriter] = {}
     try:
         for batch, held_out in _batches(path, split):

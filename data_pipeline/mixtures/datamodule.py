@@ -1,4 +1,4 @@
-"""A data module of several components: weights by phase, caps on epochs, exact proportions in a resumable order."""
+"""Data module of several components: weights by phase, epoch caps, exact proportions in a resumable order."""
 
 import functools
 import logging
@@ -25,26 +25,28 @@ from data_pipeline.tokens.yardsticks import NAMES, yardsticks
 
 logger = logging.getLogger(__name__)
 
-# Part of every fingerprint: raise one when the code changes what that stage, from the same inputs, writes.
+# Part of every fingerprint: increase a number when that stage writes something else from the same inputs.
 MIXTURE_FORMATS = {"documents": 1, "mixture": 1}
 
 
 class MixtureData(PackedText):
-    """Several components' text, read in one run as weights by phase say.
+    """Text of several components, read in one run with weights by phase.
 
-    corpus: a folder that `job=corpus` wrote, of which each category is a component.
-    components: name -> {path, categories, upsample, max_epochs}. `path`: a folder that `job=corpus` or `job=rewrite`
-        wrote, or one of train-*.parquet (and validation-*.parquet); without it the settings are those of the corpus's
-        category of that name, and null leaves that category out. `upsample`: a factor on its bytes where they are its
-        weight. `max_epochs`: in place of the one for all.
-    phases: in order, each {name, tokens or share, weights}: see `data_pipeline.mixtures.plan`. None: one phase, in
-        which components weigh what their bytes do.
-    max_epochs: how often a component's text is read at most in the run; what it leaves, the others of a phase take.
-    max_tokens: of the whole run.
+    Each component is tokenized and packed separately, with one tokenizer for all, and shared by all mixtures.
+    Validation reads the held-out text of every component, even if no phase gives it a weight; its batches contain the
+    number of each sequence's component.
 
-    Each component is tokenized and packed by itself, with one tokenizer for all, and shared by all mixtures. A
-    validation reads the held-out text of every component, also of one that no phase gives a weight; its batches tell
-    the number of each sequence's component.
+    Args:
+        corpus: a folder that `job=corpus` wrote; each category is a component.
+        components: name -> {path, categories, upsample, max_epochs}. `path`: a folder that `job=corpus` or
+            `job=rewrite` wrote, or one of train-*.parquet (and validation-*.parquet). Without it the settings apply to
+            the corpus's category of that name; null drops that category. `upsample`: factor on its bytes where bytes
+            are its weight. `max_epochs`: overrides the common one.
+        phases: in order, each {name, tokens or share, weights}: see `data_pipeline.mixtures.plan`. None: one phase, in
+            which components are weighted by their bytes.
+        max_epochs: how often a component's text is read at most in the run; the other components of a phase fill the
+            gap.
+        max_tokens: of the whole run.
     """
 
     _collate = staticmethod(collate_components)
@@ -93,9 +95,10 @@ class MixtureData(PackedText):
         self._planned: list[PlannedPhase] = []
 
     def prepare(self) -> None:
-        """Find the components, train or load the tokenizer, tokenize each, and plan the run; each where it has changed.
+        """Find the components, prepare the tokenizer, tokenize each, and plan the run; redo only what changed.
 
-        Raises ValueError naming the key or file for what cannot work.
+        Raises:
+            ValueError: something cannot work; the line names the key or file.
         """
         if self.fingerprint is not None:
             return
@@ -155,7 +158,7 @@ class MixtureData(PackedText):
         return folder
 
     def _join_documents(self) -> Path:
-        """Return the documents folder of all components together, on which a tokenizer is trained."""
+        """Return a documents folder of all components together, for training the tokenizer."""
         folders = list(self._documents.values())
         identity = {"format": MIXTURE_FORMATS["documents"], "joined": [folder.name for folder in folders]}
         return prepared_folder(self.data_dir, "documents", identity, functools.partial(join_folders, folders))
@@ -185,7 +188,7 @@ class MixtureData(PackedText):
         return counted["train"]["rows"] * (self.block_length // self.sequence_length)
 
     def _prepare_mixture(self, components: list[Component], counted: dict[str, dict]) -> Path:
-        """Write the manifest, its tables and its picture. Their text and lengths name the folder; the seed does not."""
+        """Write the manifest, its tables and picture. Text and lengths name the folder; the seed does not."""
         identity = {
             "format": MIXTURE_FORMATS["mixture"],
             "components": {component.name: self._blocks[component.name].name for component in components},
@@ -246,7 +249,7 @@ class MixtureData(PackedText):
         rows = zip(described.items(), phase.shares, phase.counts, phase.before, strict=True)
         return {
             "name": phase.name,
-            "first": phase.first,  # position of the run, in sequences
+            "first": phase.first,  # position in the run, in sequences
             "end": phase.end,
             "tokens": size * length,
             "components": {
@@ -275,7 +278,7 @@ class MixtureData(PackedText):
             logger.warning("max_tokens=%d ends the run before %s", self.max_tokens, ", ".join(left_out))
 
     def open(self, split: str, length: int) -> Dataset:
-        """Return a split's sequences, memory-mapped: of train by position in the run, of validation each once."""
+        """Return a split's sequences, memory-mapped: train by position in the run, validation each once."""
         if split == "validation":
             return HeldOutSequences([self._part(name, split, length) for name in self.component_bytes])
         read = [any(phase.counts[number] for phase in self._planned) for number in range(len(self._blocks))]
@@ -297,7 +300,7 @@ class MixtureData(PackedText):
         return RunOrder(self.micro_batch_size, micro_batches, start, rank, world_size)
 
     def yardsticks(self) -> dict[str, float | None]:
-        """Return the bits per byte of all held-out text where each component has its own unigram model, or xz."""
+        """Return the bits per byte of all held-out text, with a unigram model, or xz, per component."""
         self.prepare()
         size, bits = self.manifest["vocab_size"], dict.fromkeys(NAMES, 0.0)
         for name, held_out in self.component_bytes.items():
@@ -307,5 +310,5 @@ class MixtureData(PackedText):
 
 
 def _limit(component: Component, sequences: int) -> int | None:
-    """Return how many sequences of a component may be read in all."""
+    """Return how many sequences of a component the run may read at most; None for no limit."""
     return None if component.max_epochs is None else math.floor(Fraction(component.max_epochs) * sequences)

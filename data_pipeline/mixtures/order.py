@@ -1,10 +1,10 @@
-"""The order of a mixture: which component a position reads, and which of its sequences. Functions, with no state.
+"""Order of a mixture: which component a position reads, and which of its sequences; pure functions without state.
 
-Components are the leaves of a Huffman tree of their counts. At each node the child with fewer sequences has its own cut
-into strata: child m's place is drawn from the positions m*T/t to (m+1)*T/t of the node's T, so that both children's
-counts follow their shares within one, in an order that repeats nowhere. On the way down to a leaf such errors shrink
-as the nodes do: an uncle weighs at least as much as either nephew, so the ancestors of a leaf grow like the Fibonacci
-numbers, and the errors add up to less than 1 + 1 + 1/2 + 1/3 + 1/5 + ... < 3.4, however many components there are.
+Components are the leaves of a Huffman tree of their counts. Each node splits its T positions into t strata, with t the
+count of the child with fewer sequences: that child's m-th position is drawn from m*T/t to (m+1)*T/t. Both children's
+counts therefore follow their shares within one, in an order that does not repeat. Towards a leaf these errors shrink
+with the nodes: an uncle weighs at least as much as either nephew, so the ancestors of a leaf grow like the
+Fibonacci numbers, and the errors add up to less than 1 + 1 + 1/2 + 1/3 + 1/5 + ... < 3.4 for any number of components.
 """
 
 import heapq
@@ -17,7 +17,7 @@ ROUNDS = 4  # of the Feistel network
 
 
 class Node(NamedTuple):
-    """`count` sequences: those of the component `leaf`, or of two nodes, of which `fewer` has at most half."""
+    """A node of `count` sequences: a leaf for one component, or two nodes, of which `fewer` has at most half."""
 
     count: int
     number: int
@@ -27,10 +27,10 @@ class Node(NamedTuple):
 
 
 class Interleaving:
-    """Puts sum(counts) sequences, counts[c] of component c, in one order.
+    """Merge sum(counts) sequences, counts[c] of component c, into one order.
 
-    After n of them, component c has had n * counts[c] / sum(counts), give or take less than 3.4 (less than 1 of two
-    components); after all, counts[c]. `key` chooses among such orders.
+    After n of them, component c has had n * counts[c] / sum(counts), within less than 3.4 (less than 1 with two
+    components); at the end, exactly counts[c]. `key` selects one of these orders.
     """
 
     def __init__(self, counts: Sequence[int], key: str) -> None:
@@ -46,7 +46,7 @@ class Interleaving:
         self._root = heap[0] if heap else None
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the component read at `position`, and how many of its sequences were read before."""
+        """Return the component read at `position`, and how many of its sequences come before."""
         if not 0 <= position < self.total:
             raise IndexError(f"position {position} of {self.total}")
         node = self._root
@@ -59,7 +59,7 @@ class Interleaving:
         return node.leaf, position
 
     def counts_before(self, position: int) -> list[int]:
-        """Return how many sequences of each component are read before `position`, which may be the end."""
+        """Return how many sequences of each component come before `position`, which may be the end."""
         found = [0] * len(self.counts)
         pending = [(self._root, position)] if self._root else []
         while pending:
@@ -75,7 +75,7 @@ class Interleaving:
         return found
 
     def _place(self, node: Node, position: int) -> tuple[int, int]:
-        """Return the stratum that a position of a node is in, and the one position there that the `fewer` child has."""
+        """Return the stratum of a node that holds `position`, and the `fewer` child's position in that stratum."""
         total, fewer = node.count, node.fewer.count
         stratum = position * fewer // total
         first, end = -(-stratum * total // fewer), -(-(stratum + 1) * total // fewer)
@@ -83,10 +83,10 @@ class Interleaving:
 
 
 def walk(position: int, total: int, key: str) -> int:
-    """Return the sequence, of `total`, that is read at `position` of a component's own: an epoch is a permutation.
+    """Return which of a component's `total` sequences is read at its `position`; each epoch is a permutation.
 
-    Each position is computed by itself, by a Feistel network: of many components with billions of sequences no
-    permutation is held in memory.
+    A Feistel network computes each position independently, so no permutation of billions of sequences is held in
+    memory.
     """
     epoch, index = divmod(position, total)
     half = max(1, ((total - 1).bit_length() + 1) // 2)
@@ -96,11 +96,11 @@ def walk(position: int, total: int, key: str) -> int:
         for number in range(ROUNDS):
             left, right = right, left ^ (drawn(encoded, epoch, number, right) & mask)
         index = left << half | right
-        if index < total:  # else one of the numbers up to the next power of four, which lead on to one that is
+        if index < total:  # else outside the range (up to the next power of four): cycle-walk until inside
             return index
 
 
 def drawn(key: bytes, *numbers: int) -> int:
-    """Return 64 bits that look random, the same for the same key and numbers on every machine."""
+    """Return 64 pseudorandom bits that depend only on key and numbers, on every machine."""
     packed = struct.pack(f"<{len(numbers)}Q", *numbers)
     return int.from_bytes(blake2b(key + packed, digest_size=8).digest(), "little")

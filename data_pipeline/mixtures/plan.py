@@ -1,4 +1,4 @@
-"""What a mixture reads in each phase: lengths, weights and caps on epochs in, whole numbers of sequences out."""
+"""Plan of a mixture: turn phase lengths, weights and epoch caps into whole numbers of sequences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ PHASE_KEYS = ("name", "tokens", "share", "weights")
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase as it is asked for: `tokens` of the run, or a `share` of it; with neither, the rest of it.
+    """A phase as requested: `tokens` of the run, or a `share` of it; with neither, the rest.
 
-    weights: of the components (one that is not named has none); None: by their bytes.
+    weights: by component (unnamed ones get none); None: by bytes.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Available:
-    """A component, and how many sequences of it a run may read at most, one read twice counted twice (None: any)."""
+    """A component, and the most sequences a run may read of it, repeats included (None: no limit)."""
 
     name: str
     limit: int | None
@@ -33,9 +33,9 @@ class Available:
 
 @dataclass(frozen=True)
 class PlannedPhase:
-    """A phase as it is read: positions `first` to `end` - 1 of the run.
+    """A phase as planned: positions `first` to `end` - 1 of the run.
 
-    For each component: `shares` as they are asked for, `counts` of sequences, and how many were read `before`.
+    For each component: the requested `shares`, the `counts` of sequences, and how many come `before` the phase.
     """
 
     name: str
@@ -47,7 +47,7 @@ class PlannedPhase:
 
 
 def read_phases(given: Sequence[Mapping] | None) -> list[Phase]:
-    """Return the phases of `data.phases`; None is one phase that lasts the whole run. Raises ValueError."""
+    """Return the phases of `data.phases`; None gives one phase for the whole run. Raises ValueError if invalid."""
     if given is None:
         given = [{}]
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
@@ -101,10 +101,12 @@ def _read_phase(index: int, given: Mapping) -> Phase:
 
 
 def phase_ends(phases: Sequence[Phase], max_tokens: int, positions: int, sequence_length: int) -> list[int]:
-    """Return the position at which each phase ends: the last one's is `positions`, the end of the run.
+    """Return the position at which each phase ends; the last ends at `positions`, the end of the run.
 
-    Phases that begin after it are left out. Raises ValueError for phases that are shorter than the run, or than a
-    sequence.
+    Phases that start after it are dropped.
+
+    Raises:
+        ValueError: the phases together are shorter than the run, or one is shorter than a sequence.
     """
     total = sum(phase.share or 0 for phase in phases)
     ends: list[int] = []
@@ -130,7 +132,7 @@ def phase_ends(phases: Sequence[Phase], max_tokens: int, positions: int, sequenc
             f"data.phases have {int(reached * sequence_length)} tokens together, fewer than max_tokens={max_tokens}: "
             "lengthen one, give the last one no tokens (it then lasts to the end), or lower max_tokens"
         )
-    return [*ends[:-1], positions]  # the run ends with a whole step, a few sequences after its last token
+    return [*ends[:-1], positions]  # the run ends with a whole optimizer step, a few sequences after its last token
 
 
 def plan(
@@ -140,11 +142,13 @@ def plan(
     components: Sequence[Available],
     sequence_length: int,
 ) -> list[PlannedPhase]:
-    """Return what each phase reads: its shares by largest remainder, with every component within its limit.
+    """Return what each phase reads: shares rounded by largest remainder, every component within its limit.
 
-    A component that would be read more often than it may has all its parts of the run made smaller by one factor, and
-    the others of each phase take what it leaves in proportion to their weights.
-    Raises ValueError where they cannot: nothing is left that has a weight in that phase.
+    A component above its limit is scaled down by one factor in all phases. The other components of each phase fill the
+    gap in proportion to their weights.
+
+    Raises:
+        ValueError: a phase has no component left with a weight.
     """
     firsts = [0, *ends[:-1]]
     lengths = [end - first for first, end in zip(firsts, ends, strict=True)]
@@ -171,8 +175,8 @@ class _Lacking(Exception):
 def _spread(
     lengths: Sequence[int], shares: Sequence[Sequence[Fraction]], limits: Sequence[int | None]
 ) -> list[list[Fraction]]:
-    """Return the sequences, not yet whole, of each phase and component."""
-    limited: dict[int, list[Fraction]] = {}  # component -> its sequences in each phase, which are all it may have
+    """Return the fractional number of sequences of each phase and component."""
+    limited: dict[int, list[Fraction]] = {}  # component at its limit -> its sequences in each phase
     while True:
         amounts = []
         for phase, (length, row) in enumerate(zip(lengths, shares, strict=True)):
@@ -193,7 +197,7 @@ def _spread(
 def _whole(
     lengths: Sequence[int], amounts: Sequence[Sequence[Fraction]], limits: Sequence[int | None]
 ) -> list[list[int]]:
-    """Round the amounts of each phase to whole numbers by largest remainder, no component above its limit in all."""
+    """Round each phase's amounts to whole numbers by largest remainder, every component within its total limit."""
     counts = [[math.floor(amount) for amount in row] for row in amounts]
     used = [sum(column) for column in zip(*counts, strict=True)]
     for phase, (length, row) in enumerate(zip(lengths, amounts, strict=True)):

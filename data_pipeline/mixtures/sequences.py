@@ -1,4 +1,4 @@
-"""A mixture's sequences as one data set, whose index is the position in the run."""
+"""A mixture's sequences as one data set, indexed by position in the run."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -15,7 +15,7 @@ from data_pipeline.tokens.batches import NOTHING, BlockSequences, collate
 
 
 class ComponentSequence(NamedTuple):
-    """A sequence as `data_pipeline.tokens.batches` has it, and the number of its component."""
+    """A `data_pipeline.tokens.batches.Sequence` with the number of its component."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -24,7 +24,7 @@ class ComponentSequence(NamedTuple):
 
 
 class Mixed(Dataset, ABC):
-    """Sequences of several components; index -1 is an empty one, counted to the first component."""
+    """Sequences of several components; index -1 is an empty one, assigned to the first component."""
 
     def __init__(self, parts: Sequence[BlockSequences | None]) -> None:
         self.parts = parts
@@ -43,8 +43,8 @@ class Mixed(Dataset, ABC):
 class TrainingSequences(Mixed):
     """All positions of a run, phase after phase: a pure function of seed and position.
 
-    Within a phase components are interleaved by `Interleaving`. Each walks through its own sequences epoch by epoch,
-    and goes on in the next phase where it was.
+    `Interleaving` merges the components within a phase. Each component walks through its sequences epoch by epoch, and
+    continues across phases.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TrainingSequences(Mixed):
         self.phases = phases
         self._firsts = [phase.first for phase in phases]
         self._orders = [Interleaving(phase.counts, f"{seed} {number}") for number, phase in enumerate(phases)]
-        self._keys = [f"{seed} {name}" for name in names]  # by name: another component changes nothing in this one
+        self._keys = [f"{seed} {name}" for name in names]  # by name: adding a component does not change the others
 
     def __len__(self) -> int:
         return self.phases[-1].end
@@ -68,7 +68,7 @@ class TrainingSequences(Mixed):
 
 
 class HeldOutSequences(Mixed):
-    """All held-out sequences once, interleaved: the first of them are a fair sample of every component."""
+    """All held-out sequences once, interleaved, so any first part is a fair sample of every component."""
 
     def __init__(self, parts: Sequence[BlockSequences]) -> None:
         super().__init__(parts)
