@@ -1,2 +1,1 @@
-"""Instruction data: records of prompts and answers, rendered by a template, packed into rows, of which answers are
-learned."""
+"""Instruction data: records of prompts and answers, rendered by a template and packed; the loss is on the answers."""

@@ -1,4 +1,4 @@
-"""A data module of instructions: records in, packed batches out, in the form and the order of all token data."""
+"""Data module for instructions: records in, packed batches out, in the form and order of all token data."""
 
 import hashlib
 import itertools
@@ -23,7 +23,7 @@ from data_pipeline.tokens.yardsticks import unigram_bits
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # part of every fingerprint: raise it when the code writes something else from the same inputs
+FORMAT = 1  # part of every fingerprint: increase it when the code writes something else from the same inputs
 RECORDS_AT_ONCE = 512
 CHOICES = {"template": ("alpaca", "chat"), "loss_on": ("answers", "all"), "packing": tuple(PACKINGS)}
 
@@ -31,24 +31,25 @@ CHOICES = {"template": ("alpaca", "chat"), "loss_on": ("answers", "all"), "packi
 class InstructionData(TokenData):
     """Instructions and their answers, rendered, tokenized, and packed into sequences under `data_dir`.
 
-    path, split, revision, columns: see `data_pipeline.instructions.records.Records`. A record has instruction, output
-        and perhaps input, or messages of role and content.
-    template: "chat", the chat template of the tokenizer; "alpaca", the prompts of that name.
-    loss_on: "answers", or "all" tokens but the first of an example.
-    packing: "whole", examples are packed first fit, and one that is longer than a sequence is cut to it;
-        "concatenate", they run on across the ends of sequences.
-    cross_documents: a sequence is one document, in which examples see those before them.
-    validation_records: so many records, the first ones, are held out; or None, and `validation_fraction` of all, by a
-        hash of the record.
+    The tokenizer needs an eos token, which ends every example, but no pad token. Sequences without a target are
+    dropped. `manifest` has for each split: `examples`, `tokens`, `target_tokens`, `sequences`, `pass_tokens` (read by
+    one epoch), and the losses: `truncated` and `without_target` examples, `left_out` sequences, and with a chat
+    template `joined` examples, dropped because a token spans a prompt and an answer. `validation_bytes` counts the text
+    that the held-out targets decode to, without special tokens.
 
-    The tokenizer needs an eos token, which ends every example, and no pad token. Sequences with no target are left
-    out. In `manifest`, for each split: `examples`, `tokens`, `target_tokens`, `sequences`, `pass_tokens` (what one pass
-    reads), and what was lost: `truncated` and `without_target` examples, `left_out` sequences, and with a chat template
-    `joined` examples, left out because a token had parts of a prompt and of an answer. `validation_bytes` is of the
-    text that the targets of the held-out examples decode to, without special tokens.
+    Args:
+        path, split, revision, columns: see `data_pipeline.instructions.records.Records`. A record has instruction,
+            output and perhaps input, or messages with role and content.
+        template: "chat", the tokenizer's chat template; "alpaca", the Alpaca prompts.
+        loss_on: "answers", or "all" tokens but the first of an example.
+        packing: "whole", first fit, with examples cut to the sequence length; "concatenate", examples continue in the
+            next sequence.
+        cross_documents: a sequence is one document, so examples attend to those before them.
+        validation_records: hold out this many first records; or None, and `validation_fraction` of all, by a hash of
+            the record.
     """
 
-    documents_have_start = False  # an example begins as its template says
+    documents_have_start = False  # an example starts as its template says
 
     def __init__(
         self,
@@ -93,9 +94,10 @@ class InstructionData(TokenData):
         self._folder: Path | None = None
 
     def prepare(self) -> None:
-        """Read, render, tokenize and pack, where that is not done yet.
+        """Read, render, tokenize and pack, unless already done.
 
-        Raises ValueError naming the key, or the record, that cannot work.
+        Raises:
+            ValueError: something cannot work; the line names the key or the record.
         """
         if self.fingerprint is not None:
             return
@@ -126,11 +128,11 @@ class InstructionData(TokenData):
         logger.info("instructions: %s", _summary(self.manifest))
 
     def open(self, split: str, length: int) -> StoredSequences:
-        """Return a split's sequences, memory-mapped; `length` is the one that they were packed to."""
+        """Return a split's sequences, memory-mapped; `length` is the length they were packed to."""
         return StoredSequences(self._folder, split)
 
     def yardsticks(self) -> dict[str, float | None]:
-        """Return the bits per byte of the unigram model of the targets; xz has nothing to say of answers alone."""
+        """Return the bits per byte of the targets' unigram model; xz does not apply to answers alone."""
         self.prepare()
         train, validation = (
             StoredSequences(self._folder, split).target_counts(self.manifest["vocab_size"]) for split in SPLITS
@@ -168,7 +170,7 @@ class InstructionData(TokenData):
         return "validation" if held_out else "train"
 
     def _check(self, parts: dict[str, "_Part"], records: int) -> None:
-        """Raise ValueError, naming the key to change, where a split has nothing to learn or to measure."""
+        """Raise ValueError, naming the key to change, if a split has nothing to learn or to measure."""
         for split, part in parts.items():
             if part.counts["sequences"]:
                 continue
@@ -187,7 +189,7 @@ class InstructionData(TokenData):
 
 
 class _Part:
-    """What becomes of one split's examples: packed, written, counted."""
+    """Packer, writer and counters of one split."""
 
     def __init__(self, data: InstructionData, split: str, folder: Path) -> None:
         self.length = data.sequence_length if split == "train" else data.validation_length
@@ -233,7 +235,7 @@ class _Part:
 
 
 def _groups(records: Records) -> Iterator[list[Record]]:
-    """Yield lists of records, so that a tokenizer's threads have work."""
+    """Yield lists of records, so that the tokenizer's threads have work."""
     iterator = iter(records)
     while group := list(itertools.islice(iterator, RECORDS_AT_ONCE)):
         yield group
@@ -246,7 +248,7 @@ def _place(path: Any) -> str:
 
 
 def _names(columns: Any) -> dict[str, str]:
-    """The fields that have names of their own."""
+    """Return the fields that were given another column name."""
     given = {} if columns is None else columns
     if not isinstance(given, Mapping) or not all(isinstance(name, str | None) for name in given.values()):
         raise ValueError(f"data.columns={columns}: give names, as data.columns.output=answer")

@@ -7,14 +7,14 @@ import numpy as np
 from data_pipeline.instructions.rendering import Example
 from data_pipeline.tokens.batches import IGNORED, Sequence
 
-OPEN_SEQUENCES = 1024  # that are filled at once: enough for a good fill, few enough for any number of examples
+OPEN_SEQUENCES = 1024  # sequences filled at once: enough for dense packing, few enough for any number of examples
 
 
 class Concatenated:
-    """One example after the other, cut at every `length` tokens; what is left at the end is filled up with `filler`.
+    """Concatenate the examples and cut at every `length` tokens; `filler` pads the last sequence.
 
-    An example that goes on in the next sequence is a document of its own there; its first token there is still
-    learned, from the sequence before. With `cross_documents` a sequence is one document.
+    The rest of a cut example is a separate document in the next sequence; its first token is still learned, as the last
+    target of the sequence before. With `cross_documents` a sequence is one document.
     """
 
     def __init__(self, length: int, filler: int, cross_documents: bool) -> None:
@@ -30,7 +30,7 @@ class Concatenated:
             yield self._cut()
 
     def finish(self) -> Iterator[Sequence]:
-        """Yield the sequence that is not full, if there is one."""
+        """Yield the incomplete sequence, if there is one."""
         if self._held:
             yield self._cut()
 
@@ -48,8 +48,8 @@ class Concatenated:
 class Whole:
     """First fit: an example goes into the first sequence with room for it, and none is cut.
 
-    Examples must not be longer than `length`. The rest of a sequence is `filler`, a document of its own unless
-    `cross_documents`. Of `OPEN_SEQUENCES` sequences the fullest is closed when none has room.
+    Examples must not be longer than `length`. `filler` pads the rest of a sequence, as a separate document unless
+    `cross_documents`. If none of `OPEN_SEQUENCES` sequences has room, the fullest is closed.
     """
 
     def __init__(self, length: int, filler: int, cross_documents: bool) -> None:
@@ -58,9 +58,9 @@ class Whole:
         self._room = np.zeros(OPEN_SEQUENCES, np.int64)
 
     def add(self, example: Example) -> Iterator[Sequence]:
-        """Take an example; yield the sequence that is closed for it, if one is."""
+        """Take an example; yield the sequence that is closed to make room, if any."""
         size = len(example.tokens)
-        fitting = np.flatnonzero(self._room >= size)  # a place that is not open yet has no room
+        fitting = np.flatnonzero(self._room >= size)  # a slot that is not open yet has no room
         if len(fitting):
             place = int(fitting[0])
             self._open[place].append(example)
@@ -76,7 +76,7 @@ class Whole:
         self._room[place] -= size
 
     def finish(self) -> Iterator[Sequence]:
-        """Yield the sequences that are open."""
+        """Yield the open sequences."""
         yield from map(self._join, self._open)
 
     def _join(self, examples: list[Example]) -> Sequence:
@@ -87,10 +87,10 @@ PACKINGS = {"concatenate": Concatenated, "whole": Whole}
 
 
 def join(examples: list[Example], length: int, filler: int, cross_documents: bool) -> Sequence:
-    """Return a sequence of `length` tokens: those of the examples, then `filler`.
+    """Return a sequence of `length` tokens: the examples, then `filler`.
 
-    The target at a position is the next token where that is learned, also that behind the end. A document starts with
-    each example, and with the filler; with `cross_documents` there is one document.
+    The target at a position is the next token if that is learned, also across the end of the sequence. A document
+    starts at each example and at the filler; with `cross_documents` there is one document.
     """
     sizes = [len(example.tokens) for example in examples]
     tokens = np.concatenate([example.tokens for example in examples])[: length + 1]
@@ -99,6 +99,6 @@ def join(examples: list[Example], length: int, filler: int, cross_documents: boo
     inputs[: len(tokens)] = tokens[:length]
     targets = np.full(length, IGNORED, np.int32)
     targets[: len(tokens) - 1] = np.where(learned, tokens, IGNORED)[1:]
-    starts = np.concatenate([[0], np.cumsum(sizes)])  # of the examples, and of the filler
+    starts = np.concatenate([[0], np.cumsum(sizes)])  # start of each example, then of the filler
     starts = starts[:1] if cross_documents else starts[starts < length]
     return Sequence(inputs, targets, starts.astype(np.int32))

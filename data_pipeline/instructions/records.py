@@ -19,25 +19,25 @@ from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
 FIELDS = ("instruction", "input", "output", "messages")
 JSON_ENDINGS = tuple(kind + end for kind in (".json", ".jsonl") for end in ("", *COMPRESSED))
 ENDINGS = (*JSON_ENDINGS, ".parquet")
-SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves in a folder
+SAVED = ("state.json", "dataset_dict.json")  # files that `save_to_disk` writes into a folder
 RECORDS_AT_ONCE = 1024
 REASON_LENGTH = 200
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record, and where it stands, for messages about it; `columns` has the fields' names where they differ."""
+    """One record, its location for error messages, and `columns`, the column names of fields that differ."""
 
     where: str
     values: dict[str, Any]
     columns: Mapping[str, str]
 
     def has(self, name: str) -> bool:
-        """Say whether the record has a value under a field."""
+        """Return whether the record has a value for a field."""
         return self.values.get(self.columns.get(name, name)) is not None
 
     def text(self, name: str) -> str:
-        """Return the text of a field. Raises ValueError where the record has none there."""
+        """Return the text of a field; raise ValueError if the record has none."""
         column = self.columns.get(name, name)
         if column not in self.values:
             chat = ", or use data.template=chat" if self.has("messages") else ""
@@ -48,7 +48,7 @@ class Record:
         return _text(self.values[column], f"{self.where}: the field {column!r}")
 
     def messages(self) -> list[dict[str, str]]:
-        """Return the conversation up to its last answer. Raises ValueError where there is none."""
+        """Return the conversation up to its last answer; raise ValueError if there is none."""
         column = self.columns.get("messages", "messages")
         found = self.values[column]
         if not isinstance(found, list):
@@ -70,7 +70,7 @@ class Record:
         return {key: _text(message[key], f"{place}: the {key}") for key in ("role", "content")}
 
     def canonical(self) -> bytes:
-        """Return what a hash of the record is taken of: its fields, whatever they are called in the file."""
+        """Return the bytes to hash a record by: its fields under their standard names."""
         fields = {name: self.values.get(self.columns.get(name, name)) for name in FIELDS}
         return json.dumps(fields, sort_keys=True, default=str).encode()
 
@@ -87,10 +87,10 @@ def _text(value: Any, place: str) -> str:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a file (JSON list, JSON lines, or Parquet), a folder of `datasets`, or a data set of the Hub.
+    """Records of a file (JSON list, JSON lines, or Parquet), a `datasets` folder, or a data set on the Hub.
 
-    `split` and `revision` are of the Hub's data sets, and `split` of folders with several. `columns` maps instruction,
-    input, output and messages to the names that they have there. Records are counted from 1.
+    `split` and `revision` apply to the Hub's data sets, `split` also to folders with several. `columns` maps
+    instruction, input, output and messages to column names. Records are counted from 1.
     """
 
     path: str
@@ -104,10 +104,13 @@ class Records:
             raise ValueError(f"data.columns.{unknown[0]}: no such field; give names for {', '.join(FIELDS)}")
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Settings, and the content of local files. Raises ValueError where there are none.
+        """Return the settings and the content of local files.
 
         Args:
-            by: how files are told apart, see `data_pipeline.identity.file_identity`.
+            by: how files are identified, see `data_pipeline.identity.file_identity`.
+
+        Raises:
+            ValueError: there are no such files.
         """
         settings = {"path": self.path, "split": self.split, "revision": self.revision, "columns": dict(self.columns)}
         local = self._local()
@@ -115,11 +118,11 @@ class Records:
             return settings
         files = [local] if local.is_file() else sorted(path for path in local.rglob("*") if path.is_file())
         if by != EARLIER:
-            del settings["path"]  # the files may lie anywhere
+            del settings["path"]  # the files may be moved
         return {**settings, "files": file_identity(files, by)}
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the records in order. Raises ValueError, naming `data.path`, for what cannot be read."""
+        """Yield the records in order; raise ValueError, naming `data.path`, if they cannot be read."""
         place, number = f"data.path={self.path}", 0
         for number, values in enumerate(self._values(), 1):
             where = f"{place}: record {number}"
@@ -151,7 +154,7 @@ class Records:
         return self._parquet(path) if path.name.lower().endswith(".parquet") else self._json(path)
 
     def _json(self, path: Path) -> Iterator[Any]:
-        """Yield the items of a list, or of one object a line."""
+        """Yield the items of a JSON list, or of JSON lines."""
         try:
             with open_bytes(path) as stream:
                 content = stream.read().removeprefix(codecs.BOM_UTF8)

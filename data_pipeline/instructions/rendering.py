@@ -1,4 +1,4 @@
-"""Records as tokens, by the Alpaca prompts or a tokenizer's chat template, with the answers' tokens known exactly."""
+"""Records as tokens, by the Alpaca prompts or a chat template, with an exact mask of the answers' tokens."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data_pipeline.instructions.records import Record
 
-# Stanford Alpaca's prompts: the words are the format that other people's models and data share.
+# Stanford Alpaca's prompts, word for word: other models and data use the same format.
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
@@ -22,13 +22,13 @@ WITHOUT_INPUT = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a chat template with this says which of its text is generated
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")  # a chat template with this marks the generated text
 
-REFUSALS = (jinja2.TemplateError, ValueError, TypeError)  # what a template raises
+REFUSALS = (jinja2.TemplateError, ValueError, TypeError)  # errors that a template raises
 
 
 class Example(NamedTuple):
-    """A record's tokens, int32 [n], and which of them are learned, bool [n]; the first never is."""
+    """A record's tokens, int32 [n], and the mask of learned tokens, bool [n]; the first is never learned."""
 
     tokens: np.ndarray
     learned: np.ndarray
@@ -37,8 +37,8 @@ class Example(NamedTuple):
 class AlpacaTemplate:
     """The two Alpaca prompts, then the answer and eos.
 
-    Prompt and answer are encoded apart, as they are when the model answers. A text that quotes a special token spells
-    it. The prompt begins with what the tokenizer puts before a text (bos, or nothing).
+    Prompt and answer are encoded separately, as at inference. A special token quoted in a text is encoded as plain
+    characters. The prompt starts with the tokens that the tokenizer puts before a text (bos, or nothing).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, loss_on: str) -> None:
@@ -48,7 +48,7 @@ class AlpacaTemplate:
         self._encoder.encode_special_tokens = True
 
     def render(self, records: Sequence[Record]) -> list[Example]:
-        """Return an example for each record. Raises ValueError where a record lacks a field."""
+        """Return an example for each record; raise ValueError if a record lacks a field."""
         prompts, answers = [], []
         for record in records:
             instruction = record.text("instruction")
@@ -69,15 +69,14 @@ class AlpacaTemplate:
 
 
 class ChatTemplate:
-    """The tokenizer's own chat template, on conversations, and on instructions as conversations of one turn.
+    """The tokenizer's chat template, for conversations, and for instructions as conversations of one turn.
 
-    Answers are what the template marks as generated. Where it marks nothing, they are what it adds to the prompt: the
-    prompt's text must begin the whole one's, and its tokens the whole one's tokens. White space at an answer's end is
-    not learned where it has tokens of its own. The last answer ends in eos, added where the template does not end in
-    it.
+    Answers are the text that the template marks as generated. Without marks, they are what the template adds to the
+    prompt: the prompt must be a prefix of the whole, in text and in tokens. White space at the end of an answer is not
+    learned if it is tokenized separately. The last answer ends with eos, which is added if the template does not.
 
     Raises:
-        ValueError: the tokenizer has no chat template. `name` says which tokenizer.
+        ValueError: the tokenizer has no chat template. `name` is the tokenizer's name in the message.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, loss_on: str, name: str) -> None:
@@ -92,9 +91,10 @@ class ChatTemplate:
         self._encoder = _plain(tokenizer)
 
     def render(self, records: Sequence[Record]) -> list[Example | None]:
-        """Return an example for each record, and None where a token has parts of a prompt and of an answer.
+        """Return an example for each record, or None where a token spans a prompt and an answer.
 
-        Raises ValueError where a record lacks a field, or the template makes answers that cannot be told from prompts.
+        Raises:
+            ValueError: a record lacks a field, or the template's answers cannot be separated from the prompts.
         """
         return [self._example(record) for record in records]
 
@@ -125,17 +125,17 @@ class ChatTemplate:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
 
     def _encode(self, text: str) -> np.ndarray:
-        # Of one text: `encode` would also find where in the text each token stands.
+        # `encode` of a single text would also compute the offset of each token.
         return np.array(self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
     def _by_mark(self, messages: list[dict]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return tokens and answers as the template marks them; None where a mark found no token of its own."""
+        """Return tokens and answer mask by the template's marks; None if a marked span has no separate token."""
         rendered = self.tokenizer.apply_chat_template(
             messages,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},  # longer than the model's context is no mistake here
+            tokenizer_kwargs={"verbose": False},  # no warning above the model's context: it is no mistake here
         )
         learned = np.array(rendered["assistant_masks"], bool)
         runs = np.count_nonzero(learned & ~np.concatenate([[False], learned[:-1]]))
@@ -144,7 +144,7 @@ class ChatTemplate:
         return np.array(rendered["input_ids"], np.int32), learned
 
     def _spans(self, messages: list[dict]) -> list[tuple[str, str]] | None:
-        """Return each answer's prompt, and that with the answer; None where they do not begin the text of the whole."""
+        """Return each answer's (prompt, prompt and answer); None where these are not prefixes of the whole text."""
         text, spans = self._text(messages), []
         try:
             for number, message in enumerate(messages):
@@ -154,15 +154,15 @@ class ChatTemplate:
                     if prompt is None or not (whole.startswith(prompt) and text.startswith(whole)):
                         return None
                     spans.append((prompt, whole))
-        except REFUSALS:  # the template takes the whole conversation, but not by itself what it begins with
+        except REFUSALS:  # the template accepts the whole conversation, but not its beginning alone
             return None
         return spans
 
     def _text_before_all(self) -> str | None:
-        """Return the prompt of an answer that begins a conversation: no template makes a text of no message.
+        """Return the prompt of an answer that starts a conversation; templates render no empty conversation.
 
-        It is what any two answers have in common, up to where the model is asked to answer. What a template writes
-        after that (an empty thought, say) is of the answer, as it is of later ones.
+        It is the common prefix of two answers, up to the generation prompt. What a template writes after that (such as
+        an empty thought) belongs to the answer, as in later turns.
         """
         asked = [{"role": "user", "content": "?"}]
         asking = self._text(asked, prompt=True).removeprefix(self._text(asked))
@@ -184,16 +184,16 @@ class ChatTemplate:
 
     def _end(self, tokens: np.ndarray, prompt: str, whole: str) -> int | None:
         end = self._boundary(tokens, _without_tail(prompt, whole))
-        # None: the white space after the answer may be one token with its last character.
+        # None: the white space after the answer may share a token with its last character.
         return self._boundary(tokens, whole) if end is None else end
 
     def _boundary(self, tokens: np.ndarray, text: str) -> int | None:
-        """Return how many tokens a text at the beginning is, or None where it ends within a token."""
+        """Return the number of tokens of a text prefix, or None if it ends within a token."""
         beginning = self._encode(text)
         return len(beginning) if np.array_equal(tokens[: len(beginning)], beginning) else None
 
     def _ended(self, tokens: np.ndarray, learned: np.ndarray) -> Example:
-        """End an example in eos, which is learned: cut white space behind the last one, or add one."""
+        """End an example with a learned eos: cut white space after the last one, or append one."""
         ends = np.flatnonzero(tokens == self.eos)
         if len(ends) and not self.tokenizer.decode(tokens[ends[-1] + 1 :].tolist()).strip():
             tokens, learned = tokens[: ends[-1] + 1], learned[: ends[-1] + 1].copy()
@@ -216,7 +216,7 @@ def _without_tail(prompt: str, whole: str) -> str:
 
 
 def _plain(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """Return a copy that neither cuts nor pads."""
+    """Return a copy of the backend tokenizer without truncation and padding."""
     plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     plain.no_truncation()
     plain.no_padding()
@@ -224,7 +224,7 @@ def _plain(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
 
 
 def _tokens_before_text(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the special tokens that the tokenizer puts before a text; those that it puts after are left out."""
+    """Return the special tokens that the tokenizer puts before a text, without those it puts after."""
     alone = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a", add_special_tokens=True)["input_ids"]
     return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(alone)] == alone), whole[:0])

@@ -13,7 +13,7 @@ COLUMNS = datasets.Features(dict.fromkeys(Sequence._fields, datasets.List(datase
 
 
 class SequenceWriter:
-    """One split's sequences, into one file."""
+    """Writer of one split's sequences, into one file."""
 
     def __init__(self, folder: Path, split: str) -> None:
         self.sequences = 0
@@ -25,13 +25,13 @@ class SequenceWriter:
         self.sequences += 1
 
     def close(self) -> None:
-        """End the file."""
+        """Finish the file."""
         self._writer.finalize()
         self._writer.close()
 
 
 class StoredSequences(Dataset):
-    """A split's sequences; index -1 is one of no tokens, which `collate` fills with ignored ones."""
+    """A split's sequences; index -1 is an empty one, which `collate` pads with ignored targets."""
 
     def __init__(self, folder: Path, split: str) -> None:
         self._rows = datasets.Dataset.from_file(str(_path(folder, split))).with_format("numpy")
