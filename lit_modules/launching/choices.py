@@ -23,6 +23,8 @@ def missing_choice(files: Files, error: MissingConfigException) -> str:
     path = error.missing_cfg_file or ""
     named = re.search(r"Available options in '([^']+)'", str(error))
     group = named[1] if named else path.rpartition("/")[0]
+    if group.startswith("experiment/") and files.is_group(group):  # an experiment in a folder, which another includes
+        group = "experiment"
     name = path.removeprefix(f"{group}/")
     options = (choice for choice in error.options or () if not is_part(choice))
     there = sorted({*options, *files.choices(group)})
