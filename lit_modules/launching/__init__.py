@@ -1,1 +1,1 @@
-"""How the processes of a run start: who they are, the folder they agree on, their logs, and SLURM."""
+"""Start the processes of a run: their identity, common folder, logs, supervision and SLURM submission."""

@@ -1,4 +1,4 @@
-"""The command line before Hydra parses it: a prompt is text, and the current folder's conf/ is searched too."""
+"""Prepare the command line for Hydra: quote the prompt and add conf/ of the current folder to the search path."""
 
 import itertools
 import re
@@ -8,18 +8,19 @@ from pathlib import Path
 from hydra.core.override_parser.types import Quote, QuotedString
 
 PROMPT = "prompt="
-MISSING = "???"  # to OmegaConf, a value that is not given: no quotes make it text
+MISSING = "???"  # OmegaConf reads this as a missing value, even in quotes
 OWN_CONF = Path("conf")
 
 
 def prepared(arguments: Sequence[str], conf: Path) -> list[str]:
-    """Return what to give Hydra in place of `arguments`.
+    """Return the arguments to pass to Hydra.
 
     Args:
+        arguments: the command line as the shell passed it.
         conf: the project's own folder of settings.
 
     Raises:
-        ValueError: a prompt was cut at its spaces, since the shell saw no quotes around it, or is ??? alone.
+        ValueError: the prompt was split at its spaces (no quotes in the shell), or is ???.
     """
     check_prompt_is_whole(arguments)
     if any(each.startswith(PROMPT) and text_of(each) == MISSING for each in arguments):
@@ -38,7 +39,7 @@ def check_prompt_is_whole(arguments: Sequence[str]) -> None:
 
 
 def text_of(argument: str) -> str:
-    """The text that `prompt=...` means: what follows as it is, or the inside of one pair of quotes around all of it."""
+    """Return the text of `prompt=...`: verbatim, or the inside of one pair of quotes that encloses all of it."""
     text = argument.removeprefix(PROMPT)
     for mark in ("'", '"'):
         inside = re.fullmatch(rf"{mark}((?:[^{mark}\\]|\\.)*){mark}", text, re.DOTALL)
@@ -48,13 +49,13 @@ def text_of(argument: str) -> str:
 
 
 def quote(text: str) -> str:
-    """Write a text so that Hydra and OmegaConf read it as it is, with no interpolation in it."""
+    """Quote a text so that Hydra and OmegaConf read it verbatim, without interpolation."""
     plain = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
     return QuotedString(plain, Quote.single).with_quotes()
 
 
 def own_settings(arguments: Sequence[str], conf: Path) -> list[str]:
-    """The flag that adds conf/ of the current folder, unless it is the project's own or another folder is given."""
+    """Return the flag that adds ./conf; none if it is the project's own or another folder is given."""
     given = any(each.partition("=")[0] in ("--config-dir", "-cd") for each in arguments)
     if given or not OWN_CONF.is_dir() or OWN_CONF.samefile(conf):
         return []

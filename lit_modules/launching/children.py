@@ -1,4 +1,4 @@
-"""The ranks that Lightning starts on one machine: one that is killed is named."""
+"""Launch the ranks of one machine through Lightning, and name a rank that is killed."""
 
 import threading
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from lit_modules.launching.supervision import watch
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Lightning's launcher, whose own watch over the ranks kills rank 0 without a word when another one ends."""
+    """Lightning's launcher with our `watch`: Lightning's own silently kills rank 0 when another rank ends."""
 
-    over = False  # whether this process ends the others itself
+    over = False  # whether this process is ending the other ranks itself
 
     def launch(
         self, function: Callable, *arguments: Any, trainer: lightning.Trainer | None = None, **settings: Any
@@ -34,7 +34,7 @@ class Launcher(_SubprocessScriptLauncher):
 
 
 class NamesKilledRanks:
-    """Comes before a Lightning strategy of several processes among the bases of a class: `Launcher` starts them."""
+    """Mixin that makes a multi-process Lightning strategy use `Launcher`; put it before the strategy in the bases."""
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()

@@ -1,4 +1,4 @@
-"""The choices of conf/'s groups: for the help, and for what to say of one that there is not."""
+"""List the choices of conf/'s groups, for the help and for errors about unknown choices."""
 
 import re
 from pathlib import Path
@@ -9,17 +9,17 @@ from hydra.errors import MissingConfigException
 from common.settings import nearest
 from lit_modules.launching.conf_files import Files, is_part
 
-FEW = 12  # choices that fit into a message
+FEW = 12  # most choices listed in a message
 
 
 def choices(group: str) -> str:
-    """The choices of a group in a line, for the help."""
+    """Return the choices of a group on one line, for the help."""
     sources = GlobalHydra.instance().config_loader().get_sources()
     return ", ".join(Files([Path(source.path) for source in sources if source.scheme() == "file"]).choices(group))
 
 
 def missing_choice(files: Files, error: MissingConfigException) -> str:
-    """What to say of a choice that there is not."""
+    """Return the error message for an unknown choice."""
     path = error.missing_cfg_file or ""
     named = re.search(r"Available options in '([^']+)'", str(error))
     group = named[1] if named else path.rpartition("/")[0]

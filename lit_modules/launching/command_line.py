@@ -1,4 +1,4 @@
-"""The command line's configuration, composed and checked before the run has a folder."""
+"""Compose and check the command line's configuration before the run has a folder."""
 
 import argparse
 import os
@@ -24,13 +24,14 @@ from lit_modules.launching.known_keys import Composition
 CONFIG = "config"  # the name of the primary file
 SEARCH_PATH = "hydra.searchpath"
 ONLY_TELL = ("-h", "--help", "--hydra-help", "--version", "-i", "--info", "-sc", "--shell-completion")
-BODIES = ("experiment/", "local/")  # files that give keys, and declare none
+BODIES = ("experiment/", "local/")  # files that set keys but declare none
 
 
 def check_command_line(given: Sequence[str], conf: Path) -> None:
-    """Raise ValueError for keys that nothing reads, values where keys belong, and choices that there are not.
+    """Check the command line against conf/; errors that Hydra itself reports are left to Hydra.
 
-    What Hydra itself refuses is left to it.
+    Raises:
+        ValueError: a key that nothing reads, a value where keys belong, or an unknown choice.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd")
@@ -59,7 +60,7 @@ def check_command_line(given: Sequence[str], conf: Path) -> None:
 
 
 def variants(overrides: list[Override], loader: ConfigLoader, files: Files) -> Iterator[list[Override]]:
-    """The overrides without their sweeps: the first value of each, then each further choice of a group by itself."""
+    """Yield overrides without sweeps: the first value of each, then every further choice of a group, one at a time."""
     values = [[f"{each.get_key_element()}={value}" for value in swept(each)] or [each.input_line] for each in overrides]
     first = [each[0] for each in values]
     lines = [first]
@@ -70,21 +71,21 @@ def variants(overrides: list[Override], loader: ConfigLoader, files: Files) -> I
 
 
 def swept(override: Override) -> list[str]:
-    """The values that a sweep goes through; none for an override that is no sweep."""
+    """Return the values of a sweep; empty for an override without a sweep."""
     return list(override.sweep_string_iterator()) if override.is_discrete_sweep() else []
 
 
 def is_choice(override: Override, files: Files) -> bool:
-    """Whether an override is of a group's choice, not of a key's value."""
+    """Return whether an override selects a choice of a group, rather than setting a key."""
     return files.is_group(override.key_or_group) and not isinstance(override.value(), dict)
 
 
 def composition(loader: ConfigLoader, files: Files, overrides: list[Override]) -> Composition:
-    """What the overrides make of conf/, and what conf/ itself declares. A key that there is not is added.
+    """Compose conf/ with the overrides, adding unknown keys, and collect the keys that conf/ declares.
 
     Raises:
-        ValueError: a group has a value that is not a choice, or an experiment's keys would stand below the key
-            `experiment`, where nothing reads them.
+        ValueError: a group's value is not a choice, or an experiment's keys would be placed under the key `experiment`,
+            where nothing reads them.
     """
     chosen = [each for each in overrides if is_choice(each, files)]
     for each in chosen:
@@ -110,7 +111,7 @@ def composition(loader: ConfigLoader, files: Files, overrides: list[Override]) -
 
 
 def check_choice(override: Override, files: Files) -> None:
-    """Raise ValueError for a choice of a group that is neither a name nor a list of names."""
+    """Raise ValueError for a group's value that is neither a name nor a list of names."""
     if not override.is_delete() and not isinstance(override.value(), str | list):
         some = ", ".join(files.choices(override.key_or_group)[:FEW])
         mend = f"give {override.get_key_element().lstrip('+')}=CHOICE, such as {some}" if some else "it has keys"
@@ -118,10 +119,10 @@ def check_choice(override: Override, files: Files) -> None:
 
 
 def declared_keys(files: Files, found: Any, added: set[str]) -> dict[str, Any]:
-    """What the files of conf/ say, without those of experiments and of the machine.
+    """Return the keys of conf/'s files, without those of experiments and conf/local.
 
     Args:
-        added: files of groups that the command line adds; they have their place in what is there without them.
+        added: files of groups that the command line adds; they only set values of keys declared without them.
     """
     own, with_added = (
         files.merged((each.config_path, each.package) for each in found.defaults if not comes_from(each, found, among))
@@ -130,12 +131,12 @@ def declared_keys(files: Files, found: Any, added: set[str]) -> dict[str, Any]:
     declared = {key: with_added[key] for key in own}
     for group in (*files.groups(CONFIG), *files.groups(f"job/{found.overrides.known_choices.get('job')}")):
         if "/" not in group and not f"{group}/".startswith(BODIES):
-            declared.setdefault(group, None)  # one that is left out has no keys
+            declared.setdefault(group, None)  # a group that is left out has no keys
     return declared
 
 
 class Elsewhere:
-    """What keys there are besides those of the jobs and choices that the command line makes."""
+    """The keys that other jobs and other choices than those of the command line declare."""
 
     def __init__(self, loader: ConfigLoader, files: Files, lines: list[str], found: Any) -> None:
         self.loader, self.files, self.lines = loader, files, lines
@@ -143,8 +144,10 @@ class Elsewhere:
         self.choices = found.overrides.known_choices
 
     def is_shared(self, key: str) -> bool:
-        """Whether a key of another job may be there: a machine's own file is for all jobs, and an experiment for its
-        own job and those that look at it, such as job=plan."""
+        """Return whether a key of another job is allowed here.
+
+        conf/local applies to all jobs. An experiment applies to its own job and to jobs that inspect it (job=plan).
+        """
         writers = [path for path in self.bodies if key in self.files.body(path)]
         if any(path.startswith("local/") for path in writers):
             return any(key in keys for keys in self.files.job_keys().values())
@@ -155,7 +158,7 @@ class Elsewhere:
         return key in self.files.job_keys()[made_for]
 
     def keys_of_others(self, group: str, place: str) -> dict[str, list[str]]:
-        """The keys of a node in the other choices of its group."""
+        """Return the keys that a node has in each other choice of its group."""
         below = place.removeprefix(group.replace("/", ".")).strip(".")
         others = [choice for choice in self.files.choices(group) if choice != self.choices[group]]
         if group == "job":
@@ -164,12 +167,12 @@ class Elsewhere:
 
 
 def launcher(tree: dict[str, Any]) -> dict[str, Any]:
-    """What a configuration says of Hydra's launcher; the rest of `hydra` Hydra checks by itself."""
+    """Return the configuration of Hydra's launcher; Hydra checks the rest of `hydra` itself."""
     return {"launcher": tree["hydra"].get("launcher", {})} if isinstance(tree["hydra"], dict) else {}
 
 
 def comes_from(file: Any, found: Any, added: set[str]) -> bool:
-    """Whether an experiment, a machine's own file, or a group that the command line adds has brought in a file."""
+    """Return whether a file was included by an experiment, conf/local, or a group that the command line adds."""
     parents = {each.config_path: each.parent for each in found.defaults}
     path = file.config_path
     while path in parents:
@@ -180,7 +183,7 @@ def comes_from(file: Any, found: Any, added: set[str]) -> bool:
 
 
 def refuse_unknown_group(files: Files, error: ConfigCompositionException) -> None:
-    """Raise ValueError for a group in a defaults list, or on the command line, that there is not here."""
+    """Raise ValueError for an unknown group in a defaults list or on the command line."""
     line = " ".join(str(error).split())
     found = re.search(r"Could not override '([^'@]+)(@[^']*)?'\. No match in the defaults list", line)
     if found is None:

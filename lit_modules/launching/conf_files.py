@@ -1,4 +1,4 @@
-"""The YAML files of conf/, read as they stand: what each declares, before Hydra composes them."""
+"""Read the YAML files of conf/ without Hydra: the keys that each declares before composition."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,29 +9,29 @@ import yaml
 from lit_modules.launching.signatures import arguments
 
 OF_HYDRA = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is there
-GLOBAL = "# @package _global_"  # the first line of a file whose keys stand at the root
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if libyaml is installed
+GLOBAL = "# @package _global_"  # first line of a file whose keys are at the root
 
 
 class Files:
-    """The files of conf/, and of a folder that --config-dir adds to it."""
+    """The files of conf/, and of a folder that --config-dir adds."""
 
     def __init__(self, folders: list[Path]) -> None:
         self.folders = folders
         self._bodies: dict[str, dict[Any, Any]] = {}
 
     def is_group(self, name: str) -> bool:
-        """Whether a name is that of a folder with choices, and of no key."""
+        """Return whether a name is a group (a folder of choices) and not a key."""
         return name.startswith("hydra/") or any((folder / name).is_dir() for folder in self.folders)
 
     def choices(self, group: str) -> list[str]:
-        """The choices of a group; of experiments those in folders, too: fox/fox_pro_360m."""
+        """Return the choices of a group; experiments include subfolders: fox/fox_pro_360m."""
         pattern = "**/*.yaml" if group == "experiment" else "*.yaml"
         found = ((folder / group, file) for folder in self.folders for file in (folder / group).glob(pattern))
         return sorted({str(file.relative_to(above).with_suffix("")) for above, file in found if not is_part(file.name)})
 
     def body(self, path: str) -> dict[Any, Any]:
-        """What a file says, its defaults list included."""
+        """Return a file's contents, including its defaults list."""
         if path not in self._bodies:
             file = next((file for folder in self.folders if (file := folder / f"{path}.yaml").is_file()), None)
             body = None if file is None else yaml.load(file.read_text(encoding="utf-8"), LOADER)
@@ -41,13 +41,13 @@ class Files:
         return self._bodies[path]
 
     def whole(self, path: str) -> dict[Any, Any]:
-        """What a file says over the files that it includes; the choices of groups are left out."""
+        """Return a file's keys merged over the files that it includes, without the choices of groups."""
         whole = self.included(path)
         put(whole, [], {key: value for key, value in self.body(path).items() if key != "defaults"})
         return whole
 
     def included(self, path: str) -> dict[Any, Any]:
-        """What the files say that a file's defaults list includes by their names, later ones over earlier ones."""
+        """Merge the files that a defaults list includes by name; later ones override earlier ones."""
         group = "experiment" if path.startswith("experiment/") else path.rpartition("/")[0]
         said: dict[Any, Any] = {}
         for entry in self.body(path).get("defaults", []):
@@ -58,7 +58,7 @@ class Files:
         return said
 
     def merged(self, placed: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        """What files, each given as (path, package), say together; interpolations stay as they are written."""
+        """Merge files given as (path, package); interpolations are not resolved."""
         whole: dict[str, Any] = {}
         for path, package in placed:
             body = {key: value for key, value in self.body(path).items() if key != "defaults"}
@@ -66,7 +66,7 @@ class Files:
         return whole
 
     def keys(self, path: str, below: str) -> list[str]:
-        """The keys of a node of a file: those that it declares, and the arguments of its target."""
+        """Return the keys of a node of a file: those that it declares and the arguments of its target."""
         node: Any = self.whole(path)
         for key in below.split(".") if below else ():
             node = node.get(key) if isinstance(node, dict) else None
@@ -76,13 +76,13 @@ class Files:
         return [str(key) for key in node if key not in OF_HYDRA] + list(found.names if found else ())
 
     def groups(self, path: str) -> list[str]:
-        """The groups in a file's defaults list: those that can be chosen by their own name."""
+        """Return the groups in a file's defaults list that can be selected by name."""
         entries = [key for entry in self.body(path).get("defaults", []) if isinstance(entry, dict) for key in entry]
         names = [key.removeprefix("optional ").lstrip("/") for key in entries if not key.startswith("override ")]
         return [name for name in names if "@" not in name]
 
     def job_keys(self) -> dict[str, list[str]]:
-        """By job: the keys at the root that it has besides those of all."""
+        """Return, per job, the root keys that it has in addition to those of all jobs."""
         found = {}
         for job in self.choices("job"):
             at_root = self.body(f"job/{job}") if self.is_global(f"job/{job}") else {}
@@ -92,18 +92,18 @@ class Files:
         return found
 
     def is_global(self, path: str) -> bool:
-        """Whether a file's keys stand at the root."""
+        """Return whether a file's keys are at the root."""
         files = [folder / f"{path}.yaml" for folder in self.folders]
         return any(file.is_file() and GLOBAL in file.read_text(encoding="utf-8") for file in files)
 
 
 def is_part(name: str) -> bool:
-    """Whether a file is a part of others, and no choice by itself."""
+    """Return whether a file is a part that others include, rather than a choice."""
     return name.startswith("_")
 
 
 def put(node: dict[Any, Any], keys: list[str], value: Any) -> None:
-    """Set what is below a node at a path of keys; a mapping is merged into one that is there."""
+    """Set the value at a path of keys below a node; a mapping is merged into an existing one."""
     if not keys:
         for key, each in value.items():
             put(node, [key], each)
@@ -112,7 +112,7 @@ def put(node: dict[Any, Any], keys: list[str], value: Any) -> None:
         if not isinstance(below, list):
             node[keys[0]] = dict(below) if isinstance(below, dict) else {}
             put(node[keys[0]], keys[1:], value)
-        elif not keys[1:]:  # else it is of an element of the list
+        elif not keys[1:]:  # a longer path would address an element of the list
             node[keys[0]] = value
     else:
         node[keys[0]] = value

@@ -1,4 +1,4 @@
-"""What the ranks of a run have to agree in: the code, the folder, the devices, and how many they are."""
+"""Check that the ranks of a run agree on code, folder, devices and world size."""
 
 import hashlib
 import logging
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("palimpsest.py", "common/**/*.py", "lit_modules/**/*.py", "data_pipeline/**/*.py", "kernels/**/*.py")
-SKEW = 30.0  # seconds between two nodes' clocks that are worth a line; nothing of ours depends on them
+SKEW = 30.0  # seconds of clock difference between nodes worth a warning; the run itself needs no clocks
 
 
 def apply_launcher_sizes(trainer: DictConfig, here: ProcessInfo) -> None:
-    """Put what the launcher started into trainer.devices and trainer.num_nodes where they say nothing of their own.
+    """Set trainer.devices and trainer.num_nodes to the launcher's sizes where they are left open.
 
     Raises:
-        ValueError: what they do say is not what was started.
+        ValueError: they are given and differ from what was started.
     """
     check_whole("trainer.num_nodes", trainer.num_nodes, 1)
     check_devices(trainer.accelerator, trainer.devices)
@@ -60,7 +60,7 @@ def apply_launcher_sizes(trainer: DictConfig, here: ProcessInfo) -> None:
 
 
 def check_devices(accelerator: str, asked: Any) -> None:
-    """Raise ValueError unless trainer.devices is a number of devices, auto, or of GPUs the numbers of some or all."""
+    """Raise ValueError unless trainer.devices is a count, "auto" or, on GPUs, -1 or a list of device indices."""
     asked = list(asked) if OmegaConf.is_list(asked) else asked
     given = asked.strip(",").split(",") if isinstance(asked, str) else asked if isinstance(asked, list) else []
     numbered = bool(given) and all(str(each).strip().isdigit() for each in given)
@@ -74,7 +74,7 @@ def check_devices(accelerator: str, asked: Any) -> None:
 
 
 def devices(asked: Any) -> int | None:
-    """How many devices of a node trainer.devices asks for; None where it leaves that open."""
+    """Return the number of devices per node that trainer.devices asks for; None if it leaves that open."""
     if asked in ("auto", -1, "-1"):
         return None
     if isinstance(asked, str):
@@ -83,21 +83,22 @@ def devices(asked: Any) -> int | None:
 
 
 def agree(cfg: DictConfig, folder: Path) -> None:
-    """Have all ranks compare what they are, once the folder is known to each, and take the launcher's numbers.
+    """Check that all ranks agree on code, folder and devices; then apply the launcher's sizes.
 
     Raises:
-        ValueError: they cannot run together; on rank 0, which says so. run_folder.SilentExit: the same, on the others.
+        ValueError: the ranks cannot run together; raised on rank 0, which reports it.
+        run_folder.SilentExit: the same, on the other ranks.
     """
     met = rendezvous.meeting()
     if met is None:
         apply_launcher_sizes(cfg.trainer, this_process())
         return
     announced = met.announce("token", lambda: [time.time(), rendezvous.write_token(folder)])
-    # the clock is read before the folder is looked for, which may take its time
+    # read the clock before looking for the folder, which can be slow
     now = time.time()
     mine = report(met.here) | {"time": now, "sees": rendezvous.sees(folder, announced[1])}
     if not mine["sees"]:
-        run_folder.discard_unbegun(folder)  # Hydra has made it, on a disk of this node's own
+        run_folder.discard_unbegun(folder)  # Hydra created it on this node's local disk
 
     def judge_them() -> None:
         reports = met.report("report", mine)
@@ -113,7 +114,7 @@ def agree(cfg: DictConfig, folder: Path) -> None:
 
 
 def report(here: ProcessInfo) -> dict[str, Any]:
-    """What a rank has to say of itself, but for its clock and the folder."""
+    """Return this rank's report, without its clock and whether it sees the folder."""
     import torch
 
     return {
@@ -129,7 +130,7 @@ def report(here: ProcessInfo) -> dict[str, Any]:
 
 @cache
 def fingerprint() -> str:
-    """Eight hexadecimal digits of this installation's Python files."""
+    """Return eight hexadecimal digits that identify this installation's Python files."""
     digest = hashlib.sha256()
     for path in sorted(file for part in PARTS for file in ROOT.glob(part)):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
@@ -137,7 +138,7 @@ def fingerprint() -> str:
 
 
 def check_ranks_agree(reports: list[dict[str, Any]], cfg: DictConfig, folder: Path) -> None:
-    """Raise ValueError for the first thing in which the ranks' reports do not fit together."""
+    """Raise ValueError for the first disagreement between the ranks' reports."""
     first = reports[0]
     blind = next((each for each in reports if not each["sees"]), None)
     if blind is not None:
@@ -166,12 +167,17 @@ def check_ranks_agree(reports: list[dict[str, Any]], cfg: DictConfig, folder: Pa
 
 
 def version(each: dict[str, Any], name: str) -> str:
-    """A report's version of something; of the code the commit, too."""
+    """Return the version in a report; for the code, with its commit."""
     return f"{each['commit']} ({each[name]})" if name == "code" and each["commit"] else each[name]
 
 
 def warn_of_clocks(reports: list[dict[str, Any]], asked: float, heard: float) -> None:
-    """Say which node's clock is far from rank 0's. Each has read its own between two moments of rank 0's."""
+    """Warn about the first node whose clock is far from rank 0's.
+
+    Args:
+        asked: rank 0's clock before the others read theirs.
+        heard: rank 0's clock after all have reported.
+    """
     for each in reports:
         skew = each["time"] - heard if each["time"] > heard else min(0.0, each["time"] - asked)
         if abs(skew) > SKEW:

@@ -1,4 +1,4 @@
-"""The first rank of a run that failed: it alone writes failed.json, and it alone tells the user."""
+"""Report the first rank of a run that failed: it alone writes failed.json and informs the user."""
 
 import contextlib
 import json
@@ -12,11 +12,11 @@ from lit_modules.launching import run_folder
 from lit_modules.launching.process import this_process
 from lit_modules.launching.rank_logs import say_on_terminal, write_traceback
 
-FAILED = "failed.json"  # {"rank", "world_size", "host", "error", "mistake", "log"}, of a killed rank also "killed"
+FAILED = "failed.json"  # {"rank", "world_size", "host", "error", "mistake", "log"}; for a killed rank also "killed"
 
 
 def mistake(error: BaseException) -> str | None:
-    """The words of a user's mistake, as library code raises it; None for any other error."""
+    """Return the message of a user's mistake, which library code raises as ValueError; None for any other error."""
     return str(error) if isinstance(error, ValueError) else None
 
 
@@ -24,17 +24,20 @@ def mistake(error: BaseException) -> str | None:
 def report_first_failure(
     folder: Path, debug: bool, mistake: Callable[[Exception], str | None] = mistake
 ) -> Iterator[None]:
-    """Around the job of each rank of a run: the first that fails says so in one line, the others end without a word.
+    """Wrap the job of each rank: the first rank that fails reports it in one line, the others exit silently.
 
-    A process alone is left as it is. With `debug` every rank shows its traceback. `mistake`: as the one above.
+    A single process is left alone. With `debug` every rank shows its traceback.
+
+    Args:
+        mistake: returns the message of a user's mistake, None for other errors.
 
     Raises:
-        run_folder.SilentExit: the line has been said; its status is 2 for a user's mistake, else 1.
+        run_folder.SilentExit: the failure is reported; the status is 2 for a user's mistake, else 1.
     """
     try:
         yield
     except Exception as error:
-        # a process that Lightning has let go again is alone, and the failure of one that it had started stands there
+        # after Lightning has dropped its ranks, this process counts as alone; failed.json may still name one of them
         if isinstance(error, run_folder.SilentExit) or (this_process().alone and first_failed(folder) is None):
             raise
         record(folder, error, mistake, aloud=not debug)
@@ -47,10 +50,10 @@ def report_first_failure(
 def record(
     folder: Path, error: BaseException, mistake: Callable[[Exception], str | None] = mistake, aloud: bool = True
 ) -> None:
-    """Write failed.json for an error of this rank unless another, or this one, has; then tell the user.
+    """Write failed.json for this rank's error unless the file exists; then inform the user.
 
-    Whoever creates the file is the first: no clock is read. A folder that has gone was discarded by rank 0, which has
-    said why. Ends that are no failures (an interrupt, an exit) are left out, and so is a process alone.
+    Whoever creates the file is the first: no clock is read. If the folder is missing, rank 0 discarded it and has
+    reported why. Interrupts and exits are not failures and are ignored, as is a single process.
     """
     here = this_process()
     if here.alone or isinstance(error, run_folder.SilentExit) or not isinstance(error, Exception):
@@ -65,12 +68,12 @@ def record(
         "error": " ".join(words.split()),
         "mistake": mistake(error) is not None,
         "log": str(folder / here.log),
-    } | getattr(error, "culprit", {})  # another rank, where the watchdog knows it to be the cause
+    } | getattr(error, "culprit", {})  # another rank, if the watchdog knows it to be the cause
     try:
         handle = os.open(folder / FAILED, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except (FileExistsError, FileNotFoundError):
         return
-    except OSError:  # a full disk, say: better said twice than not at all
+    except OSError:  # e.g. a full disk: two reports are better than none
         pass
     else:
         with contextlib.suppress(OSError), open(handle, "w", encoding="utf-8") as opened:
@@ -80,7 +83,7 @@ def record(
 
 
 def told(found: dict[str, Any]) -> str:
-    """A record in one line."""
+    """Format a record of failed.json as one line."""
     where = f"rank {found['rank']} of {found['world_size']} on {found['host']}"
     if found.get("killed"):
         return f"{where} {found['error']}; its log is {found['log']}"
@@ -90,10 +93,10 @@ def told(found: dict[str, Any]) -> str:
 
 
 def first_failed(folder: Path) -> str | None:
-    """The line of the rank of a run that failed first; None where none has said so."""
+    """Return the line for the rank that failed first; None if no failure is recorded."""
     try:
         return told(json.loads((folder / FAILED).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError):  # none, or one that the disk did not take
+    except (OSError, ValueError, KeyError):  # no record, or one cut short by a full disk
         return None
 
 
@@ -105,5 +108,5 @@ def set_aside(folder: Path) -> None:
 
 
 def host() -> str:
-    """This node's name, as SLURM calls it, or its own."""
+    """Return this node's name as SLURM knows it, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

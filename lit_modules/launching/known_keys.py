@@ -1,8 +1,8 @@
-"""Which keys a configuration may have: checked on the command line's own composition, before anything heavy is loaded.
+"""Check the keys of a configuration on the command line's own composition, before heavy imports.
 
-A node that names a `_target_` has the arguments of that class or function. A collection such as `callbacks` takes any
-name of such a node. Every other node has the keys that conf/ declares for it: those of the composition without the
-bodies of experiments and conf/local, and without what the command line gives.
+A node with a `_target_` takes the arguments of that class or function. A collection such as `callbacks` takes such
+nodes under any name. Every other node takes the keys that conf/ declares for it: those of the composition without
+experiments, conf/local and the command line.
 """
 
 import re
@@ -15,15 +15,15 @@ from common.settings import instead, nearest
 from lit_modules.launching.conf_files import OF_HYDRA
 from lit_modules.launching.signatures import Arguments, arguments
 
-OF_TARGETS = ("callbacks", "logger", "corpus.sources", "corpus.cleaning")  # any name, of a node with a _target_
+OF_TARGETS = ("callbacks", "logger", "corpus.sources", "corpus.cleaning")  # any name for a node with a _target_
 OF_NAMES = ("stages", "corpus.categories", "rewrite.styles", "benchmark.num_fewshot")  # any name
-WITHOUT_TARGET = {  # what the keys of such a node are the arguments of
+WITHOUT_TARGET = {  # the class whose arguments are the keys of such a node
     "trainer": "lightning.Trainer",
     "corpus": "data_pipeline.corpus.recipe.Recipe",
     "stages.*": "lit_modules.linearization.stages.Stage",
     "rewrite.styles.*": "data_pipeline.rewriting.styles.Style",
 }
-OF_TRAINER = {  # Lightning's arguments that follow from other keys: those keys
+OF_TRAINER = {  # Lightning's arguments that other keys determine, and those keys
     "strategy": "strategy=ddp, fsdp or hsdp",
     "logger": "logger=csv or wandb",
     "callbacks": "the keys of callbacks",
@@ -55,14 +55,14 @@ OF_TRAINER = {  # Lightning's arguments that follow from other keys: those keys
 
 @dataclass(frozen=True)
 class Composition:
-    """A configuration and what it is made of, in plain containers, interpolations as they are written.
+    """A configuration and its origins, in plain containers with unresolved interpolations.
 
     Attributes:
-        given: all of it.
-        declared: what the groups' own files say.
-        choices: of each group.
-        keys_of_others: the keys that a node of a group has in the group's other choices, by choice.
-        is_shared: whether a key at the root, of another job, may be there.
+        given: the whole configuration.
+        declared: the keys that the groups' own files declare.
+        choices: the choice of each group.
+        keys_of_others: maps (group, node) to the keys of that node in each other choice of the group.
+        is_shared: whether a root key of another job is allowed here.
     """
 
     given: dict[str, Any]
@@ -82,7 +82,7 @@ class Composition:
         """Check a node and those below it.
 
         Args:
-            free: it is an argument of a target above it, which takes any keys or checks them by itself.
+            free: the node is an argument of a target above it, which takes any keys or checks them itself.
         """
         names = declared if isinstance(declared, dict) else {}
         is_built, known = self._built_of(place, given)
@@ -103,16 +103,16 @@ class Composition:
                 self._check(where, node, below, free or is_built)
 
     def _built_of(self, place: str, given: dict[Any, Any]) -> tuple[bool, Arguments | None]:
-        """Whether the keys of a node are arguments of something, and, where its source tells, of which."""
+        """Return whether a node's keys are arguments of a target, and those arguments if its source shows them."""
         pattern = is_of(place, WITHOUT_TARGET)
         target = self._resolved(target_of(given)) or (WITHOUT_TARGET[pattern] if pattern else None)
         found = arguments(target) if target is not None else None
         if found is not None and found.names == ("cfg",):
-            return False, None  # a job's function: it is given the whole configuration
+            return False, None  # a job's function takes the whole configuration
         return target is not None, found
 
     def _check_kind(self, place: str, path: str, value: Any, declared: Any) -> None:
-        """Raise ValueError for a single value where keys belong, for keys where a value does, and for a null."""
+        """Raise ValueError for a single value where keys belong, for keys where a value belongs, and for a null."""
         if isinstance(value, dict):
             if isinstance(declared, int | float | list) or (isinstance(declared, str) and not is_open(declared)):
                 raise ValueError(f"{path} has no keys: give {path}=VALUE")
@@ -131,10 +131,10 @@ class Composition:
         raise ValueError(f"{path}={value} is not known{below}")
 
     def _check_other(self, place: str, path: str, key: str, known: Arguments, mend: str = "") -> None:
-        """Raise ValueError for a key that is not among the known ones, unless it may be there all the same.
+        """Raise ValueError for an unknown key, unless the target takes any or another job shares it.
 
         Args:
-            mend: what else to give than one of the known keys.
+            mend: the advice if no known key is meant.
         """
         if (known.others and not nearest(key, known.names)) or (not place and self.is_shared(key)):
             return
@@ -158,7 +158,7 @@ class Composition:
         raise ValueError(f"{path} is not known: {mend}")
 
     def _check_named(self, place: str, path: str, key: Any, value: Any, declared: dict[Any, Any]) -> None:
-        """Raise ValueError for an entry of a collection that is neither made by a _target_ nor a known one left out."""
+        """Raise ValueError for an entry of a collection that has no _target_ and does not set a known entry to null."""
         if isinstance(value, dict) and target_of(value) is not None:
             return
         if key not in declared:
@@ -168,7 +168,7 @@ class Composition:
             raise ValueError(f"{path} has no _target_: give the class that it is made of, or null for none")
 
     def _resolved(self, value: Any) -> Any:
-        """What an interpolation of one whole key stands for, as far as conf/ declares it."""
+        """Resolve an interpolation of one whole key as far as conf/ declares it."""
         while isinstance(value, str) and (found := re.fullmatch(r"\$\{([\w.]+)\}", value)):
             value = self.declared
             for key in found[1].split("."):
@@ -177,7 +177,7 @@ class Composition:
 
 
 def check_target(place: str, given: dict[Any, Any], declared: dict[Any, Any]) -> None:
-    """Raise ValueError for a `_target_` that is no path, where conf/ has one, or that has moved."""
+    """Raise ValueError for a `_target_` that is not a path although conf/ has one there, or that has moved."""
     target, example = given.get("_target_"), target_of(declared)
     if example is not None and "_target_" in given and not isinstance(target, str):
         raise ValueError(f"{place}._target_={target} is not the path of a class or function, such as {example}")
@@ -186,25 +186,25 @@ def check_target(place: str, given: dict[Any, Any], declared: dict[Any, Any]) ->
 
 
 def check_new_name(place: str, name: str, known: Iterable[str]) -> None:
-    """Raise ValueError for a user's own name that is most likely a known one, misspelt."""
+    """Raise ValueError for a user's new name that is probably a misspelt known one."""
     for near in nearest(name, known, cutoff=0.85) if name not in known else ():
         if near not in name:
             raise ValueError(f"{place}.{name} is not known: did you mean {place}.{near}? Else give it another name")
 
 
 def target_of(node: dict[Any, Any]) -> str | None:
-    """The `_target_` of a node that has one."""
+    """Return the `_target_` of a node, if it has one."""
     target = node.get("_target_")
     return target if isinstance(target, str) else None
 
 
 def is_open(value: Any) -> bool:
-    """Whether a value stands for another one, or for one that is to be given."""
+    """Return whether a value is an interpolation or still missing (???)."""
     return isinstance(value, str) and ("${" in value or value == "???")
 
 
 def is_of(path: str, patterns: dict[str, str]) -> str | None:
-    """The pattern that a path is of: `stages.*` is of the nodes directly below `stages`."""
+    """Return the pattern that a path matches: `stages.*` matches the nodes directly below `stages`."""
     parts = path.split(".")
     for pattern in patterns:
         wanted = pattern.split(".")
@@ -214,7 +214,7 @@ def is_of(path: str, patterns: dict[str, str]) -> str | None:
 
 
 def nodes(path: str, value: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """The mappings that a value is or, if it is a list, holds."""
+    """Yield the mapping that a value is, or the mappings in a list."""
     if isinstance(value, dict):
         yield path, value
     elif isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The settings of `hydra/launcher=slurm`: refused before sbatch sees them, in one line that names the key."""
+"""Check the settings of `hydra/launcher=slurm` before sbatch sees them, with one line that names the key."""
 
 import re
 from typing import Any
@@ -10,14 +10,14 @@ from lit_modules.launching.consistency import devices
 
 # As in sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes ...
 TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)
-MOST_DELAY = 65535  # seconds; sbatch's --signal takes no more
+MOST_DELAY = 65535  # seconds; the most that sbatch's --signal takes
 
 
 def check_launcher(config: DictConfig, known: set[str]) -> None:
-    """Raise ValueError for the first setting that no job can have.
+    """Raise ValueError for the first setting that is not valid for any job.
 
     Args:
-        config: the whole configuration of the command, Hydra's part included.
+        config: the whole configuration of the command, including Hydra's part.
         known: the names of the launcher's settings.
     """
     launcher = config.hydra.launcher
@@ -59,7 +59,7 @@ def _check_numbers(launcher: DictConfig) -> None:
 
 
 def _check_ranks(config: DictConfig) -> None:
-    """Refuse numbers of ranks that differ from what the launcher starts."""
+    """Raise ValueError for trainer sizes that differ from what the launcher starts."""
     launcher, trainer = config.hydra.launcher, config.trainer
     if trainer.num_nodes not in (1, launcher.nodes):
         raise ValueError(

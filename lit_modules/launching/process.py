@@ -1,4 +1,4 @@
-"""Which of a run's processes this one is, read from what SLURM, torchrun or Lightning put into the environment."""
+"""Identify this process among those of its run from the environment of SLURM, torchrun or Lightning."""
 
 import os
 import re
@@ -13,10 +13,14 @@ from typing import Any
 class ProcessInfo:
     """This process among those of its run.
 
-    rank, world_size: over all nodes; local_rank, local_size: on this node; node, nodes: the node's number, and how many
-    there are. launcher: what started the processes: "srun", "torchrun" or "lightning"; None for a process alone. job:
-    the name of this start, the same after a requeue; None where nothing starts it again. attempt: how often it has been
-    started again. even: whether each node has as many processes.
+    Attributes:
+        rank, world_size: over all nodes.
+        local_rank, local_size: on this node.
+        node, nodes: the node's number and the number of nodes.
+        launcher: "srun", "torchrun" or "lightning"; None for a single process.
+        job: the name of this start, unchanged by a requeue; None if nothing restarts it.
+        attempt: the number of restarts so far.
+        even: every node runs the same number of processes.
     """
 
     rank: int = 0
@@ -32,27 +36,27 @@ class ProcessInfo:
 
     @property
     def from_outside(self) -> bool:
-        """Whether the processes were started by others than Lightning, and have to find each other."""
+        """Whether srun or torchrun started the processes, so that they must find each other."""
         return self.launcher in ("srun", "torchrun")
 
     @property
     def alone(self) -> bool:
-        """Whether it is a process that somebody started by hand, and whose terminal they look at."""
+        """True for a single process that was started by hand."""
         return self.world_size == 1 and not self.from_outside
 
     @property
     def log(self) -> str:
-        """The log of this process in the run's folder."""
+        """The log of this process, relative to the run's folder."""
         return "palimpsest.log" if self.rank == 0 else f"logs/rank_{self.rank:05d}.log"
 
 
 def this_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
-    """What the environment says of this process. torchrun comes first: it may itself have been started by srun."""
+    """Read this process's identity from the environment; torchrun first, since srun may have started torchrun."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return _torchrun(environment)
     if in_slurm_step(environment):
         return _srun(environment)
-    if {"LOCAL_RANK", "NODE_RANK"} <= set(environment):  # Lightning's, on one machine; it takes WORLD_SIZE away again
+    if {"LOCAL_RANK", "NODE_RANK"} <= set(environment):  # Lightning on one machine; it removes WORLD_SIZE again
         rank = int(environment["LOCAL_RANK"])
         size = int(environment.get("WORLD_SIZE", rank + 1))
         if size > 1:
@@ -61,8 +65,10 @@ def this_process(environment: Mapping[str, str] = os.environ) -> ProcessInfo:
 
 
 def in_slurm_step(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether srun started this process as a task: not the batch script of a job, nor a shell that srun or salloc
-    gave a person, which Lightning knows by the same names."""
+    """Return whether srun started this process as a task.
+
+    False for a job's batch script and for an interactive shell of srun or salloc (the job names that Lightning checks).
+    """
     if not {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} <= set(environment):
         return False
     shell = environment.get("SLURM_JOB_NAME") in ("bash", "interactive")
@@ -72,7 +78,7 @@ def in_slurm_step(environment: Mapping[str, str] = os.environ) -> bool:
 def _torchrun(environment: Mapping[str, str]) -> ProcessInfo:
     size, local_size = int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
     name = environment["TORCHELASTIC_RUN_ID"]
-    if name == "none":  # nobody gave one: the agent's process, which outlives the restarts
+    if name == "none":  # no --rdzv-id was given: use the agent's process, which outlives the restarts
         name = f"{socket.gethostname()}:{os.getppid()}"
     return ProcessInfo(
         rank=int(environment["RANK"]),
@@ -90,7 +96,7 @@ def _torchrun(environment: Mapping[str, str]) -> ProcessInfo:
 
 def _srun(environment: Mapping[str, str]) -> ProcessInfo:
     size, nodes = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment["SLURM_STEP_NUM_NODES"])
-    on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # "2(x4)", or "2(x3),1" where it is not even
+    on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # "2(x4)", or "2(x3),1" if uneven
     return ProcessInfo(
         rank=int(environment["SLURM_PROCID"]),
         world_size=size,
@@ -113,14 +119,16 @@ def _slurm_job(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's list of nodes: gpu3 of "gpu[3-5,8],login1"."""
+    """Return the first host of a SLURM node list: gpu3 of "gpu[3-5,8],login1"."""
     match = re.match(r"([^,\[]*)(?:\[([^,\-\]]+)[^\]]*\])?([^,\[]*)", nodes)
     return "".join(part or "" for part in match.groups()) if match else nodes
 
 
 def address(environment: Mapping[str, str] = os.environ) -> str:
-    """Where the node of rank 0 of this SLURM step is reached: its name, or what SLURM knows it by where the name says
-    nothing to this machine. MASTER_ADDR comes before both, as with torch."""
+    """Return the address of rank 0's node in this SLURM step.
+
+    MASTER_ADDR first, as in torch; then the node's name, or SLURM's NodeAddr if the name does not resolve here.
+    """
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     host = first_host(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"])
@@ -134,21 +142,21 @@ def address(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def cluster_environment() -> Any:
-    """Lightning's plugin for who starts the processes; None where it finds that out well.
+    """Return Lightning's environment plugin; None if Lightning detects the right one.
 
-    Its requeueing is off: the run's own callback requeues, and nobody else.
+    Lightning's requeueing is off, since our own callback requeues.
     """
     from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
     here = this_process()
     if here.launcher == "srun":
-        # Of the step, which may be a part of the job, and under names that srun leaves out without --ntasks-per-node.
+        # The sizes of the step, which may be a part of the job; srun omits these names without --ntasks-per-node.
         os.environ |= {
             "SLURM_NTASKS": str(here.world_size),
             "SLURM_NTASKS_PER_NODE": str(here.local_size),
             "SLURM_NNODES": str(here.nodes),
         }
         return SLURMEnvironment(auto_requeue=False)
-    if here.launcher is None and "SLURM_NTASKS" in os.environ:  # in a batch script: Lightning would wait for tasks
+    if here.launcher is None and "SLURM_NTASKS" in os.environ:  # a batch script: Lightning would wait for tasks
         return LightningEnvironment()
     return None

@@ -1,4 +1,4 @@
-"""The log of each rank: rank 0 speaks on the terminal and in palimpsest.log, each other one in logs/rank_*.log."""
+"""Set up the log of each rank: rank 0 uses the terminal and palimpsest.log, the others logs/rank_*.log."""
 
 import logging
 import os
@@ -8,18 +8,20 @@ from typing import TextIO
 
 from lit_modules.launching.process import ProcessInfo, this_process
 
-_terminal: int | None = None  # a descriptor of the terminal's stderr, once this process's own goes into a log
+_terminal: int | None = None  # descriptor of the terminal's stderr, once this process's stderr goes to a log
 
 
 def log_file(folder: str, job_name: str) -> str:
-    """The log of this process below a run's folder; `job_name` is the command's, after which rank 0's is named."""
+    """Return the path of this process's log; rank 0's is named after the command's `job_name`."""
     here = this_process()
     return f"{folder}/{job_name}.log" if here.rank == 0 else f"{folder}/{here.log}"
 
 
 class DropsWhatDiskRefuses:
-    """Comes before a handler of the logging module among the bases of a class: a message that its file or terminal does
-    not take is lost, without the traceback that Python prints. Whoever writes what matters reports a full disk."""
+    """Mixin for a logging handler that drops messages which its file or terminal refuses, without a traceback.
+
+    Put it before the handler in the bases. Code that writes important files reports a full disk itself.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -31,7 +33,7 @@ class Terminal(DropsWhatDiskRefuses, logging.StreamHandler):
 
 
 class LogFile(DropsWhatDiskRefuses, logging.FileHandler):
-    """A file handler that makes the file's folder when it has something to write, and not before."""
+    """A file handler that creates the file's folder on the first message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -45,8 +47,7 @@ class LogFile(DropsWhatDiskRefuses, logging.FileHandler):
 
 
 def log_to_own_file(folder: Path, here: ProcessInfo) -> None:
-    """From now on, what a rank but the first says, on whatever way, is in its log: prints, warnings and tracebacks, and
-    what libraries that are not Python's write."""
+    """Redirect stdout and stderr of a rank other than 0 to its log, including output of native libraries."""
     global _terminal
     if here.rank == 0:
         return
@@ -65,7 +66,7 @@ def log_to_own_file(folder: Path, here: ProcessInfo) -> None:
 
 
 def say_on_terminal(line: str) -> None:
-    """Write a line where the user reads, also from a rank that has a log of its own."""
+    """Write a line to the user's terminal, even from a rank whose stderr goes to a log."""
     if _terminal is None:
         print(line, file=sys.stderr, flush=True)
     else:
@@ -73,7 +74,7 @@ def say_on_terminal(line: str) -> None:
 
 
 def write_traceback(error: BaseException) -> None:
-    """Put an error with its traceback into this process's log file, and not on the terminal."""
+    """Write an error with its traceback to this process's log file, but not to the terminal."""
     record = logging.LogRecord(
         "palimpsest", logging.ERROR, __file__, 0, "the run failed", None, (type(error), error, error.__traceback__)
     )

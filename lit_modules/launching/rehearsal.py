@@ -1,4 +1,4 @@
-"""A run checked on the machine that submits it, so that a mistake is seen before anything is queued."""
+"""Check a run on the submitting machine, so that mistakes appear before anything is queued."""
 
 import copy
 from pathlib import Path
@@ -12,12 +12,12 @@ from lit_modules.launching.start import check_switches
 
 
 def check_run(launcher: Any, overrides: list[str], folder: Path) -> None:
-    """Compose one run of a sweep as its job will, and raise what the job would raise for settings that cannot work.
+    """Compose one run of a sweep as its job will, and raise the errors that its settings would cause there.
 
     Args:
-        launcher: Hydra's, of hydra-submitit-launcher.
-        overrides: the run's.
-        folder: the run's; it need not exist.
+        launcher: the launcher of hydra-submitit-launcher.
+        overrides: the run's overrides.
+        folder: the run's folder; it need not exist.
     """
     config = launcher.hydra_context.config_loader.load_sweep_config(launcher.config, overrides)
     before = HydraConfig.instance().cfg
@@ -35,7 +35,7 @@ def check_run(launcher: Any, overrides: list[str], folder: Path) -> None:
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
-    """The configuration that a job is called with."""
+    """Return the configuration that the job is called with."""
     cfg = copy.deepcopy(config)
     OmegaConf.set_readonly(cfg, False)
     with open_dict(cfg):

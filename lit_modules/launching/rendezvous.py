@@ -1,7 +1,7 @@
-"""The meeting of the ranks of a run, before anything is written: one folder for all, and nothing that would fail later.
+"""Rendezvous of a run's ranks before anything is written: agree on one folder and find mistakes early.
 
-It is held in a torch.distributed.TCPStore: torchrun's own, or for srun one that rank 0 opens and that torch's process
-group uses afterwards. Rank 0 asks, judges and answers; the others report. What it finds wrong is one line, said once.
+It uses a torch.distributed.TCPStore: torchrun's own or, under srun, one that rank 0 opens and that torch's process
+group reuses. The ranks report, rank 0 checks and answers. It prints a mistake once, in one line.
 """
 
 import functools
@@ -20,31 +20,31 @@ from lit_modules.launching import run_folder
 from lit_modules.launching.failures import host
 from lit_modules.launching.process import ProcessInfo, address, this_process
 
-SECONDS = 300.0  # that a rank is waited for: on a busy file system, imports alone take minutes
-FAREWELL = 10.0  # that rank 0 waits for the others to have read of a mistake, before it ends and the store with it
+SECONDS = 300.0  # join timeout per rank; imports alone can take minutes on a busy file system
+FAREWELL = 10.0  # seconds rank 0 keeps the store open after an error, so that other ranks can read it
 TOKEN = ".meeting"
-FIRST_PORT, PORTS = 25000, 7000  # above those that Lightning derives from job numbers, below those that systems lend
+FIRST_PORT, PORTS = 25000, 7000  # above Lightning's ports for jobs, below the systems' ephemeral ports
 
 
 class Meeting:
-    """One rank's side of it. Each round of questions has a number, since a sweep has a round for each of its runs."""
+    """One rank's side of the rendezvous. Rounds are numbered, since a sweep has one per run."""
 
     def __init__(self, here: ProcessInfo, store: Any) -> None:
         self.here, self.store = here, store
         self.rounds: dict[str, int] = {}
-        self.of_torch: Any = None  # on rank 0, a store that is there as long as this is
+        self.of_torch: Any = None  # on rank 0, a reference that keeps torch's new store open
 
     def round(self, name: str) -> str:
-        """The name of this round's key: folder/1, folder/2, ..."""
+        """Return the key of the next round: folder/1, folder/2, ..."""
         self.rounds[name] = self.rounds.get(name, 0) + 1
         return f"{name}/{self.rounds[name]}"
 
     def announce(self, name: str, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, on every rank.
+        """Broadcast the result of `make` on rank 0 to every rank.
 
         Raises:
-            ValueError, run_folder.RunFailed: on rank 0, what `make` raises.
-            run_folder.SilentExit: on the others, since rank 0 says it.
+            ValueError, run_folder.RunFailed: on rank 0, as `make` raises.
+            run_folder.SilentExit: on the others, since rank 0 reports the error.
         """
         key = self.round(name)
         if self.here.rank == 0:
@@ -67,10 +67,10 @@ class Meeting:
         return answer["found"]
 
     def report(self, name: str, value: Any) -> list[Any]:
-        """Every rank's value, in their order, on rank 0; elsewhere an empty list.
+        """Gather every rank's value on rank 0, in rank order; elsewhere return an empty list.
 
         Raises:
-            run_folder.RunFailed: on rank 0, where some did not come.
+            run_folder.RunFailed: on rank 0, if ranks are missing after the timeout.
         """
         key = self.round(name)
         self.store.set(f"{key}/{self.here.rank}", json.dumps(value))
@@ -83,12 +83,12 @@ class Meeting:
         return [json.loads(self.store.get(key)) for key in keys]
 
     def wait_for(self, keys: list[str], seconds: float) -> list[str]:
-        """Wait until the keys are there; those that are not after `seconds`."""
+        """Wait until the keys are set; return those still missing after `seconds`."""
         deadline, pause = time.monotonic() + seconds, 0.01
         while keys:
             try:
                 keys = [key for key in keys if not self.store.check([key])]
-            except RuntimeError:  # the store has gone, and with it the rank or the agent that held it
+            except RuntimeError:  # the store is closed: the rank or agent that held it has ended
                 return keys
             if keys and time.monotonic() > deadline:
                 return keys
@@ -99,7 +99,7 @@ class Meeting:
 
 
 def missing_ranks(missing: list[int], here: ProcessInfo) -> str:
-    """One line for ranks that did not come."""
+    """Return the error message for ranks that did not join."""
     names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     nodes = sorted({rank // here.local_size for rank in missing})
     return (
@@ -110,10 +110,10 @@ def missing_ranks(missing: list[int], here: ProcessInfo) -> str:
 
 @functools.cache
 def meeting() -> Meeting | None:
-    """The meeting of this process's ranks; None where no others were started from outside.
+    """Return the rendezvous of this process's ranks; None without other ranks from srun or torchrun.
 
     Raises:
-        run_folder.RunFailed: there is no way to it.
+        run_folder.RunFailed: rank 0 cannot be reached.
     """
     here = this_process()
     if not here.from_outside or here.world_size == 1:
@@ -122,7 +122,7 @@ def meeting() -> Meeting | None:
 
     master = here.launcher == "srun" and here.rank == 0
     if here.launcher == "srun":
-        # Lightning and torch read these, and torch's process group shares the store that is there already.
+        # Lightning and torch read these; torch's process group then shares the open store.
         os.environ["MASTER_ADDR"] = address()
         os.environ.setdefault("MASTER_PORT", str(port(here)))
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -137,7 +137,7 @@ def meeting() -> Meeting | None:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (RuntimeError, ValueError, OSError) as error:  # torch's errors of stores are RuntimeErrors
+    except (RuntimeError, ValueError, OSError) as error:  # torch's store errors are RuntimeErrors
         words = str(error).splitlines()[0]
         raise run_folder.RunFailed(
             f"rank {here.rank} on {host()} found no way to rank 0 at {place[0]}:{place[1]} ({words}): start again, "
@@ -150,7 +150,7 @@ def meeting() -> Meeting | None:
 
 
 def reach(place: tuple[str, int], seconds: float) -> None:
-    """Wait until something listens there; torch would print pages while it waits. Raises OSError if nothing does."""
+    """Wait until an address accepts connections, since torch would log at length; raise OSError on timeout."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -164,11 +164,13 @@ def reach(place: tuple[str, int], seconds: float) -> None:
 
 
 def give_torch_a_new_store(met: Meeting) -> None:
-    """Have torch's process group use a store that rank 0 opens, as it does without torchrun. torchrun's is the one of
-    the attempt before, in which the group would find the addresses of processes that have ended."""
+    """Have torch's process group use a store that rank 0 opens, as it does without torchrun.
+
+    torchrun's store still holds the previous attempt's addresses, of processes that have ended.
+    """
     from torch.distributed import TCPStore
 
-    # torchrun's own address need not be rank 0's node where there are several
+    # with several nodes, torchrun's address need not be rank 0's node
     place = os.environ["MASTER_ADDR"] if met.here.nodes == 1 else socket.getfqdn()
 
     def open_store() -> list[Any]:
@@ -180,27 +182,27 @@ def give_torch_a_new_store(met: Meeting) -> None:
 
 
 def port(here: ProcessInfo) -> int:
-    """A port that all ranks of one start of a step know, and other steps on the same nodes hardly share."""
+    """Return a port that all ranks of this attempt derive, and that other steps on the nodes rarely share."""
     return FIRST_PORT + zlib.crc32(f"{here.job}.{here.attempt}".encode()) % PORTS
 
 
 def one_folder(choose: Callable[[], str]) -> str:
-    """The folder that rank 0 chooses, on every rank.
+    """Return the folder that rank 0 chooses, on every rank.
 
     Raises:
         ValueError: it cannot be chosen.
         run_folder.SilentExit: the same, on the other ranks.
-        run_folder.RunFailed: nobody came.
+        run_folder.RunFailed: rank 0 did not answer or cannot be reached.
     """
     met = meeting()
     return choose() if met is None else met.announce("folder", lambda: str(Path(choose()).absolute()))
 
 
 def write_token(folder: Path) -> str:
-    """Write into the run's folder what only those who see this folder can read.
+    """Write a random token into the run's folder, to find nodes that do not share it.
 
     Raises:
-        ValueError: nothing can be written there.
+        ValueError: the folder cannot be written.
     """
     token = secrets.token_hex(8)
     try:
@@ -212,11 +214,11 @@ def write_token(folder: Path) -> str:
 
 
 def sees(folder: Path, token: str, seconds: float = 10.0) -> bool:
-    """Whether this node sees the token; a network's file system may take its time."""
+    """Return whether this node sees the token within `seconds`; network file systems can be slow."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            os.listdir(folder)  # refreshes what such a file system remembers
+            os.listdir(folder)  # refreshes the file system's cached listing
             if (folder / TOKEN).read_text() == token:
                 return True
         except OSError:

@@ -1,6 +1,6 @@
-"""Restarts of a run by itself: who asks SLURM for one, and how many there may be without a new checkpoint.
+"""Restart a run automatically: request it from SLURM, and limit restarts without a new checkpoint.
 
-Nothing heavy is imported here: the process above a rank calls it when the rank was killed for want of memory.
+Heavy imports are avoided: a rank's supervisor calls this when the rank ran out of memory.
 """
 
 import contextlib
@@ -12,20 +12,20 @@ from pathlib import Path
 from common.atomic_files import write_atomic
 from lit_modules.launching.process import ProcessInfo
 
-MOST = 3  # without a new checkpoint between them
-RECORD = "restarts.json"  # in the run's folder: {"checkpoint": the newest at the last restart, "restarts": since then}
+MOST = 3  # restarts without a new checkpoint
+RECORD = "restarts.json"  # {"checkpoint": the newest at the last restart, "restarts": the count since then}
 BY_HAND = "resume=auto goes on from the last checkpoint"
-ASKED = ".restarting"  # there once a rank of this attempt has asked for a restart
+ASKED = ".restarting"  # exists once a rank of this attempt has asked for a restart
 
 
 def slurm_job() -> str | None:
-    """The SLURM job that this process runs in, as scontrol names it; None outside of SLURM."""
+    """Return the SLURM job of this process, as scontrol names it; None outside SLURM."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
 def requeue(job: str) -> str:
-    """Ask SLURM to queue a job again; what comes of it, in words."""
+    """Ask SLURM to requeue a job; return the outcome as text."""
     try:
         asked = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
         refusal = " ".join(asked.stderr.split()) if asked.returncode else None
@@ -37,7 +37,7 @@ def requeue(job: str) -> str:
 
 
 def restart(folder: Path, here: ProcessInfo) -> str:
-    """After a failure, have the run started again where that is ours to do; what comes next, in words."""
+    """Restart the run after a failure where we can; return as text what happens next."""
     if so_far(folder) >= MOST:
         return too_often()
     job = slurm_job()
@@ -49,7 +49,7 @@ def restart(folder: Path, here: ProcessInfo) -> str:
 
 
 def is_first(folder: Path) -> bool:
-    """Whether no rank of this attempt has been here before; where the disk takes no file, every one is."""
+    """Return whether this is the first rank of the attempt to call; always True if the disk refuses the marker file."""
     try:
         os.close(os.open(folder / ASKED, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -60,26 +60,28 @@ def is_first(folder: Path) -> bool:
 
 
 def forget(folder: Path) -> None:
-    """Forget the restarts of a run, which a person starts now."""
+    """Reset the count of restarts, for a run that a person starts."""
     for name in (ASKED, RECORD):
         (folder / name).unlink(missing_ok=True)
 
 
 def count(folder: Path, here: ProcessInfo) -> int:
-    """On rank 0 at the start of an attempt: how many restarts there were since the newest checkpoint, this one with
-    them. A start by a person (resume=...) begins the count anew."""
+    """Count this restart, on rank 0 at the start of an attempt; return the restarts since the newest checkpoint.
+
+    A start by a person (resume=...) resets the count.
+    """
     if here.attempt == 0:
         forget(folder)
         return 0
     (folder / ASKED).unlink(missing_ok=True)
     restarts = so_far(folder) + 1
-    with contextlib.suppress(OSError):  # a full disk is no reason to stop
+    with contextlib.suppress(OSError):  # a full disk must not stop the run
         write_atomic(folder / RECORD, json.dumps({"checkpoint": newest_name(folder), "restarts": restarts}) + "\n")
     return restarts
 
 
 def so_far(folder: Path) -> int:
-    """How often a run has restarted by itself since its newest checkpoint."""
+    """Return the number of automatic restarts since the newest checkpoint."""
     try:
         found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         return found["restarts"] if found["checkpoint"] == newest_name(folder) else 0
@@ -88,10 +90,10 @@ def so_far(folder: Path) -> int:
 
 
 def newest_name(folder: Path) -> str | None:
-    """The name of the newest checkpoint of a run, whole or not."""
+    """Return the name of the newest checkpoint, complete or not."""
     return max((path.name for path in (folder / "checkpoints").glob("step_*")), default=None)
 
 
 def too_often() -> str:
-    """What is said of a run that restarts in vain."""
+    """Return the message for a run that has used up its restarts."""
     return f"stopped after {MOST} restarts without a new checkpoint; resume=auto goes on once the cause is mended"

@@ -1,9 +1,8 @@
-"""The folder of a run: where it is, whether it is finished, who holds it, and what may change when it is resumed.
+"""Manage the folder of a run: its path, lock, completion, and the settings that a resume may change.
 
-`runs/<experiment>/<timestamp>/` holds `.hydra/`, `config.yaml` (what the run began with, resolved), `tokenizer/`,
-`checkpoints/`, `metrics.csv`, `figures/`, `export/`, `logs/` (of the ranks but the first) and, once the run has
-finished, `summary.json`.
-Only the standard library and OmegaConf are imported here, since every start of the command passes through.
+`runs/<experiment>/<timestamp>/` holds `.hydra/`, `config.yaml` (the initial configuration, resolved), `tokenizer/`,
+`checkpoints/`, `metrics.csv`, `figures/`, `export/`, `logs/` (of all ranks except 0) and, once the run has finished,
+`summary.json`. Only the standard library and OmegaConf are imported here, since every command imports this.
 """
 
 import contextlib
@@ -27,8 +26,8 @@ CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
 
-# What a resumed run may do differently: everything that changes neither the weights' shapes, nor the data, nor the
-# mathematics of a step. Everything else must be as the run began.
+# Settings that a resumed run may change: those that affect neither the weights' shapes, nor the data, nor the
+# mathematics of a step. All others must be as in the original run.
 MAY_CHANGE = (
     "job",
     "trainer.accelerator",
@@ -54,7 +53,7 @@ MAY_CHANGE = (
     "data.processes",
     "data.strict",
     "data.most_skipped",
-    # where text lies, whose content is compared by its fingerprint
+    # locations of text; its content is compared by fingerprint
     "data.source.path",
     "data.source.paths",
     "data.path",
@@ -63,11 +62,11 @@ MAY_CHANGE = (
 
 
 class RunFailed(RuntimeError):
-    """A run that ends early for a reason that no setting caused (it diverged, its disk is full): exit status 1."""
+    """A run ends early for a reason that no setting caused (divergence, a full disk): exit status 1."""
 
 
 class SilentExit(Exception):
-    """The end of a process whose reason another has told the user, or this one already has. `status`: to exit with."""
+    """Exit silently with `status`: the reason was already printed, here or by another rank."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -75,17 +74,17 @@ class SilentExit(Exception):
 
 
 def choose_run(makes_a_run: bool, runs_dir: str, experiment: str | None, resume: str | None) -> str:
-    """The folder of this run: a new one, or with `resume` one that is there.
+    """Return the folder of this run: a new one, or an existing one for `resume`.
 
     Args:
-        makes_a_run: whether the job leaves a folder; for others it is the current one.
+        makes_a_run: whether the job writes a run folder; other jobs use the current folder.
         runs_dir: the folder of all runs.
-        experiment: the experiment's name, as in `experiment=fox/fox_pro_360m`; None where none is chosen.
-        resume: None (a new run), "auto" (the newest unfinished run of this experiment that no process holds, or a
-            new one), or a run's folder.
+        experiment: the experiment's name, as in `experiment=fox/fox_pro_360m`; None without one.
+        resume: None (a new run), "auto" (the newest unfinished run of this experiment that no process holds, else a new
+            one), or a run's folder.
 
     Raises:
-        ValueError: `resume` names a folder that is no run, or one that has finished.
+        ValueError: `resume` names a folder without a run, or a finished run.
     """
     if not makes_a_run:
         return "."
@@ -108,16 +107,16 @@ def choose_run(makes_a_run: bool, runs_dir: str, experiment: str | None, resume:
 
 
 def choose_sweep(runs_dir: str, experiment: str | None, resume: str | None) -> str:
-    """The folder of a sweep (`-m`), in which its runs are 0, 1, 2, ...: a new one, or with `resume` one that is there.
+    """Return the folder of a sweep (`-m`), whose runs are 0, 1, 2, ...: a new one, or an existing one for `resume`.
 
     Args:
         runs_dir: the folder of all runs.
         experiment: as for `choose_run`.
-        resume: None (a new sweep), "auto" (the sweep of the newest unfinished run of this experiment, or a new one), a
-            sweep's folder, or a run's, which is then a sweep of one (see `sweep_run`).
+        resume: None (a new sweep), "auto" (the sweep of the newest unfinished run of this experiment, else a new one),
+            a sweep's folder, or a run's folder, which is then a sweep of one (see `sweep_run`).
 
     Raises:
-        ValueError: `resume` names a folder without a run, or one in which every run has finished.
+        ValueError: `resume` names a folder without runs, or one whose runs have all finished.
     """
     parent = Path(runs_dir) / (experiment or "default")
     if resume is None or resume == "auto":
@@ -135,10 +134,10 @@ def choose_sweep(runs_dir: str, experiment: str | None, resume: str | None) -> s
 
 
 def sweep_run(sweep: str, number: int) -> str:
-    """The folder of a sweep's run, below the sweep's: its number; "." where `sweep` is itself a run that is resumed.
+    """Return a run's folder relative to its sweep's: its number, or "." if `sweep` is itself a resumed run.
 
     Raises:
-        ValueError: it is one run, and the sweep has several.
+        ValueError: `sweep` is one run, but the sweep has several.
     """
     if not (Path(sweep) / CONFIG).is_file():
         return str(number)
@@ -148,7 +147,7 @@ def sweep_run(sweep: str, number: int) -> str:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The runs of a folder: itself, or those of a sweep, which has none of its own."""
+    """Return the runs of a folder: the folder itself if it is a run, else the runs of a sweep."""
     if (folder / CONFIG).is_file():
         return [folder]
     found = [each for each in folder.iterdir() if each.name.isdecimal() and each.is_dir()] if folder.is_dir() else []
@@ -156,8 +155,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def newest_unfinished(parent: Path) -> Path | None:
-    """The newest run below `parent`, in sweeps too, that has begun, has not finished, and is not running now; None if
-    there is none."""
+    """Return the newest run below `parent`, including sweeps, that is unfinished and not running; None without one."""
     if not parent.is_dir():
         return None
     for folder in sorted((f for f in parent.iterdir() if f.is_dir()), key=lambda f: f.name, reverse=True):
@@ -168,12 +166,12 @@ def newest_unfinished(parent: Path) -> Path | None:
 
 
 def new_folder(parent: Path) -> Path:
-    """Create and return `parent/<timestamp>`; runs that start in the same second get -2, -3, ... behind it."""
+    """Create and return `parent/<timestamp>`, with suffix -2, -3, ... for runs that start in the same second."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in range(1, 1000):
         folder = parent / (stamp if number == 1 else f"{stamp}-{number}")
         try:
-            folder.mkdir(parents=True)  # fails if it exists: whoever makes it, has it
+            folder.mkdir(parents=True)  # fails if it exists, so only one process gets it
         except FileExistsError:
             continue
         except OSError as error:
@@ -183,8 +181,10 @@ def new_folder(parent: Path) -> Path:
 
 
 def choose_hydra(makes_a_run: bool, folder: str) -> str | None:
-    """Where Hydra writes what it composed: `.hydra`, and for a resumed run a folder of its own inside, so that what
-    the run began with stays. None for a job that leaves no folder."""
+    """Return the folder for Hydra's files: `.hydra`, or a new subfolder for a resumed run, to keep the original files.
+
+    None for a job without a run folder.
+    """
     if not makes_a_run:
         return None
     if (Path(folder) / ".hydra").is_dir():
@@ -193,7 +193,7 @@ def choose_hydra(makes_a_run: bool, folder: str) -> str | None:
 
 
 def hold(folder: Path) -> TextIO:
-    """Lock the run's folder for this process, as long as the returned file is open (the lock dies with the process).
+    """Lock the run's folder while the returned file is open; the lock ends with the process.
 
     Raises:
         ValueError: another process runs in this folder.
@@ -205,18 +205,18 @@ def hold(folder: Path) -> TextIO:
         handle.close()
         raise ValueError(f"{folder} is in use by another process: wait for it, or start a new run") from None
     except OSError:
-        return handle  # a file system without locks: nothing can be known of other processes
-    os.register_at_fork(after_in_child=handle.close)  # data workers would hold it on after a kill of this process
+        return handle  # a file system without locks cannot show other processes
+    os.register_at_fork(after_in_child=handle.close)  # else workers keep the lock after a kill of this process
     return handle
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process that is alive holds the run's folder."""
+    """Return whether a live process holds the run's folder."""
     if not (folder / LOCK).is_file():
         return False
     with open(folder / LOCK) as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that look do not see each other
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: concurrent checks do not see each other
         except OSError as error:
             return isinstance(error, BlockingIOError)
     return False
@@ -224,8 +224,8 @@ def is_held(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def begun(folder: Path, config: dict[str, Any]) -> Iterator[None]:
-    """Write the resolved configuration of a new run: from then on it can be resumed. Taken back for a ValueError, by
-    which a run is refused."""
+    """Write the resolved configuration of a new run, which makes it resumable; remove it if the run raises
+    ValueError."""
     path = folder / CONFIG
     is_new = not path.is_file()
     if is_new:
@@ -239,10 +239,10 @@ def begun(folder: Path, config: dict[str, Any]) -> Iterator[None]:
 
 
 def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
-    """The resolved configuration as plain containers; for a resumed run, checked against what the run began with.
+    """Return the resolved configuration as plain containers; check a resumed run's against the original.
 
     Raises:
-        ValueError: a key differs that a resumed run may not change; the line names it.
+        ValueError: a key differs that a resumed run must not change; the line names it.
     """
     now = OmegaConf.to_container(cfg, resolve=True)
     path = folder / CONFIG
@@ -250,7 +250,7 @@ def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
         return now
     began = with_current_targets(OmegaConf.to_container(OmegaConf.load(path)))
     for key, (before, after) in differences(began, now).items():
-        if before is None and after is False:  # a switch that the version which began the run did not have
+        if before is None and after is False:  # a switch that the original run's version did not have
             continue
         if not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
             raise ValueError(
@@ -261,7 +261,7 @@ def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
 
 
 def discard_unbegun(folder: Path) -> None:
-    """Remove what Hydra wrote for a run that was refused before it began, and its folder if nothing else is in it."""
+    """Remove Hydra's files of a run that was refused before its start, and the folder if nothing else is in it."""
     if (folder / CONFIG).is_file():
         return
     for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
@@ -271,14 +271,14 @@ def discard_unbegun(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / "logs", ignore_errors=True)
     for empty in (folder / ".hydra", folder):
-        with contextlib.suppress(OSError):  # a folder that holds what is not ours stays
+        with contextlib.suppress(OSError):  # a folder with other files remains
             empty.rmdir()
 
 
 def commit() -> str | None:
-    """The commit of the checkout that runs, with "-dirty" when files differ from it; None outside a git checkout."""
+    """Return the commit of the running checkout, with "-dirty" for local changes; None outside a git checkout."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # installed, perhaps below somebody else's checkout
+    if not (root / ".git").exists():  # installed, possibly inside another project's checkout
         return None
     try:
         found = subprocess.run(
@@ -293,5 +293,5 @@ def commit() -> str | None:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.json`, which says that the run has finished."""
+    """Write `summary.json`, which marks the run as finished."""
     write_atomic(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""The arguments of the class or function that a dotted path names, read from its source.
+"""Read the arguments of the class or function at a dotted path from its source.
 
-Nothing is imported: a mistake in a setting of torch.optim.AdamW or lightning.Trainer is found before they are loaded.
+Nothing is imported, so a mistake in a setting of torch.optim.AdamW or lightning.Trainer is found before they load.
 """
 
 import ast
@@ -11,12 +11,12 @@ from functools import cache
 from pathlib import Path
 
 Definition = ast.ClassDef | ast.FunctionDef
-WITHOUT_ARGUMENTS = ("object", "ABC", "Generic", "Protocol")  # bases that add none
+WITHOUT_ARGUMENTS = ("object", "ABC", "Generic", "Protocol")  # bases without arguments
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Names of arguments; `others`: further ones are taken, too (**kwargs)."""
+    """Names of arguments; `others` is True if **kwargs are accepted."""
 
     names: tuple[str, ...]
     others: bool = False
@@ -24,7 +24,7 @@ class Arguments:
 
 @cache
 def arguments(target: str) -> Arguments | None:
-    """The arguments that Hydra can give to a target; None where its source does not tell."""
+    """Return the arguments that Hydra can pass to a target; None if its source does not show them."""
     found = _find(target)
     if found is None:
         return None
@@ -35,7 +35,7 @@ def arguments(target: str) -> Arguments | None:
 
 
 def _find(target: str) -> tuple[str, Definition] | None:
-    """A definition, and the module in which it stands."""
+    """Return the definition of a target and the module that contains it."""
     module, _, name = target.rpartition(".")
     while module:
         if _source(module) is not None:
@@ -61,7 +61,7 @@ def _definition(module: str, names: list[str]) -> tuple[str, Definition] | None:
 
 
 def _absolute(module: str, statement: ast.ImportFrom) -> str:
-    """The full name of the module that an import in `module` is from."""
+    """Return the full name of the module that an import statement in `module` refers to."""
     if not statement.level:
         return statement.module
     package = module.split(".") if _source(module).name == "__init__.py" else module.split(".")[:-1]
@@ -92,7 +92,7 @@ def _find_base(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
 
 
 def _fields(definition: ast.ClassDef) -> dict[str, bool]:
-    """The fields of a dataclass, and whether each is an argument."""
+    """Return the fields of a dataclass, and whether each is an argument."""
     found = {}
     for statement in definition.body:
         if isinstance(statement, ast.AnnAssign) and "ClassVar" not in ast.unparse(statement.annotation):
@@ -107,7 +107,7 @@ def _of_function(definition: ast.FunctionDef, *, bound: bool) -> Arguments:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """The statements of a module, those inside `if` and `try` too."""
+    """Yield the statements of a module, including those inside `if` and `try`."""
     for statement in tree.body:
         yield statement
         if isinstance(statement, ast.If | ast.Try):
@@ -124,7 +124,7 @@ def _tree(module: str) -> ast.Module | None:
 
 @cache
 def _source(module: str) -> Path | None:
-    """The file of a module; None where there is none that can be read."""
+    """Return the source file of a module; None if it cannot be read."""
     first, *others = module.split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -134,7 +134,7 @@ def _source(module: str) -> Path | None:
         return None
     files = [Path(spec.origin)] if spec.origin else []
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    for name in others:  # by hand: Python's own search imports folders without an __init__.py
+    for name in others:  # by hand: Python's own search imports parent packages
         files = [file for folder in folders for file in (folder / name / "__init__.py", folder / f"{name}.py")]
         folders = [folder / name for folder in folders]
     return next((file for file in files if file.suffix == ".py" and file.is_file()), None)

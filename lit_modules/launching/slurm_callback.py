@@ -1,4 +1,4 @@
-"""Hydra's callback around `-m hydra/launcher=slurm`. submitit is imported only where that launcher is used."""
+"""Hydra callback for `-m hydra/launcher=slurm`; imports submitit only if that launcher is used."""
 
 import importlib.metadata
 import sys
@@ -9,10 +9,10 @@ from omegaconf import DictConfig
 
 
 class ThroughSlurm(Callback):
-    """Puts our way of submitting in the place of submitit's before the launcher of hydra-submitit-launcher uses it."""
+    """Replaces submitit's executor by ours before the launcher of hydra-submitit-launcher uses it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse the launcher without -m: Hydra would not use it, and the run would train on the login node."""
+        """Refuse the launcher without -m: Hydra would ignore it and train on the login node."""
         if is_slurm(config):
             refuse("it needs -m: palimpsest -m ... hydra/launcher=slurm; leave the launcher out to run on this machine")
 
@@ -32,11 +32,11 @@ class ThroughSlurm(Callback):
 
 
 def is_slurm(config: DictConfig) -> bool:
-    """Whether the configured launcher submits to SLURM."""
+    """Return whether the configured launcher submits to SLURM."""
     return config.hydra.launcher._target_.endswith(".SlurmLauncher")
 
 
 def refuse(line: str) -> NoReturn:
-    """End the command with one line. An exception would not do: Hydra only warns of a callback's."""
+    """Exit with one line; Hydra only warns about exceptions in a callback."""
     print(f"palimpsest: hydra/launcher=slurm: {line}", file=sys.stderr)
     sys.exit(2)

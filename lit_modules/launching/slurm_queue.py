@@ -1,4 +1,4 @@
-"""What SLURM says of jobs. squeue and scontrol are asked, never sacct: many clusters keep no accounts."""
+"""Query SLURM about jobs through squeue and scontrol; not sacct, since many clusters keep no accounting."""
 
 import re
 import subprocess
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-# Why a job waits that will wait for ever, as long as nobody changes the cluster.
+# Reasons for which a pending job never starts unless the cluster changes.
 NEVER = (
     "PartitionConfig",
     "PartitionTimeLimit",
@@ -30,9 +30,9 @@ ENDED = (
     "TIMEOUT",
 )
 
-# What sbatch complains of, in its own words, and the launcher's setting that mends it; the first that fits.
+# Words of sbatch's errors and the launcher setting to fix; the first match counts.
 SETTINGS = {
-    "account": "account",  # "account or account/partition": before the partition
+    "account": "account",  # first, since sbatch says "account or account/partition"
     "partition": "partition",
     "qos": "qos",
     "time": "time",
@@ -49,7 +49,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class State:
-    """Of a job: SLURM's word for it, why it waits, and how it ended ("exit status 1")."""
+    """State of a job: SLURM's word, the reason for waiting, and the exit ("exit status 1")."""
 
     word: str
     reason: str = ""
@@ -57,7 +57,7 @@ class State:
 
 
 def refused(words: str, settings: Mapping[str, object]) -> str:
-    """One line for what sbatch has said on refusing a job with these settings of the launcher."""
+    """Return one line for sbatch's error about a job with these launcher settings."""
     lines = [line.split("error: ")[-1].strip() for line in words.splitlines() if "error: " in line]
     said = "; ".join(lines) or " ".join(words.split())
     name = next((name for word, name in SETTINGS.items() if word in said.lower()), None)
@@ -66,8 +66,10 @@ def refused(words: str, settings: Mapping[str, object]) -> str:
 
 
 def states(jobs: list[str]) -> dict[str, State] | None:
-    """The states of jobs ("12", or "12_3" of an array), those that SLURM has forgotten left out. None where it does not
-    answer, which happens on busy clusters and means nothing."""
+    """Return the states of jobs ("12", or "12_3" of an array), without those that SLURM has forgotten.
+
+    None if SLURM does not answer, which happens on busy clusters and is harmless.
+    """
     numbers = sorted({job.partition("_")[0] for job in jobs})
     answer = ask("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(numbers)}")
     if answer.returncode != 0 and "nvalid job id" not in answer.stderr:
@@ -83,7 +85,7 @@ def states(jobs: list[str]) -> dict[str, State] | None:
 
 
 def of_controller(job: str) -> State | None:
-    """What scontrol knows of a job that is not in the queue any more; None where it has forgotten it."""
+    """Return scontrol's state of a job that left the queue; None if SLURM has forgotten it."""
     words = ask("scontrol", "show", "job", "--oneliner", job).stdout
     state = re.search(r"\bJobState=(\S+)", words)
     if state is None:
@@ -94,9 +96,9 @@ def of_controller(job: str) -> State | None:
 
 
 def refuse_if_never_to_begin(jobs: list[str], settings: Mapping[str, object], seconds: float = 2.0) -> None:
-    """Cancel the jobs and raise ValueError where SLURM has accepted what no node of the partition gives.
+    """Cancel the jobs and raise ValueError if SLURM accepted a request that the partition can never satisfy.
 
-    SLURM says so when it first looks at a job, so it is asked for a while.
+    SLURM reports this only when it first considers a job, so poll for `seconds`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -122,10 +124,13 @@ def follow(
     finished: Callable[[str], bool],
     pause: float = 1.0,
 ) -> dict[str, State]:
-    """Wait until every job has ended, or has left the queue, and return how.
+    """Wait until every job has ended or left the queue, and return the final states.
 
-    `changed` is called at each change of a state; `finished` says whether a job has left its result: a job that is
-    nowhere to be seen has then COMPLETED, and otherwise FAILED. SLURM is asked less and less often, down to every 15 s.
+    SLURM is polled less and less often, down to every 15 s.
+
+    Args:
+        changed: called at each change of a state.
+        finished: whether a job has left its result; decides between COMPLETED and FAILED for a forgotten job.
     """
     seen: dict[str, State] = {}
     while True:
@@ -144,7 +149,7 @@ def follow(
 
 
 def ask(*command: str) -> subprocess.CompletedProcess:
-    """Call one of SLURM's commands. Raises ValueError where it is not installed."""
+    """Run a SLURM command; raise ValueError if it is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:

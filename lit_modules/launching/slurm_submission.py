@@ -1,7 +1,7 @@
-"""Runs given to SLURM through submitit: what the launcher of hydra-submitit-launcher calls instead of submitit's own.
+"""Submit runs to SLURM through submitit, in place of hydra-submitit-launcher's own executor.
 
-submitit makes the script, carries the run to its tasks and keeps their results. Everything that a person meets is here:
-what sbatch refuses, what is waited for and how that is seen, and which rank failed.
+submitit writes the script, ships the run to its tasks and keeps their results. This module covers the user's side:
+sbatch's errors, waiting and its output, and which rank failed.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from lit_modules.launching.failures import first_failed
 from lit_modules.launching.launcher_settings import check_launcher
 from lit_modules.launching.start import started_by
 
-STARTED_BY_SLURM = re.compile(r"slurm (?P<job>\d+)\..*")  # as Ranks.job names a start
-OF_THE_LAUNCHER = ("_target_", "submitit_folder", "max_num_timeout")  # what does not go to submitit's parameters
+STARTED_BY_SLURM = re.compile(r"slurm (?P<job>\d+)\..*")  # the format of ProcessInfo.job
+OF_THE_LAUNCHER = ("_target_", "submitit_folder", "max_num_timeout")  # settings that are not submitit parameters
 
 
 def take_over(config: DictConfig) -> None:
-    """Have submitit submit through `Submission` from now on, with the settings of this configuration."""
+    """Make submitit use `Submission` with this configuration from now on."""
     Submission.config = config
     plugins.get_executors()[SlurmExecutor.name()] = Submission
 
 
 class Task:
-    """What each task of a job calls: the launcher's own function, in a process as the command makes its own."""
+    """The callable of each task: runs the launcher's function in a process set up as by the command."""
 
     def __init__(self, launch: Any) -> None:
         self.launch = launch
@@ -46,7 +46,7 @@ class Task:
         from lit_modules.launching.start import register_resolvers
         from lit_modules.launching.supervision import supervise
 
-        # submitit's handlers would requeue the job and swallow SIGTERM; the run sets its own when it trains
+        # submitit's handlers would requeue the job and swallow SIGTERM; training installs its own
         for number in (signal.SIGTERM, signal.SIGCONT, JobEnvironment._usr_sig()):
             signal.signal(number, signal.SIG_DFL)
         supervise()
@@ -56,9 +56,10 @@ class Task:
 
 
 class Submission(SlurmExecutor):
-    """submitit's executor for SLURM, which waits for its jobs, and says what becomes of them.
+    """submitit's SLURM executor that also waits for its jobs and reports their outcome.
 
-    `config`: the whole configuration of the command, Hydra's part included.
+    Attributes:
+        config: the whole configuration of the command, including Hydra's part.
     """
 
     config: DictConfig
@@ -73,7 +74,7 @@ class Submission(SlurmExecutor):
 
     @classmethod
     def settings_known(cls) -> set[str]:
-        """The names of all settings that the launcher takes."""
+        """Return the names of all settings that the launcher takes."""
         return {*OF_THE_LAUNCHER, *cls._equivalence_dict(), *cls._valid_parameters()}
 
     @classmethod
@@ -82,14 +83,15 @@ class Submission(SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        return 2  # also where there is no SLURM: a script can be printed there
+        return 2  # also without SLURM, so that a script can be printed
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Any]:
-        """Submit the runs of a sweep and wait for them. Returns submitit's jobs, all of which have ended well.
+        """Submit the runs of a sweep and wait for them; return submitit's jobs, all successful.
 
         Raises:
-            ValueError: a setting is none that SLURM can take. run_folder.RunFailed: a job failed.
-            KeyboardInterrupt: the user does not wait any longer.
+            ValueError: SLURM cannot accept a setting.
+            run_folder.RunFailed: a job failed.
+            KeyboardInterrupt: the user stopped waiting.
         """
         sweep = Path(self.config.hydra.sweep.dir).absolute()
         try:
@@ -109,7 +111,7 @@ class Submission(SlurmExecutor):
             slurm_queue.ask("sbatch")
         try:
             refuse_what_is_queued(folders)
-            with contextlib.redirect_stderr(io.StringIO()):  # where submitit repeats what sbatch says
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats sbatch's errors there
                 jobs = super()._internal_process_submissions(delayed_submissions)
             numbers = [job.job_id for job in jobs]
             slurm_queue.refuse_if_never_to_begin(numbers, self.config.hydra.launcher)
@@ -122,8 +124,10 @@ class Submission(SlurmExecutor):
         return jobs
 
     def discard(self) -> None:
-        """Remove the folder of a sweep of which no run began, and those above it up to runs_dir that are empty then. A
-        folder in which there is anything else stays."""
+        """Remove the folder of a sweep without started runs, and empty parents up to runs_dir.
+
+        A folder with other contents remains.
+        """
         sweep, runs_dir = Path(self.config.hydra.sweep.dir).absolute(), Path(self.config.runs_dir).absolute()
         if {path.name for path in sweep.iterdir()} <= {".submitit", "multirun.yaml"}:
             shutil.rmtree(sweep)
@@ -133,17 +137,17 @@ class Submission(SlurmExecutor):
                     folder.rmdir()
 
     def print_script(self, count: int) -> None:
-        """Print what would be given to sbatch for so many runs."""
+        """Print the script that sbatch would get for `count` runs."""
         script = copy.copy(self)
         script.parameters = self.parameters | ({"map_count": count} if count > 1 else {})
         print(script._make_submission_file_text(self._submitit_command_str, ""), flush=True)
 
     def wait(self, jobs: list[Any], folders: dict[str, Path]) -> None:
-        """Wait for the jobs, and say what becomes of them.
+        """Wait for the jobs and print their state changes.
 
         Raises:
-            run_folder.RunFailed: one or several failed; the line says which rank did first, and where its log is.
-            KeyboardInterrupt: the user does not wait any longer.
+            run_folder.RunFailed: jobs failed; the line names the rank that failed first and its log.
+            KeyboardInterrupt: the user stopped waiting.
         """
         numbers = ",".join(dict.fromkeys(job.job_id.partition("_")[0] for job in jobs))
         print(f"submitted to SLURM: job {numbers}; follow with: squeue --jobs={numbers}", flush=True)
@@ -165,7 +169,7 @@ class Submission(SlurmExecutor):
 
 
 def refuse_what_is_queued(folders: list[Path]) -> None:
-    """Raise ValueError for a run to be resumed whose job is still queued or running: two jobs would have one folder."""
+    """Raise ValueError for a resumed run whose job is still queued or running: two jobs would share its folder."""
     for folder in folders:
         start = STARTED_BY_SLURM.fullmatch(started_by(folder) or "")
         state = start and (slurm_queue.states([start["job"]]) or {}).get(start["job"])
@@ -177,13 +181,13 @@ def refuse_what_is_queued(folders: list[Path]) -> None:
 
 
 def say(job: str, state: slurm_queue.State) -> None:
-    """Say that a job's state has changed."""
+    """Print a job's new state."""
     why = f" ({state.reason})" if state.reason not in ("", "None") else ""
     print(f"job {job}: {state.word.lower().replace('_', ' ')}{why}", flush=True)
 
 
 def succeeded(job: Any, seconds: float = 10.0) -> bool:
-    """Whether every task of a job has left its result, and it is a good one. A file system may take its time."""
+    """Return whether every task of a job left a successful result; wait, since file systems can be slow."""
     deadline = time.monotonic() + seconds
     for rank in range(job.num_tasks):
         path = JobPaths(job.paths.folder, job_id=job.job_id, task_id=rank).result_pickle
@@ -198,14 +202,14 @@ def succeeded(job: Any, seconds: float = 10.0) -> bool:
 
 
 def reason(job: Any, state: slurm_queue.State, folder: Path) -> str:
-    """Why a job failed: the first failed rank's line, or what its tasks said last, or how SLURM ended it."""
+    """Return why a job failed: the first failed rank's line, else its tasks' last line, else SLURM's state."""
     said = first_failed(folder) or last_words(job)
     end = state.word.lower().replace("_", " ") + (f", {state.exit}" if state.exit else "")
     return said or f"{end}, without a word; see {job.paths.stderr.parent}"
 
 
 def last_words(job: Any) -> str | None:
-    """The line of ours, or else the last one, that a job's tasks left in submitit's logs."""
+    """Return our own last line in the logs of a job's tasks, else their last line."""
     logs = sorted(job.paths.folder.glob(f"{job.job_id}_*_log.err"))
     lines = [line.strip() for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
     mine = [line.removeprefix("palimpsest: ") for line in lines if line.startswith("palimpsest: ")]

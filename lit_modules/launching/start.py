@@ -1,4 +1,4 @@
-"""How a run begins, on each of its ranks: its folder, whether there is anything left to do, and where its log is."""
+"""Start a run on each of its ranks: its folder, whether work is left, and its log."""
 
 import contextlib
 import json
@@ -18,12 +18,14 @@ from lit_modules.launching.run_folder import SUMMARY, choose_hydra, choose_run, 
 
 log = logging.getLogger(__name__)
 
-STARTED = "started.json"  # {"job"}: the start that a run goes on with by itself when it is requeued
+STARTED = "started.json"  # {"job", "attempt", "at"}: the start that a requeue continues
 
 
 def register_resolvers() -> None:
-    """Give conf/ the functions that choose folders and files, with one answer for all ranks of a run. A choice is made
-    once: hence the cache."""
+    """Register the resolvers by which conf/ chooses folders and files, with the same result on all ranks.
+
+    They are cached, so that each choice is made once.
+    """
     for function in (
         run_folder,
         sweep_folder,
@@ -37,7 +39,7 @@ def register_resolvers() -> None:
 
 
 def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume: str | None) -> str:
-    """As choose_run, one for all ranks; a start that was requeued goes on in the folder that it began."""
+    """Return choose_run's folder on all ranks; a requeued start continues in its own folder."""
     check_type("job.makes_a_run", makes_a_run, bool)
     check_type("runs_dir", runs_dir, str)
     check_type("resume", resume, str | None)
@@ -53,23 +55,23 @@ def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume:
 
 
 def sweep_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str:
-    """As choose_sweep, one for all ranks."""
+    """Return choose_sweep's folder on all ranks."""
     check_type("runs_dir", runs_dir, str)
     return rendezvous.one_folder(lambda: choose_sweep(runs_dir, experiment, resume))
 
 
 def hydra_folder(makes_a_run: bool, folder: str) -> str | None:
-    """As choose_hydra; None for every rank but the first, which alone writes Hydra's files."""
+    """Return choose_hydra's folder; None on all ranks except 0, which alone writes Hydra's files."""
     return choose_hydra(makes_a_run, folder) if this_process().rank == 0 else None
 
 
 def gpus_per_node(accelerator: str, devices: Any) -> Any:
-    """What a launcher asks a node for: as many GPUs as devices, or None for a run on processors."""
+    """Return the GPUs per node that a launcher requests: one per device, or None on CPUs."""
     return None if accelerator == "cpu" else devices
 
 
 def begun_by(here: ProcessInfo, parent: Path) -> Path | None:
-    """The newest run below `parent` that this start began before it was requeued; None if there is none."""
+    """Return the newest run below `parent` that this start created before its requeue; None without one."""
     if here.job is None or here.attempt == 0 or not parent.is_dir():
         return None
     for folder in sorted((each for each in parent.iterdir() if each.is_dir()), key=lambda f: f.name, reverse=True):
@@ -79,7 +81,7 @@ def begun_by(here: ProcessInfo, parent: Path) -> Path | None:
 
 
 def started_by(folder: Path) -> str | None:
-    """The name of the start, as `Ranks.job`, that a run was last started by; None where nothing is known."""
+    """Return the name (`ProcessInfo.job`) of the start that last ran here; None if unknown."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((folder / STARTED).read_text(encoding="utf-8")).get("job")
     return None
@@ -92,13 +94,14 @@ def check_switches(cfg: DictConfig) -> None:
 
 
 def begin(cfg: DictConfig, folder: Path) -> bool:
-    """Bring this rank to where its job can begin, with trainer.devices and trainer.num_nodes as they were started.
+    """Prepare this rank for its job: check consistency, set the trainer's sizes, and open its log.
 
-    Returns whether there is anything left to do: not for a run that has finished, requeued or of a resumed sweep.
+    Returns:
+        Whether work is left; False for a finished run that was requeued or belongs to a resumed sweep.
 
     Raises:
-        ValueError: the ranks cannot run together, or their number is not the one asked for.
-        run_folder.SilentExit: the same, on the ranks whose mistake another one says.
+        ValueError: the ranks cannot run together, or their number differs from the one asked for.
+        run_folder.SilentExit: another rank reports the mistake.
     """
     here = this_process()
     supervision.tell_folder(folder)

@@ -1,10 +1,8 @@
-"""A small process above each rank that srun or torchrun starts: it names a rank that was killed, and asks for a
-restart.
+"""Supervise each rank of srun or torchrun from a small parent process that names a killed rank and requests a restart.
 
-A rank that SIGKILL ends, as the system's out-of-memory killer sends it, can say nothing; and with `--kill-on-bad-exit`
-srun ends the other ranks long before their watchdogs notice. The process above is the one that srun or torchrun knows:
-it passes their signals on, and ends as its rank does. Of the ranks that Lightning starts on one machine, rank 0 is the
-process above the others.
+A rank that gets SIGKILL, as from the out-of-memory killer, cannot report anything; with `--kill-on-bad-exit` srun ends
+the other ranks long before their watchdogs notice. srun or torchrun see only the supervisor: it forwards their signals
+and exits as its rank does. For ranks that Lightning starts on one machine, rank 0 is the supervisor.
 """
 
 import contextlib
@@ -24,19 +22,19 @@ from lit_modules.launching.process import ProcessInfo, this_process
 from lit_modules.launching.rank_logs import say_on_terminal
 from lit_modules.launching.run_folder import RunFailed
 
-# What ends a process that nobody asked to end.
+# Signals that end a process without a request to end.
 FATAL = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 ASKS_TO_END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-LAST_WORDS = 5.0  # seconds for rank 0 to report, after another rank has ended with an error
+LAST_WORDS = 5.0  # seconds for rank 0 to report after another rank ended with an error
 PASSED_ON = (*ASKS_TO_END, signal.SIGUSR1)
-MOMENT = 0.3  # seconds in which whoever kills all processes of a job has killed this one, too
+MOMENT = 0.3  # seconds after which a kill of all processes of the job has reached this one too
 PR_SET_PDEATHSIG = 1
 
-_above: int | None = None  # on a rank, a pipe to the process above it
+_above: int | None = None  # on a rank, a pipe to its supervisor
 
 
 class RankKilled(RunFailed):
-    """The end of a run of which a rank was killed. `culprit`: what failed.json is to say of it."""
+    """A rank was killed, which ends the run. `culprit`: the entries of failed.json about that rank."""
 
     def __init__(self, words: str, culprit: dict[str, object]) -> None:
         super().__init__(words)
@@ -44,16 +42,18 @@ class RankKilled(RunFailed):
 
 
 def supervise() -> None:
-    """Go on as a rank below a new process, where srun or torchrun started this one; elsewhere do nothing. To be called
-    before anything starts a thread."""
+    """Fork: continue as the rank in the child and supervise it in the parent, if srun or torchrun started this process.
+
+    Call this before any thread starts.
+    """
     global _above
     if not this_process().from_outside:
         return
-    if os.environ.get("TORCHELASTIC_RUN_ID") == "none":  # nobody gave one: the agent's process outlives the restarts
+    if os.environ.get("TORCHELASTIC_RUN_ID") == "none":  # no --rdzv-id: the agent outlives the restarts
         os.environ["TORCHELASTIC_RUN_ID"] = f"{socket.gethostname()}:{os.getppid()}"
     above = os.getpid()
     read, write = os.pipe()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until the process above can pass them on
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until the supervisor can forward them
     rank = os.fork()
     if rank == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -66,20 +66,20 @@ def supervise() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends: torchrun and SLURM may kill the parent alone."""
+    """Ask the kernel to kill this process when its parent ends: torchrun and SLURM may kill the parent alone."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tell_folder(folder: Path) -> None:
-    """Tell the process above this rank the folder of its run."""
+    """Send the run's folder to the supervisor of this rank."""
     if _above is not None:
         os.write(_above, f"{folder.absolute()}\n".encode())
 
 
 def stand_above(rank: int, pipe: int) -> None:
-    """Pass signals on to the rank's process until it ends, say so if it was killed, and end as it did."""
+    """Forward signals to the rank's process until it ends, report it if it was killed, and exit as it did."""
     asked_to_end = False
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -100,7 +100,7 @@ def stand_above(rank: int, pipe: int) -> None:
 
 
 def folder_told(pipe: int) -> Path | None:
-    """The folder of the run that the rank was in, which it told last; None where it came to none."""
+    """Return the last folder that the rank sent; None if it sent none."""
     os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError), open(pipe, "rb", buffering=0) as opened:
         told = (opened.read() or b"").decode().splitlines()
@@ -109,27 +109,28 @@ def folder_told(pipe: int) -> Path | None:
 
 
 def report(folder: Path | None, by: signal.Signals, killed: ProcessInfo) -> None:
-    """Ask for the restart of a run of which a rank was killed, and name the rank, unless another failed before."""
+    """Request a restart after a rank was killed, and name that rank, unless another rank failed earlier."""
     words = "was killed (out of memory?)" if by == signal.SIGKILL else f"was ended by {by.name}"
     if folder is None or not folder.is_dir():
         say_on_terminal(f"palimpsest: rank {killed.rank} of {killed.world_size} on {failures.host()} {words}")
         return
     if failures.first_failed(folder) is not None:
         return
-    # the second time in an attempt, or where no attempt between came to train, none is asked for
+    # only the first request of an attempt restarts; the marker remains until an attempt reaches training
     again = restarts.restart(folder, killed) if restarts.is_first(folder) else restarts.BY_HAND
     culprit = {"rank": killed.rank, "world_size": killed.world_size, "log": str(folder / killed.log)}
     failures.record(folder, RankKilled(f"{words}; {again}", culprit))
 
 
 def watch(children: list[subprocess.Popen], folder: Path, over: Callable[[], bool]) -> None:
-    """On rank 0, in a thread: when one of the ranks that it started ends before its time, end this process with status
-    1; where a signal ended that rank, name it first.
+    """Watch the ranks that rank 0 started, in a thread: when one ends early, exit with status 1.
+
+    If a signal ended that rank, name it first.
 
     Args:
         children: the processes of ranks 1, 2, ...
-        folder: the run's.
-        over: whether this process ends them itself.
+        folder: the run's folder.
+        over: whether this process is ending them itself.
     """
     while True:
         statuses = [child.poll() for child in children]

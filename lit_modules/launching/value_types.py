@@ -1,4 +1,4 @@
-"""Checks the values of a configuration against the type hints of what it builds."""
+"""Check the values of a configuration against the type hints of the objects that it builds."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -15,10 +15,10 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def check_arguments(cfg: DictConfig, groups: Iterable[str]) -> None:
-    """Check every argument of what the groups of a configuration build, by its type hint.
+    """Check the arguments of all objects that the groups of a configuration build, by type hint.
 
     Raises:
-        ValueError: a value is of another type. The line names its key, or the key that it is taken from.
+        ValueError: a value has another type. The line names its key, or the key that it references.
     """
     for group in groups:
         if not OmegaConf.is_missing(cfg, group) and OmegaConf.is_dict(cfg.get(group)):
@@ -26,7 +26,7 @@ def check_arguments(cfg: DictConfig, groups: Iterable[str]) -> None:
 
 
 def check_node(path: str, node: DictConfig, function: Callable[..., Any] | None = None) -> None:
-    """Check the arguments of `function`, or of what `_target_` names, and first those of what is built for them."""
+    """Check the arguments of `function`, or of the node's `_target_`, after those of nested nodes."""
     hints = type_hints(function or built_by(node))
     written = OmegaConf.to_container(node, resolve=False)
     for name in (name for name in node if not str(name).startswith("_") and is_given(node, name)):
@@ -40,7 +40,7 @@ def check_node(path: str, node: DictConfig, function: Callable[..., Any] | None 
 
 
 def is_given(node: DictConfig, name: str) -> bool:
-    """Whether a key has a value; one without is named where it is used."""
+    """Return whether a key has a value; missing ones are reported where they are used."""
     try:
         node[name]
     except (MissingMandatoryValue, InterpolationToMissingValueError):
@@ -49,7 +49,7 @@ def is_given(node: DictConfig, name: str) -> bool:
 
 
 def built_by(node: DictConfig) -> Callable[..., Any] | None:
-    """What `_target_` names; None without one, or where there is no such thing, which is said when it is built."""
+    """Return the object that `_target_` names; None without one or if it does not exist, which its build reports."""
     target = node.get("_target_")
     try:
         return hydra.utils.get_object(target) if isinstance(target, str) else None
