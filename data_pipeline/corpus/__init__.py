@@ -1,12 +1,12 @@
 """`job=corpus`: raw sources, read, cleaned and deduplicated, as Parquet by category, with a card.
 
-| module | what it holds |
+| module | content |
 |---|---|
-| `job` | the job: a recipe's phases, run by an executor |
-| `recipe` | the settings, checked |
-| `plan` | which phases a recipe makes |
+| `job` | the job: runs a recipe's phases with an executor |
+| `recipe` | the checked settings |
+| `plan` | the phases of a recipe |
 | `reading` | steps that prepare and read the sources |
-| `storing` | steps that keep documents between phases, and write the corpus |
+| `storing` | steps that store documents between phases, and write the corpus |
 | `finish` | the last step: record, card, manifest |
 """
 

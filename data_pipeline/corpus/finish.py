@@ -1,4 +1,4 @@
-"""The last step: the record merged, the card, the documents in their place, the manifest."""
+"""Last step of a corpus: merge the record, write the card, publish the documents, write the manifest."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from data_pipeline.job_folder import SETTINGS
 
 
 class Finish(PipelineStep):
-    """End a corpus: one task. What a kill left half done is done again."""
+    """Finish a corpus in one task. Work that a killed run left half done is repeated."""
 
     type = "WRITER"
     name = "finish"
@@ -35,10 +35,10 @@ class Finish(PipelineStep):
         self.layout, self.most_skipped = layout, recipe.most_skipped
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Write card and manifest; nothing comes out.
+        """Write card and manifest; yield no documents.
 
         Raises:
-            ValueError: most records of a source were skipped, or no document is left.
+            ValueError: too many records of a source were skipped, or no document is left.
         """
         layout = self.layout
         check_problems(layout.problems, self.most_skipped)
@@ -66,7 +66,7 @@ class Finish(PipelineStep):
 def contents(documents: Path) -> dict:
     """Return {"categories": {name: {split: counts, "sources": {source: counts}}}, "files": [counts of each]}.
 
-    Of each file also the size and checksum. Counts are {"documents", "bytes"}; bytes are UTF-8 bytes of text.
+    Each file also has its size and checksum. Counts are {"documents", "bytes"}; bytes are UTF-8 bytes of text.
     """
     categories, files = {}, []
     for folder in sorted(path for path in documents.iterdir() if path.is_dir()):

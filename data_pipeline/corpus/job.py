@@ -16,9 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 def run(cfg: Any) -> None:
-    """Build the corpus that `corpus` describes in `corpus.output`, by `executor`.
+    """Build the corpus that `corpus` describes in `corpus.output`, with `executor`.
 
-    The same command goes on with what a killed run left. Raises ValueError of one line for a mistake.
+    The same command continues a killed run.
+
+    Raises:
+        ValueError: a mistake in the settings or the data, in one line.
     """
     from hydra.utils import instantiate
     from omegaconf import OmegaConf

@@ -1,4 +1,4 @@
-"""Where things are in a corpus's folder."""
+"""Folder layout of a corpus."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,34 +6,34 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Layout:
-    """The folder of a corpus: `documents/<category>/`, the card, and what tells how they came about.
+    """Paths in the folder of a corpus: `documents/<category>/`, the card, and the records of the build.
 
-    `work` is scratch, removed at the end; `record`, `problems` and `logs` stay.
+    `work` is scratch and removed at the end; `record`, `problems` and `logs` stay.
     """
 
     root: Path
 
     @property
     def documents(self) -> Path:
-        """`<category>/<split>-<task>-<n>.parquet`; there only when all of it is."""
+        """Files `<category>/<split>-<task>-<n>.parquet`; the folder exists only when it is complete."""
         return self.root / "documents"
 
     @property
     def work(self) -> Path:
-        """Scratch."""
+        """Scratch folder."""
         return self.root / "work"
 
     @property
     def record(self) -> Path:
-        """What each step removed: `<step>/<task>.json`, `merged.json`."""
+        """Reports of what each step removed: `<step>/<task>.json`, `merged.json`."""
         return self.root / "record"
 
     @property
     def problems(self) -> Path:
-        """What could not be read: `<phase>-<task>.json`."""
+        """Reports of what could not be read: `<phase>-<task>.json`."""
         return self.root / "problems"
 
     @property
     def logs(self) -> Path:
-        """datatrove's logs, a folder a phase."""
+        """datatrove's logs, one folder per phase."""
         return self.root / "logs"

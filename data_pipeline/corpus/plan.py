@@ -1,4 +1,4 @@
-"""Which phases a recipe makes."""
+"""Phases of a recipe."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,23 +18,23 @@ from data_pipeline.executors.timed_step import Clocked
 
 @dataclass
 class _Plan:
-    """Phases so far, and the pipeline that documents are flowing through now."""
+    """Phases so far, and the steps of the pipeline being built."""
 
     recipe: Recipe
     layout: Layout
     phases: list[Phase] = field(default_factory=list)
     name: str = "read"
     flowing: list[PipelineStep] = field(default_factory=list)
-    recorded: int = 0  # steps
-    stored: int = 0  # times that the documents were written down
+    recorded: int = 0  # number of recorded steps
+    stored: int = 0  # how often the documents have been written to disk
 
     def close(self, steps: list[PipelineStep]) -> None:
-        """End the pipeline with `steps`."""
+        """Finish the pipeline with `steps`."""
         self.add(self.name, [*self.flowing, *steps], self.recipe.tasks)
         self.flowing = []
 
     def add(self, name: str, steps: list[PipelineStep], tasks: int) -> None:
-        """Add a whole phase, each of its steps with a clock."""
+        """Add a whole phase, with a timer around each step."""
         clocked = [step if isinstance(step, Recorded) else Clocked(step) for step in steps]
         self.phases.append(Phase(name, clocked, tasks))
 
@@ -49,8 +49,8 @@ class _Plan:
 def phases(recipe: Recipe) -> list[Phase]:
     """Return the phases of a recipe, in order.
 
-    Documents flow from step to step; only where a step needs several pipelines are they written down, and then in the
-    pipeline that reads them for its first stage: each text is read, parsed and cleaned once.
+    Documents stream from step to step. They are written to disk only if a step needs several pipelines, and then by
+    the pipeline that reads them for its first stage: each text is read, parsed and cleaned once.
     """
     layout = Layout(Path(recipe.output))
     places = str(layout.work / "sources"), str(layout.problems)

@@ -1,4 +1,4 @@
-"""The steps that read the sources: each prepared once, and then its parts, dealt to tasks."""
+"""Steps that read the sources: each source is prepared once, then its parts are dealt to tasks."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ from common.atomic_files import write_atomic
 from data_pipeline.corpus.recipe import CATEGORY, Recipe, named
 from data_pipeline.documents import Problems
 
-UNKNOWN = "other"  # the category of documents whose source names none
+UNKNOWN = "other"  # category of documents whose source names none
 
 
 class PrepareSources(PipelineStep):
-    """Let each source do once what its reading needs: task i prepares source i, in `scratch/<name>`."""
+    """Prepare each source once before it is read: task i prepares source i, in `scratch/<name>`."""
 
     type = "READER"
     name = "prepare"
@@ -28,7 +28,11 @@ class PrepareSources(PipelineStep):
         self.scratch, self.problems = scratch, problems
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Prepare one source; nothing comes out. Raises ValueError, naming the key, where there is nothing to read."""
+        """Prepare one source; yield no documents.
+
+        Raises:
+            ValueError: there is nothing to read; the line names the key.
+        """
         name, source = list(self.sources.items())[rank]
         folder, problems = Path(self.scratch, name), _problems_of(name, self.strict)
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,11 +43,11 @@ class PrepareSources(PipelineStep):
 
 
 class ReadSources(PipelineStep):
-    """Read the parts of all sources: task r of n reads every n-th part, from part r on.
+    """Read the parts of all sources: task r of n reads every n-th part, starting with part r.
 
-    Documents get metadata "split": "validation" where the sha256 of the raw text, as a fraction of 1, is under the
-    recipe's fraction, else "train". The text is what the source gives, before any cleaning: the same text falls on the
-    same side in every corpus, however it is cleaned.
+    Documents get metadata "split": "validation" if the sha256 of the raw text, as a fraction of 1, is below the
+    recipe's fraction, else "train". The raw text is the source's, before any cleaning, so the same text gets the same
+    split in every corpus, however it is cleaned.
     """
 
     type = "READER"
@@ -56,7 +60,7 @@ class ReadSources(PipelineStep):
         self.scratch, self.problems = scratch, problems
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Yield a task's documents, and write what could not be read when all have been."""
+        """Yield a task's documents, then write the report of what could not be read."""
         found: dict[str, Problems] = {}
         documents: Counter[str] = Counter()
         for name, part in self._parts()[rank::world_size]:
@@ -94,7 +98,7 @@ def _problems_of(name: str, strict: bool) -> Problems:
 
 
 def write_problems(folder: str, name: str, found: Mapping[str, Problems], documents: Counter[str]) -> None:
-    """Write what could not be read, and of each source how many documents were, to `folder/name.json`."""
+    """Write to `folder/name.json` what could not be read, and how many documents of each source could."""
     counts = sum((problems.counts for problems in found.values()), Counter())
     content = {
         "counts": dict(counts),
@@ -108,7 +112,7 @@ def write_problems(folder: str, name: str, found: Mapping[str, Problems], docume
 
 
 def check_problems(folder: Path, most_skipped: float) -> None:
-    """Raise ValueError, naming the source, where more than `most_skipped` of its records could not be read."""
+    """Raise ValueError, naming the source, if more than `most_skipped` of its records could not be read."""
     found: dict[str, Problems] = {}
     documents: Counter[str] = Counter()
     for path in sorted(folder.glob("read-*.json")):

@@ -1,4 +1,4 @@
-"""The settings of a corpus, checked: sources, cleaning, and where it goes."""
+"""Checked settings of a corpus: sources, cleaning, and output."""
 
 import contextlib
 import re
@@ -19,13 +19,13 @@ SOURCE_KEY = re.compile(r"\b(?:data\.)?source\.")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a corpus is made of.
+    """Settings of a corpus.
 
-    `cleaning`: in their order, steps (one pipeline passes a document through those that follow each other) and
-    functions `(folder, tasks) -> list[Stage]`. `categories`: of a source's documents, in place of what the source says.
-    `tasks`: pieces that the work of every phase is cut into, each read by one process. `validation_fraction`: of the
-    documents, by a hash of their raw text. `most_skipped`: of a source's records, before the job stops. `samples`:
-    documents kept and dropped that the card shows for each step.
+    `cleaning`: in order, steps (consecutive ones share a pipeline) and functions `(folder, tasks) -> list[Stage]`.
+    `categories`: overrides the category of a source's documents. `tasks`: number of pieces of every phase's work, each
+    run by one process. `validation_fraction`: share of the documents, by a hash of their raw text. `most_skipped`:
+    largest share of a source's records to skip before the job stops. `samples`: kept and dropped documents that the
+    card shows for each step.
     """
 
     output: str
@@ -41,9 +41,10 @@ class Recipe:
 
 
 def read_recipe(settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that `corpus` of a configuration describes, in plain containers.
+    """Return the recipe for a configuration's `corpus`, given in plain containers.
 
-    Raises ValueError, naming the key, for a setting that is missing or wrong.
+    Raises:
+        ValueError: a setting is missing or wrong; the line names the key.
     """
     for key, least in (("tasks", 1), ("samples", 0)):
         check_whole(f"corpus.{key}", settings[key], least)
@@ -89,12 +90,12 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
 def _cleaning(name: str, settings: Mapping[str, Any]) -> Cleaning:
     try:
         return _instantiated(settings)
-    except ValueError as error:  # of a step that asks a model by a backend of job=rewrite
+    except ValueError as error:  # the error of a step that uses a backend of job=rewrite
         raise ValueError(str(error).replace("rewrite.backend", f"corpus.cleaning.{name}.backend")) from error
 
 
 def _instantiated(settings: Mapping[str, Any]) -> Any:
-    """Return the object. Raises what its class raises, not Hydra's words around it."""
+    """Return the object; raise the class's own error, without Hydra's wrapper."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
@@ -108,7 +109,7 @@ def _instantiated(settings: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def named(source: str) -> Iterator[None]:
-    """Name a source's settings, in what it raises, as they stand in the recipe."""
+    """Rewrite a source's keys in ValueErrors to their full names in the recipe."""
     try:
         yield
     except ValueError as error:

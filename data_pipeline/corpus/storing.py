@@ -1,4 +1,4 @@
-"""The steps that keep documents: between phases as JSON lines, and at the end as Parquet by category."""
+"""Steps that store documents: as JSON lines between phases, and finally as Parquet by category."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ ROWS = pa.schema([*SCHEMA, pa.field("category", pa.string()), pa.field("quality"
 
 
 class StoreDocuments(JsonlWriter):
-    """datatrove's writer of JSON lines, one file a task, also where a task has no document.
+    """datatrove's writer of JSON lines, with one file per task even if a task has no documents.
 
-    What reads them again, by as many tasks, so gives each the documents that it had.
+    The same number of tasks therefore reads the same documents back.
     """
 
     def __init__(self, folder: str) -> None:
@@ -31,13 +31,13 @@ class StoreDocuments(JsonlWriter):
 
 
 class StoredDocuments(JsonlReader):
-    """datatrove's reader, of what `StoreDocuments` wrote."""
+    """datatrove's reader for the files of `StoreDocuments`."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, glob_pattern="*.jsonl.zst", compression="zstd", add_file_path=False)
 
     def read_file(self, filepath: str) -> DocumentsPipeline:
-        """Yield a file's documents: none of an empty one, which is no compressed stream."""
+        """Yield a file's documents; none for an empty file, which is not a valid compressed stream."""
         if self.data_folder.size(filepath):
             yield from super().read_file(filepath)
 
@@ -53,7 +53,7 @@ class WriteCorpus(PipelineStep):
         self.folder = folder
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Write all documents of a task, in place of what an earlier try of it wrote; nothing comes out."""
+        """Write all documents of a task, replacing an earlier attempt's files; yield none."""
         for split in SPLITS:
             for stale in Path(self.folder).glob(f"*/{split}-{rank:05d}-*.parquet"):
                 stale.unlink()
