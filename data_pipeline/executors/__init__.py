@@ -1,8 +1,8 @@
-"""Where the phases of a job run: on this machine, on a SLURM cluster, on a Ray cluster.
+"""Executors that run a job's phases: on this machine, on a SLURM cluster, on a Ray cluster.
 
-Each executor has `run(phases, logs, place)`, which returns True when all phases have ended and False when they are
-submitted. A phase's logs are in `logs/<number>-<name>/`, as datatrove keeps them; what a killed or failed run had
-ended is not done again by the next one.
+Each has `run(phases, logs, place)`, which returns True if all phases have finished and False if they were submitted.
+datatrove's logs of a phase are in `logs/<number>-<name>/`. A later run does not repeat tasks that finished in a killed
+or failed run.
 """
 
 from data_pipeline.executors.local import Local

@@ -1,7 +1,7 @@
-"""Phases on this machine: so many tasks side by side, each in a process.
+"""Phases on this machine: several tasks at a time, each in a process.
 
-datatrove's own pool would wait for ever for a task that the system killed, and has every other task end before it
-tells of one that failed, in the words of two libraries.
+datatrove's own pool waits forever for a task that the system killed. It reports a failed task only after all others
+have finished, with a message from two libraries.
 """
 
 import os
@@ -22,13 +22,13 @@ from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
 from data_pipeline.workers import Worker, available_processes
 
 PRINTED = "processes.log"
-SECONDS_BETWEEN_LOOKS = 0.5  # for the process that began this one
+SECONDS_BETWEEN_LOOKS = 0.5  # polling interval for the end of the parent process
 
 
 class Local:
-    """Runs phases on this machine, `workers` tasks at a time (None: one a core); 1 runs them in this process.
+    """Executor on this machine, `workers` tasks at a time (None: one per core); 1 runs them in this process.
 
-    A process is kept for all the tasks that it runs, of every phase.
+    The same processes run the tasks of all phases.
     """
 
     def __init__(self, workers: int | None = None) -> None:
@@ -37,13 +37,18 @@ class Local:
         self.workers = workers or available_processes()
 
     def run(self, phases: list[Phase], logs: Path, place: str | None = None) -> bool:
-        """Run what of the phases has not ended yet, in order. Returns True: all have ended.
+        """Run the unfinished tasks of the phases, in order; return True when all have finished.
 
-        `logs`: each phase's log folder is in it. `place`: the setting that says where the output is, with its value,
-        for the line that says that its disk is full. What a task raises is raised here as soon as it is, and the
-        others are killed: they begin anew in the next run. Raises ValueError when a task is killed.
+        An error of a task is raised at once, and the other tasks are killed: the next run restarts them.
+
+        Args:
+            logs: parent of each phase's log folder.
+            place: output setting with its value, for the error line about a full disk.
+
+        Raises:
+            ValueError: a task was killed.
         """
-        loguru.logger.remove()  # datatrove's lines go to the logs of the tasks
+        loguru.logger.remove()  # datatrove logs only to the tasks' logs
         place = place or str(logs.parent)
         refuse_while_submitted(logs)
         processes = _Processes(self.workers, logs.absolute() / PRINTED)
@@ -54,7 +59,7 @@ class Local:
         return True
 
     def _each(self, processes: "_Processes", tasks: LocalTasks, ranks: list[int]) -> Iterator[None]:
-        """Run the tasks, and yield whenever one has ended."""
+        """Run the tasks; yield whenever one has finished."""
         if not ranks:
             return
         pickled = tasks.pickled()
@@ -65,7 +70,7 @@ class Local:
         try:
             yield from processes.each([(pickled, rank) for rank in ranks])
         except TaskKilled as killed:
-            _expect_room(Path(tasks.logging_dir.path))  # Arrow ends the process on some full disks
+            _expect_room(Path(tasks.logging_dir.path))  # on some full disks Arrow ends the process
             rank = killed.task[1]
             error = ValueError(
                 f"executor.workers={self.workers}: task {rank} of phase {tasks.phase_name}: {killed}: lower "
@@ -77,7 +82,7 @@ class Local:
 
 
 class TaskKilled(Exception):
-    """The process of `task` came to an end that it did not choose."""
+    """The process of `task` was killed or crashed."""
 
     def __init__(self, task: tuple[bytes, int], words: str) -> None:
         super().__init__(words)
@@ -85,20 +90,20 @@ class TaskKilled(Exception):
 
 
 class _Processes:
-    """Up to `count` worker processes, started when they are first needed. What they print is added to `printed`."""
+    """Up to `count` worker processes, started on first use. Their output is appended to `printed`."""
 
     def __init__(self, count: int, printed: Path) -> None:
         self.count, self.printed = count, printed
         self._workers: list[Worker] = []
 
     def each(self, tasks: list[tuple[bytes, int]]) -> Iterator[None]:
-        """Run tasks, and yield whenever one has ended. Raises the first error there is, and TaskKilled."""
+        """Run tasks; yield whenever one has finished. Raises the first error, or TaskKilled."""
         while len(self._workers) < min(self.count, len(tasks)):
             self._workers.append(Worker(partial(task_runner, self.printed)))
         idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             idle.put(worker)
-        threads = ThreadPoolExecutor(len(self._workers))  # each waits for one process
+        threads = ThreadPoolExecutor(len(self._workers))  # each thread waits for one process
         try:
             for ended in as_completed([threads.submit(_in_process, idle, task) for task in tasks]):
                 yield ended.result()
@@ -117,7 +122,7 @@ def _in_process(idle: "queue.SimpleQueue[Worker]", task: tuple[bytes, int]) -> N
     try:
         worker(task)
     except RuntimeError as error:
-        if isinstance(error.__cause__, EOFError | BrokenPipeError):  # the worker's end, and not an error of the task's
+        if isinstance(error.__cause__, EOFError | BrokenPipeError):  # the worker died; not an error of the task
             raise TaskKilled(task, str(error)) from error
         raise
     finally:
@@ -125,16 +130,16 @@ def _in_process(idle: "queue.SimpleQueue[Worker]", task: tuple[bytes, int]) -> N
 
 
 def task_runner(printed: Path) -> Callable[[tuple[bytes, int]], None]:
-    """Return `run_task`, in a process that ends with the one that began it, even in the middle of a task."""
+    """Return `run_task` for a worker process, which ends with its parent process even in the middle of a task."""
     with printed.open("ab") as file:
-        for stream in (1, 2):  # of libraries in C, too
+        for stream in (1, 2):  # redirects C libraries, too
             os.dup2(file.fileno(), stream)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     return run_task
 
 
 def _expect_room(folder: Path) -> None:
-    """Raise OSError where the disk is full."""
+    """Raise OSError if the disk is full."""
     probe = folder / "probe"
     try:
         write_atomic(probe, bytes(2**20))

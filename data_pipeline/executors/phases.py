@@ -1,4 +1,4 @@
-"""Phases: datatrove pipelines that run one after the other, each split into tasks."""
+"""Phases: datatrove pipelines that run in sequence, each split into tasks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,10 @@ from datatrove.pipeline.base import PipelineStep
 
 @dataclass(frozen=True)
 class Phase:
-    """A pipeline of `tasks` tasks; all of them end before the next phase begins.
+    """A pipeline of `tasks` tasks; all of them finish before the next phase starts.
 
-    `steps`: a whole datatrove pipeline. Phases tell each other what they found through files alone, so that an executor
-    may run them in other processes or on other machines.
+    `steps` is a whole datatrove pipeline. Phases exchange data only through files, so that an executor may run them in
+    other processes or on other machines.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Phase:
 
 
 class Executor(Protocol):
-    """What runs phases: `data_pipeline.executors` has those there are."""
+    """Interface of the executors in `data_pipeline.executors`."""
 
     def run(self, phases: list[Phase], logs: Path, place: str | None = None) -> bool:
-        """Run what of the phases has not ended yet; return whether all have ended, or are submitted to end later."""
+        """Run the unfinished tasks of the phases; return True if all have finished, False if they were submitted."""

@@ -1,4 +1,4 @@
-"""How far a phase is: a bar on a terminal, elsewhere a log line now and then."""
+"""Progress of a phase: a bar on a terminal, elsewhere occasional log lines."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ SECONDS_BETWEEN_LINES = 30
 
 
 class PhaseProgress:
-    """Counts the tasks of a phase, number `index` of `phases`, as they end; `ranks` are to be run."""
+    """Counter of the finished tasks of phase number `index` of `phases`; `ranks` are still to run."""
 
     def __init__(self, index: int, phases: int, phase: Phase, ranks: list[int]) -> None:
         self.title, self.total = f"{index + 1}/{phases} {phase.name}", phase.tasks
@@ -25,12 +25,12 @@ class PhaseProgress:
         self._start = self._told = time.perf_counter()
         before = f", {self._before} ended before" if self._before else ""
         logger.info("%s: %s%s", self.title, _tasks(self.total), before)
-        # disable=None: tqdm is silent when stderr is no terminal.
+        # disable=None: tqdm is silent when stderr is not a terminal.
         self._bar = tqdm(desc=self.title, unit=" tasks", total=self.total, initial=self.done, disable=None, leave=False)
         return self
 
     def advance(self) -> None:
-        """Note that a task has ended."""
+        """Count a finished task."""
         self.done += 1
         self._bar.update(1)
         now = time.perf_counter()

@@ -1,7 +1,7 @@
 """Phases on a Ray cluster.
 
-datatrove's own executor tells of no error that a step raises, runs tasks in a pool that waits for ever for one that is
-killed, and leaves their logs in one folder of the node for all users and phases.
+datatrove's own executor does not report errors that a step raises, runs tasks in a pool that waits forever for a killed
+one, and keeps the logs of all users and phases in one folder of the node.
 """
 
 import logging
@@ -19,15 +19,17 @@ from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
 logger = logging.getLogger(__name__)
 
 SECONDS_FOR_AN_ANSWER = 10
-RETRIES = 3  # of a task whose process or node is lost
+RETRIES = 3  # for a task whose process or node is lost
 
 
 class Ray:
-    """Runs phases on a Ray cluster, on which the code, the inputs and the output are in shared folders.
+    """Executor on a Ray cluster that sees the code, the inputs and the output in shared folders.
 
-    `workers`: tasks at a time (None: as many as the cluster has room for). `address`: of the cluster (None: the one
-    that RAY_ADDRESS names or that runs on this machine; where there is neither, one is started here for the run).
-    `cpus_per_task`, `mem_per_cpu_gb`: what Ray sets aside for a task.
+    Args:
+        workers: tasks at a time (None: as many as the cluster has room for).
+        address: of the cluster (None: the one that RAY_ADDRESS names or that runs on this machine; without either, one
+            is started here for the run).
+        cpus_per_task, mem_per_cpu_gb: what Ray reserves for a task.
     """
 
     def __init__(
@@ -46,9 +48,9 @@ class Ray:
         self.resources = {"CPU": cpus_per_task, "memory": int(cpus_per_task * mem_per_cpu_gb * 2**30)}
 
     def run(self, phases: list[Phase], logs: Path, place: str | None = None) -> bool:
-        """Run what of the phases has not ended yet, in order. Returns True: all have ended.
+        """Run the unfinished tasks of the phases, in order; return True when all have finished.
 
-        Arguments and errors as for `Local.run`; a task whose process or node is lost is begun anew a few times first.
+        Arguments and errors as for `Local.run`; a task whose process or node is lost is first retried a few times.
         """
         import ray
 
@@ -72,7 +74,7 @@ class Ray:
 
         address = self.address or os.environ.get("RAY_ADDRESS", "")
         _expect_answer(address)
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of ours reports to nobody
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster started here sends no usage reports
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -81,7 +83,7 @@ class Ray:
             raise ValueError(f"executor.address={address or None}: no Ray cluster can be used: {words}") from error
 
     def _expect_room(self) -> None:
-        """Warn where no node is large enough for a task: Ray would wait for one, and say nothing."""
+        """Warn if no node is large enough for a task: Ray would wait for one without a message."""
         import ray
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -94,7 +96,7 @@ class Ray:
             )
 
     def _each(self, tasks: LocalTasks, ranks: list[int]) -> Iterator[None]:
-        """Run the tasks, and yield whenever one has ended. Raises the first error there is; the others are killed."""
+        """Run the tasks; yield whenever one has finished. Raises the first error; the others are killed."""
         import ray
 
         remote = ray.remote(_run_on_node).options(
@@ -118,7 +120,7 @@ class Ray:
                 ray.cancel(task, force=True)
 
     def _result(self, ended: object, tasks: LocalTasks, rank: int) -> None:
-        """Raise what a task has raised, as itself, or ValueError where its process was lost."""
+        """Raise the task's own error, or ValueError if its process was lost."""
         import ray
 
         try:
@@ -137,7 +139,7 @@ class Ray:
 
 
 def _expect_answer(address: str) -> None:
-    """Raise ValueError where nothing listens at "host:port": Ray tries for minutes, and ends the process."""
+    """Raise ValueError if nothing listens at "host:port": Ray would try for minutes, then end the process."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         return
@@ -151,6 +153,6 @@ def _expect_answer(address: str) -> None:
 
 
 def _run_on_node(pickled: bytes, rank: int, folder: str) -> None:
-    """Run a task where relative paths mean what they mean to the command."""
+    """Run a task in the command's working directory, so that relative paths mean the same."""
     os.chdir(folder)
     run_task((pickled, rank))

@@ -1,4 +1,4 @@
-"""Phases on a SLURM cluster: an array of jobs for each, which begins when all of the one before has ended well."""
+"""Phases on a SLURM cluster: one job array per phase, which starts when the previous phase has succeeded."""
 
 import json
 import logging
@@ -26,12 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class Slurm:
-    """Submits phases to a SLURM cluster, on which the code, the inputs and the output are in shared folders.
+    """Executor on a SLURM cluster that sees the code, the inputs and the output in shared folders.
 
-    `time`: the limit of one job, as sbatch takes it. `workers`: jobs of a phase at a time (None: all).
-    `cpus_per_task`, `mem_per_cpu_gb`: of a task. `python`: the interpreter on the nodes (None: this one); `setup`:
-    lines of shell before it. `sbatch_args`: further options of sbatch, without their dashes. `max_array_size`: the
-    cluster's limit; where a phase has more tasks, a job runs several, one after the other.
+    Args:
+        time: limit of one job, as sbatch takes it.
+        workers: jobs of a phase at a time (None: all).
+        cpus_per_task, mem_per_cpu_gb: of a task.
+        python: the interpreter on the nodes (None: this one).
+        setup: shell lines before it.
+        sbatch_args: further options of sbatch, without their dashes.
+        max_array_size: the cluster's limit; if a phase has more tasks, a job runs several in sequence.
     """
 
     def __init__(
@@ -66,11 +70,16 @@ class Slurm:
         }
 
     def run(self, phases: list[Phase], logs: Path, place: str | None = None) -> bool:
-        """Submit what of the phases has not ended yet. Returns False; True when there is nothing left to do.
+        """Submit the unfinished tasks of the phases; return False, or True if nothing is left to do.
 
-        `logs`: in a folder that all nodes see; each phase's log folder is in it, and submitted.json, with the jobs.
-        When a task fails, the phases after its own are cancelled, and the next run goes on with what is missing.
-        `place`: as for `Local.run`. Raises ValueError while jobs of an earlier run are there, and when sbatch refuses.
+        When a task fails, the phases after its own are cancelled; the next run submits what is missing.
+
+        Args:
+            logs: in a folder that all nodes see; holds each phase's log folder, and submitted.json with the jobs.
+            place: as for `Local.run`.
+
+        Raises:
+            ValueError: jobs of an earlier run are queued or running, or sbatch refuses.
         """
         loguru.logger.remove()
         logs = logs.absolute()
@@ -87,7 +96,7 @@ class Slurm:
                         jobs.append({"phase": phase.name, "job": job, "tasks": len(ranks)})
                         write_submitted(logs, jobs)
                 if jobs:
-                    refuse_if_never_to_begin(jobs[0]["job"])  # the others ask for as much, and wait for it
+                    refuse_if_never_to_begin(jobs[0]["job"])  # the others ask for the same resources, and wait for it
             except BaseException:
                 cancel([job["job"] for job in jobs])
                 raise
@@ -121,18 +130,18 @@ class Slurm:
 
 
 class SlurmTasks(TaskRecords, SlurmPipelineExecutor):
-    """A phase as datatrove's array of jobs, submitted in our own way.
+    """A phase as datatrove's job array, with a different way of submitting it.
 
-    datatrove's would lose sbatch's words, have the next phase wait for the last of several arrays only, and add a job
-    for each phase that sums up statistics.
+    datatrove's `submit` would hide sbatch's message, make the next phase wait only for the last of several arrays, and
+    add a statistics job per phase.
     """
 
     def submit(self, ranks: list[int], python: str, after: str | None) -> str:
-        """Submit the tasks `ranks`, to begin when job `after` has ended well. Returns the job's number."""
+        """Submit the tasks `ranks`, to start when job `after` has succeeded; return the job's number."""
         folder = Path(self.logging_dir.path)
         write_atomic(folder / "executor.pik", dill.dumps(self, fmode=dill.CONTENTS_FMODE))
         write_atomic(folder / "ranks_to_run.json", json.dumps(ranks))
-        # exec: a signal for the job reaches the tasks, which requeue it.
+        # exec: a signal to the job reaches the tasks, which requeue it.
         command = shlex.join([python, "-m", "datatrove.tools.launch_pickled_pipeline", str(folder / "executor.pik")])
         options = self.get_sbatch_args(math.ceil(len(ranks) / self.tasks_per_job))
         script = folder / "launch_script.slurm"

@@ -1,4 +1,4 @@
-"""The jobs that a run has given to SLURM: how they are submitted, written down, and asked after."""
+"""SLURM jobs of a run: submit, record and query them."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 JOBS = "submitted.json"  # {"jobs": [{"phase", "job", "tasks"}]}
 
-# Why a job waits that will wait for ever, as long as nobody changes the cluster.
+# Reasons for which a job would wait forever unless the cluster's configuration changes.
 NEVER = (
     "PartitionConfig",
     "PartitionTimeLimit",
@@ -22,7 +22,7 @@ NEVER = (
     "InvalidQOS",
 )
 
-# What sbatch complains of, in its own words, and the setting that mends it; the first that fits.
+# Words in sbatch's error messages, and the setting to change; the first match counts.
 SETTINGS = {
     "partition": "executor.partition",
     "account": "executor.sbatch_args.account",
@@ -38,7 +38,7 @@ SETTINGS = {
 
 
 def submit(script: Path, *arguments: str) -> str:
-    """Give a script to sbatch and return the job's number. Raises ValueError in sbatch's words where it refuses."""
+    """Submit a script to sbatch and return the job's number; raise ValueError with sbatch's message if it refuses."""
     answer = _ask("sbatch", "--parsable", *arguments, str(script))
     if answer.returncode != 0:
         words = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in _lines(answer.stderr))
@@ -48,7 +48,7 @@ def submit(script: Path, *arguments: str) -> str:
 
 
 def refuse_if_never_to_begin(job: str) -> None:
-    """Raise ValueError where SLURM has accepted a job that asks for more than its partition gives."""
+    """Raise ValueError if SLURM has accepted a job that asks for more than its partition allows."""
     answer = _ask("squeue", "--noheader", "--format=%r", f"--jobs={job}")
     reason = next((line for line in _lines(answer.stdout) if line in NEVER or line.endswith("PerJobLimit")), None)
     if reason is not None:
@@ -59,20 +59,20 @@ def refuse_if_never_to_begin(job: str) -> None:
 
 
 def cancel(jobs: list[str]) -> None:
-    """Cancel jobs, those that have ended left out."""
+    """Cancel jobs; finished ones are ignored."""
     if jobs:
         _ask("scancel", *jobs)
 
 
 def write_submitted(logs: Path, jobs: list[dict]) -> None:
-    """Write down what has been submitted: [{"phase", "job", "tasks"}]."""
+    """Record the submitted jobs: [{"phase", "job", "tasks"}]."""
     write_atomic(logs / JOBS, json.dumps({"jobs": jobs}, indent=1) + "\n")
 
 
 def refuse_while_submitted(logs: Path) -> None:
     """Raise ValueError while jobs that an earlier command submitted for this folder are queued or running.
 
-    Where SLURM cannot be asked, as when the folder has moved to another machine, a warning says so.
+    Only warns if there is no squeue, as after the folder has moved to another machine.
     """
     if not (logs / JOBS).exists():
         return
@@ -92,7 +92,7 @@ def _queued(jobs: list[str], logs: Path) -> list[str]:
     answer = _ask("squeue", "--noheader", "--format=%F", f"--jobs={','.join(jobs)}")  # %F: without an array's index
     if answer.returncode == 0:
         return _lines(answer.stdout)
-    if "Invalid job id" in answer.stderr:  # of one job alone that SLURM has forgotten
+    if "Invalid job id" in answer.stderr:  # the answer for a single job that SLURM has forgotten
         return []
     raise ValueError(f"{logs / JOBS}: squeue does not say whether its jobs run: {'; '.join(_lines(answer.stderr))}")
 

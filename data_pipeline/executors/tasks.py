@@ -1,4 +1,4 @@
-"""A phase's tasks as datatrove runs them, each with its log, its error and what it took, in the phase's folder."""
+"""Tasks of a phase as datatrove runs them; the phase's folder keeps each task's log, error and resource use."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used 
 
 
 def phase_folder(logs: Path, index: int, phase: Phase) -> Path:
-    """Return where a phase keeps its logs. Raises ValueError where it was begun with another number of tasks."""
+    """Return a phase's log folder; raise ValueError if it was started with another number of tasks."""
     folder = logs.absolute() / f"{index:02d}-{phase.name}"
     begun = folder / "phase.json"
     if begun.exists():
@@ -40,7 +40,7 @@ def phase_folder(logs: Path, index: int, phase: Phase) -> Path:
 
 @contextlib.contextmanager
 def full_disk_in_one_line(place: str) -> Iterator[None]:
-    """Turn the error of a full disk, or one that it caused, into a ValueError that begins with `place`."""
+    """Turn a full-disk error, or an error it caused, into a ValueError that starts with `place`."""
     try:
         yield
     except Exception as error:
@@ -55,19 +55,18 @@ def full_disk_in_one_line(place: str) -> Iterator[None]:
 
 
 class TaskRecords:
-    """What our executors add to datatrove's: a mixin, before one of them.
+    """Additions to datatrove's executors: a mixin, to be listed before one of them.
 
-    A task's log is logs/task_<task>.log alone: nothing reaches the terminal. It leaves resources/<task>.json
-    ("peak_rss_bytes", "seconds", "processor_seconds") when it has ended well, and errors/<task>.txt, one line, when it
-    has not.
+    A task logs only to logs/task_<task>.log, never to the terminal. A successful task writes resources/<task>.json
+    ("peak_rss_bytes", "seconds", "processor_seconds"); a failed one writes errors/<task>.txt, one line.
     """
 
     def describe(self, phase: Phase, place: str) -> None:
-        """Say which phase it is; `place` begins the line that says its disk is full ("corpus.output=corpora/x")."""
+        """Set the phase, and the start of the full-disk line, `place` ("corpus.output=corpora/x")."""
         self.phase_name, self.place = phase.name, place
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
-        """Run a task as datatrove does. Raises ValueError of one line where the disk is full or memory ends."""
+        """Run a task as datatrove does; raise a one-line ValueError if disk or memory is exhausted."""
         if self.is_rank_completed(rank):
             return PipelineStats()
         try:
@@ -92,7 +91,7 @@ class TaskRecords:
         return stats
 
     def write_error(self, rank: int, error: Exception) -> None:
-        """Leave a line for whoever looks for the reason; on a full disk there may be none."""
+        """Write a line with the reason of the failure; on a full disk there may be none."""
         words = f"task {rank} of phase {self.phase_name}: {type(error).__name__}: {' '.join(str(error).split())}\n"
         with contextlib.suppress(OSError):
             write_atomic(self._path("errors", rank, "txt"), words.encode(errors="replace"))
@@ -101,7 +100,7 @@ class TaskRecords:
         return Path(self.logging_dir.path, kind, f"{rank:05d}.{ending}")
 
     def _explained(self, error: Exception, rank: int) -> Exception:
-        """Return what to raise in the driver: an error that pickles, and says what is needed."""
+        """Return the error to raise in the driver: one that pickles, with a message about what is needed."""
         if isinstance(error, MemoryError):
             return ValueError(
                 f"{self.place}: task {rank} of phase {self.phase_name} needs more memory than there is: "
@@ -114,21 +113,21 @@ class TaskRecords:
 
 
 class LocalTasks(TaskRecords, LocalPipelineExecutor):
-    """A phase whose tasks are run one by one, in whatever process: `pickled` carries it there."""
+    """A phase whose tasks run one by one, in any process; `pickled` transports it there."""
 
     def __init__(self, phase: Phase, folder: Path, place: str) -> None:
         super().__init__(phase.steps, tasks=phase.tasks, logging_dir=str(folder))
         self.describe(phase, place)
 
     def pickled(self) -> bytes:
-        """Return what `run_task` takes."""
+        """Return the bytes that `run_task` takes."""
         return dill.dumps(self)
 
 
 def run_in_order(
     phases: list[Phase], logs: Path, place: str, each: Callable[[LocalTasks, list[int]], Iterator[None]]
 ) -> None:
-    """Run what of the phases has not ended yet. `each` runs some tasks of one, and yields whenever one has ended."""
+    """Run the unfinished tasks of the phases. `each` runs some tasks of a phase, and yields whenever one finishes."""
     with full_disk_in_one_line(place):
         for index, phase in enumerate(phases):
             tasks = LocalTasks(phase, phase_folder(logs, index, phase), place)
@@ -139,14 +138,14 @@ def run_in_order(
 
 
 def run_task(task: tuple[bytes, int]) -> None:
-    """Run one task, (`LocalTasks.pickled`, rank), on steps of its own. Raises what the task raises."""
+    """Run one task, (`LocalTasks.pickled`, rank), with a fresh copy of the steps; errors of the task pass through."""
     tasks, rank = task
     dill.loads(tasks)._run_for_rank(rank)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Send what libraries log and warn of to datatrove's log of the task, and what they print to nowhere."""
+    """Send the libraries' logs and warnings to datatrove's log of the task, and discard what they print."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     root.handlers = [_ToTaskLog()]
@@ -157,13 +156,13 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.captureWarnings(False)
-        loguru.logger.remove()  # datatrove has its logger print to the terminal again
+        loguru.logger.remove()  # datatrove has re-enabled its terminal output
         root.handlers = handlers
         root.setLevel(level)
 
 
 class _ToTaskLog(logging.Handler):
-    """Hands a record on to loguru, which datatrove points at the task's log."""
+    """Handler that forwards records to loguru, which datatrove points at the task's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         def place(line: dict) -> None:
@@ -174,7 +173,7 @@ class _ToTaskLog(logging.Handler):
 
 
 def _disk_full(error: BaseException | None) -> OSError | None:
-    """Return the OSError that says so, among an error and its causes."""
+    """Return the full-disk OSError among an error and its causes, or None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
             return error
@@ -190,7 +189,7 @@ def _pickles(error: Exception) -> bool:
 
 
 def _forget_peak() -> None:
-    """Begin a new count of the process's peak memory, where the system can (Linux)."""
+    """Reset the process's peak memory counter, where the system can (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

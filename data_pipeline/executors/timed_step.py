@@ -1,7 +1,7 @@
-"""Steps with a clock: what each takes of a core, without the steps before and after it.
+"""Measure each step's own CPU time, excluding upstream and downstream steps.
 
-datatrove's own clocks tell no such thing: some run while a step waits for its documents, some while later steps work on
-what it gives, and many steps have none.
+datatrove's timers do not: some run while a step waits for its documents, some while later steps process its output, and
+many steps have none.
 """
 
 import time
@@ -10,17 +10,17 @@ from collections.abc import Iterable, Iterator
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-PROCESSOR_SECONDS = "processor_seconds"  # the statistic of a step, a value a task
+PROCESSOR_SECONDS = "processor_seconds"  # statistic of a step, one value per task
 
 
 class Clock:
-    """The seconds of processor time that an iterator takes to give its items."""
+    """CPU seconds that an iterator takes to produce its items."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def measured(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yield the items, and count."""
+        """Yield the items, and add up the time."""
         iterator = iter(documents)
         while True:
             start = time.process_time()
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Clocked(PipelineStep):
-    """A step of datatrove's or ours, which leaves its processor time among its statistics."""
+    """Wrapper of a step that adds its CPU time to its statistics."""
 
     def __init__(self, step: PipelineStep) -> None:
         super().__init__()
@@ -50,5 +50,5 @@ class Clocked(PipelineStep):
 
 
 def _run(step: PipelineStep, data: DocumentsPipeline, rank: int, world_size: int) -> Iterator[Document]:
-    """Run a step when the first document is asked for: one that gives none does all its work when it is called."""
+    """Run a step lazily: a step without output does all its work when called, so defer it to the first `next`."""
     yield from step.run(data, rank, world_size) or ()
