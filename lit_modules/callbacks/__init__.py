@@ -1,1 +1,1 @@
-"""What is seen of a run: progress, losses by tokens of context, forget gates, samples."""
+"""Callbacks that report on a run (progress, losses by context length, forget gates, samples) or keep it alive."""

@@ -1,4 +1,4 @@
-"""The machines of a run: how busy each GPU and host is, and which rank holds the others up."""
+"""Report how busy each GPU and host of a run is, and which rank slows the others down."""
 
 import logging
 import math
@@ -22,33 +22,32 @@ from lit_modules.parallel.gathering import of_all_ranks
 
 log = logging.getLogger(__name__)
 
-SAMPLES = 8  # micro-batches timed between two reports, and those that a rank's pace is the median of
-PASSES = 3.0  # a forward and a backward pass cost three times a forward pass
-SLOW = 1.2  # times the median: from here on a rank is named
-IN_A_ROW = 2  # reports at which the same rank is slow before it is named: one may have had the longer documents
-QUIET_REPORTS = 10  # after a line that names a slow rank
+SAMPLES = 8  # micro-batches timed between two reports; a rank's pace is the median of the last that many
+PASSES = 3.0  # a forward and a backward pass cost three forward passes
+SLOW = 1.2  # times the median: a rank this slow is reported
+IN_A_ROW = 2  # consecutive slow reports before a rank is named; a single one may be due to longer documents
+QUIET_REPORTS = 10  # reports without a warning after one that names a slow rank
 
 GPU = ("utilization", "memory_gib", "temperature", "power")  # percent, GiB in use on the device, degrees C, watts
 HOST = ("cpu_percent", "host_memory_gib")
-PACE = ("forward_seconds", "data_seconds")  # of a micro-batch, as OwnPace measures them
+PACE = ("forward_seconds", "data_seconds")  # per micro-batch, measured by OwnPace
 
 
 class DeviceStats(Callback):
-    """Every `every_tokens`, at Progress's steps, gather what each rank knows of its machine in one collective, and log
-    it on rank 0.
+    """Gather each rank's device statistics in one collective, every `every_tokens` as Progress, and log them on rank 0.
 
-    To wandb, for each host and each GPU of it: `system/<host>/gpu0_utilization` (percent), `..._memory_gib`,
+    To wandb, for each host and each of its GPUs: `system/<host>/gpu0_utilization` (percent), `..._memory_gib`,
     `..._temperature` (degrees C), `..._power` (watts), `..._forward_seconds`, `..._data_seconds`, and
-    `system/<host>/cpu_percent`, `system/<host>/host_memory_gib`. Ranks without a GPU are `rank0`, `rank1`, ... there.
-    What a machine does not tell is left out.
+    `system/<host>/cpu_percent`, `system/<host>/host_memory_gib`. Ranks without a GPU appear as `rank0`, `rank1`, ...
+    Values that a machine does not provide are omitted.
 
-    To every logger: `system/gpu_utilization_lowest`, `system/gpu_temperature_highest`, `system/gpu_power_total`; and of
-    several ranks `straggler/slowest_rank`, `straggler/slowdown` (its own time for a micro-batch over the median rank's)
-    and `straggler/longest_data_seconds`. A rank that takes 1.2 times the median's time or more, twice in a row, is
-    named in the log.
+    To every logger: `system/gpu_utilization_lowest`, `system/gpu_temperature_highest`, `system/gpu_power_total`; with
+    several ranks also `straggler/slowest_rank`, `straggler/slowdown` (the rank's own time per micro-batch over the
+    median rank's) and `straggler/longest_data_seconds`. A rank that takes at least 1.2 times the median's time in two
+    consecutive reports is named in the log.
 
     Args:
-        every_tokens: as Progress's.
+        every_tokens: tokens between two reports, as in Progress.
 
     Raises:
         ValueError: `every_tokens` is not a whole number above 0.
@@ -59,14 +58,14 @@ class DeviceStats(Callback):
         self.every_tokens = every_tokens
         self.places: list[Device] = []
         self.pace: OwnPace | None = None
-        self.slow: tuple[int | None, int] = (None, 0)  # the slow rank, and at how many reports in a row it was
-        self.quiet = 0  # reports until one may be named again
+        self.slow: tuple[int | None, int] = (None, 0)  # the slow rank, and its consecutive slow reports
+        self.quiet = 0  # reports until the next warning is allowed
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         self.places = gather_places(trainer, module.device)
         interval = module.steps_of(self.every_tokens) * trainer.accumulate_grad_batches
         self.pace = OwnPace(module.model.model.layers, module.device, every=max(1, interval // SAMPLES))
-        psutil.cpu_percent()  # the next call tells of the time since this one
+        psutil.cpu_percent()  # starts the interval that the next call measures
         hosts: dict[str, list[str]] = {}
         for place in self.places:
             hosts.setdefault(place.host, []).append(place.device)
@@ -80,7 +79,7 @@ class DeviceStats(Callback):
         self.pace.end_forward()
 
     def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        if self.pace is not None:  # there is none in a validation without training
+        if self.pace is not None:  # None in a validation without training
             self.pace.interrupt()
 
     def on_save_checkpoint(self, trainer: lightning.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
@@ -98,7 +97,7 @@ class DeviceStats(Callback):
         self.pace.remove()
 
     def report(self, trainer: lightning.Trainer, module: Any) -> None:
-        """Gather one vector from each rank, and log what they say."""
+        """Gather one vector from each rank, and log the values."""
         mine = torch.tensor([*read_gpu(module.device), *read_host(), *self.pace.take()], device=module.device)
         gathered = of_all_ranks(mine, trainer.world_size)
         if not trainer.is_global_zero:
@@ -113,7 +112,7 @@ class DeviceStats(Callback):
         self.name_slow_rank(summary, found)
 
     def name_slow_rank(self, summary: dict[str, float], found: list[dict[str, float]]) -> None:
-        """Say which rank the others wait for, if one stays slow, and then be quiet for some reports."""
+        """Warn about a rank that stays slow, then suppress warnings for some reports."""
         self.quiet = max(0, self.quiet - 1)
         rank = summary["straggler/slowest_rank"] if summary.get("straggler/slowdown", 0.0) >= SLOW else None
         self.slow = (rank, self.slow[1] + 1 if rank == self.slow[0] else 1)
@@ -129,7 +128,7 @@ class DeviceStats(Callback):
 
 
 class Device(NamedTuple):
-    """Where a rank runs: its host, its slot there (gpu0, or rank0 where there is no GPU) and the device's name."""
+    """A rank's device: its host, its slot there (gpu0, or rank0 without a GPU) and the device's name."""
 
     host: str
     slot: str
@@ -137,7 +136,7 @@ class Device(NamedTuple):
 
 
 def gather_places(trainer: lightning.Trainer, device: torch.device) -> list[Device]:
-    """The places of all ranks, in their order."""
+    """Return the devices of all ranks, in rank order."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     if device.type == "cuda":
         mine = Device(host, f"gpu{trainer.local_rank}", torch.cuda.get_device_name(device))
@@ -151,26 +150,26 @@ def gather_places(trainer: lightning.Trainer, device: torch.device) -> list[Devi
 
 
 class OwnPace:
-    """How long a rank's own work takes: what it computes and waits for by itself, without waiting for other ranks.
+    """Measure a rank's own work: computing and waiting for data, without waiting for other ranks.
 
-    A step takes equally long on all ranks, since each waits for the slowest in a collective. What differs is timed
-    here: the forward pass of each block, between hooks that lie inside FSDP's (whose wait for gathered weights is then
-    over) and outside compiled code, and the wait for the next batch. On a GPU events on its stream take the times, and
-    are read at a report, when they have long happened. Ranks that share a sequence or a layer wait for one another
-    inside a block, and so have the pace of the slowest of them.
+    A step takes equally long on all ranks, since collectives wait for the slowest. What differs is timed here: the
+    forward pass of each block and the wait for the next batch. The block hooks run inside FSDP's (after its all-gather
+    of weights) and outside compiled code. On a GPU, CUDA events take the times; they are read at a report, when they
+    have long completed. Ranks that share a sequence or a layer wait for one another inside a block, so they show the
+    pace of the slowest of them.
 
     Args:
         blocks: the network's blocks.
-        device: where they compute.
-        every: one in so many micro-batches is timed. Those of the first optimizer step, which compiles, are not.
+        device: the device that they compute on.
+        every: time one in `every` micro-batches, except in the first optimizer step, which compiles.
     """
 
     def __init__(self, blocks: Any, device: torch.device, every: int) -> None:
         self.device, self.every = device, every
         self.hooks = [hook for block in blocks for hook in self.hook(block)]
         self.seen, self.steps, self.timing = 0, 0, False
-        self.marks: list[Any] = []  # of the micro-batch that is timed
-        self.timed: list[list[Any]] = []  # marks of earlier ones since the last report
+        self.marks: list[Any] = []  # of the current timed micro-batch
+        self.timed: list[list[Any]] = []  # marks of earlier micro-batches since the last report
         self.seconds: deque[float] = deque(maxlen=SAMPLES)
         self.waiting_since: float | None = None
         self.waited, self.waits = 0.0, 0
@@ -183,30 +182,33 @@ class OwnPace:
         return block.register_forward_pre_hook(mark), block.register_forward_hook(mark, prepend=True)
 
     def begin(self) -> None:
-        """A micro-batch is there."""
+        """End the wait for data: a micro-batch has arrived."""
         if self.waiting_since is not None:
             self.waited, self.waits = self.waited + time.perf_counter() - self.waiting_since, self.waits + 1
         self.timing = self.steps > 0 and self.seen % self.every == 0
         self.seen += 1
 
     def end_forward(self) -> None:
-        """Its forward pass is over: blocks that are recomputed in the backward pass are not timed."""
+        """End the forward pass, so that blocks recomputed in the backward pass are not timed."""
         if self.timing:
             self.timed.append(self.marks)
             self.timing, self.marks = False, []
 
     def wait(self, ends_step: bool) -> None:
-        """From now on the rank waits for the next micro-batch. `ends_step`: the last one completed a step."""
+        """Start the wait for the next micro-batch; `ends_step`: the last one completed an optimizer step."""
         self.steps += ends_step
         self.waiting_since = time.perf_counter()
 
     def interrupt(self) -> None:
-        """Something else comes first: the time until the next micro-batch is no wait for data."""
+        """Cancel the wait: the time until the next micro-batch includes other work."""
         self.waiting_since = None
 
     def take(self) -> tuple[float, float]:
-        """Seconds of a micro-batch: the blocks' forward passes together (the median of the last ones timed), and the
-        mean wait for data since the last call. NaN where nothing was timed."""
+        """Return (forward, wait) in seconds per micro-batch, NaN where nothing was timed.
+
+        forward: all blocks together, the median of the last timed micro-batches. wait: the mean wait for data since the
+        last call.
+        """
         for marks in self.timed:
             self.seconds.append(sum(between(*pair) for pair in zip(marks[::2], marks[1::2], strict=True)))
         waited = self.waited / self.waits if self.waits else math.nan
@@ -214,13 +216,13 @@ class OwnPace:
         return (sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else math.nan), waited
 
     def remove(self) -> None:
-        """Take the hooks off the blocks."""
+        """Remove the hooks from the blocks."""
         for hook in self.hooks:
             hook.remove()
 
 
 def now(device: torch.device) -> Any:
-    """A moment on the device's stream, or on the clock."""
+    """Record the current time: a CUDA event, or the clock on other devices."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -229,7 +231,7 @@ def now(device: torch.device) -> Any:
 
 
 def between(start: Any, end: Any) -> float:
-    """Seconds between two moments."""
+    """Return the seconds between two times of `now`."""
     if isinstance(start, float):
         return end - start
     end.synchronize()
@@ -237,7 +239,7 @@ def between(start: Any, end: Any) -> float:
 
 
 def read_gpu(device: torch.device) -> list[float]:
-    """GPU's values; NaN for what the machine does not tell."""
+    """Return the values named in GPU; NaN where unavailable."""
     if device.type != "cuda":
         return [math.nan] * len(GPU)
     free, total = torch.cuda.mem_get_info(device)
@@ -250,21 +252,21 @@ def read_gpu(device: torch.device) -> list[float]:
 
 
 def told(ask: Callable[[], float]) -> float:
-    """The answer as a number; NaN without NVIDIA's library, or where the driver does not tell."""
+    """Return a reading as a float; NaN without NVIDIA's library or the driver's support."""
     try:
         return float(ask())
     except Exception:
-        # the library's own classes of errors, which are not there without it; a reading is never worth a run
+        # NVIDIA's error classes do not exist without its library; a failed reading must never end a run
         return math.nan
 
 
 def read_host() -> list[float]:
-    """HOST's values."""
+    """Return the values named in HOST."""
     return [psutil.cpu_percent(), psutil.virtual_memory().used / 2**30]
 
 
 def by_host(places: list[Device], found: list[dict[str, float]]) -> dict[str, float]:
-    """The values of each rank's GPU, and of each host as its first rank knows them, without those not told."""
+    """Return the values of each rank's GPU, and of each host as read by its first rank, without NaNs."""
     metrics: dict[str, float] = {}
     for place, values in zip(places, found, strict=True):
         for name in (*GPU, *PACE):
@@ -275,7 +277,7 @@ def by_host(places: list[Device], found: list[dict[str, float]]) -> dict[str, fl
 
 
 def summarize(found: list[dict[str, float]]) -> dict[str, float]:
-    """What the ranks say together: the extremes of the GPUs, and the rank that the others wait for."""
+    """Summarize all ranks: the extremes over GPUs, and the rank that the others wait for."""
     metrics: dict[str, float] = {}
     for key, name, together in (
         ("system/gpu_utilization_lowest", "utilization", min),
@@ -287,7 +289,7 @@ def summarize(found: list[dict[str, float]]) -> dict[str, float]:
     waits = [0.0 if math.isnan(values["data_seconds"]) else values["data_seconds"] for values in found]
     own = [PASSES * values["forward_seconds"] + wait for values, wait in zip(found, waits, strict=True)]
     if len(own) > 1 and not any(math.isnan(seconds) for seconds in own):
-        median = sorted(own)[(len(own) - 1) // 2]  # of two ranks the faster one
+        median = sorted(own)[(len(own) - 1) // 2]  # of two ranks, the faster one
         metrics["straggler/slowest_rank"] = own.index(max(own))
         metrics["straggler/slowdown"] = max(own) / median
         metrics["straggler/longest_data_seconds"] = max(waits)
@@ -295,7 +297,7 @@ def summarize(found: list[dict[str, float]]) -> dict[str, float]:
 
 
 def ranks(trainer: lightning.Trainer) -> dict[str, Any]:
-    """What the ranks of a run are, for wandb's config."""
+    """Describe the ranks of a run, for wandb's config."""
     on_gpu = trainer.strategy.root_device.type == "cuda"
     return {
         "world_size": trainer.world_size,

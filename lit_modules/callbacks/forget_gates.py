@@ -1,4 +1,4 @@
-"""What the forget gates do: statistics for each layer, and pictures of the gate matrix and the attention."""
+"""Report forget gates: statistics for each layer, and pictures of the gate matrix and the attention."""
 
 import itertools
 import math
@@ -18,15 +18,15 @@ from lit_modules.parallel.context import whole_sequences
 
 
 class ForgetGates(Callback):
-    """After each validation, log every layer's gates and draw some heads' F and A (FoX, figure 3) on held-out text.
+    """After each validation, log every layer's gates and draw F and A of some heads (FoX, figure 3) on held-out text.
 
-    Logged for layer n: `forget_gate/layer_n_mean`, the mean gate, and `forget_gate/layer_n_memory_shortest` and
-    `..._longest`: over the heads, the tokens after which the mean gate has let go of all but 1/e, -1 / mean(log f).
-    Recurrent layers are left out, and of a model without attention nothing is shown.
+    Logged for layer n: `forget_gate/layer_n_mean`, the mean gate; `forget_gate/layer_n_memory_shortest` and
+    `..._longest`, over the heads, the tokens after which the mean gate has decayed to 1/e: -1 / mean(log f). Layers
+    without a forget gate have no statistics; a model without attention shows nothing.
 
     Args:
-        heads: how many heads are drawn, from the one that forgets fastest to the one that forgets slowest.
-        tokens: at most so many tokens of one held-out document are looked at.
+        heads: number of heads drawn, evenly spaced from the fastest to the slowest to forget.
+        tokens: most tokens used of one held-out document.
 
     Raises:
         ValueError: either is under 1.
@@ -51,7 +51,7 @@ class ForgetGates(Callback):
         if trainer.sanity_checking or not (trainer.is_global_zero or trainer.strategy.needs_all_ranks):
             return
         document = self.document
-        if trainer.strategy.needs_all_ranks:  # each rank holds a part of the weights: all read rank 0's document
+        if trainer.strategy.needs_all_ranks:  # each rank holds a part of the weights, so all run rank 0's document
             tokens = trainer.strategy.broadcast(None if document is None else document.tolist())
             document = None if tokens is None else torch.tensor(tokens, device=module.device)
         if document is None:
@@ -70,8 +70,10 @@ class ForgetGates(Callback):
 
 
 def projections(model: Any, input_ids: torch.Tensor) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
-    """(layer, (q, k, v, log_forget)) of each attention layer for one document, input_ids [1, T]; log_forget may be
-    None."""
+    """Return (layer, (q, k, v, log_forget)) of each attention layer for one document, input_ids [1, T].
+
+    log_forget is None in layers without a forget gate.
+    """
     found: list[tuple[int, tuple[torch.Tensor, ...]]] = []
 
     def keep(layer: int, mixer: Any) -> Any:
@@ -91,7 +93,7 @@ def projections(model: Any, input_ids: torch.Tensor) -> list[tuple[int, tuple[to
 def all_heads(
     layers: list[tuple[int, tuple[torch.Tensor, ...]]], strategy: Any
 ) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
-    """The same with the heads `[1, T, H, ...]` of all ranks, where tensor parallelism gives each rank a part."""
+    """Return the same with the heads `[1, T, H, ...]` of all ranks, if tensor parallelism splits them."""
     if strategy.layout.tensor == 1:
         return layers
     group = strategy.device_mesh["tensor"].get_group()
@@ -107,12 +109,12 @@ def all_heads(
 
 
 def mean_log_forget(layers: list[tuple[int, tuple[torch.Tensor, ...]]]) -> list[tuple[int, torch.Tensor]]:
-    """(layer, [heads] mean log gate) of the layers that have a gate."""
+    """Return (layer, [heads] mean log gate) of the layers with a gate."""
     return [(layer, gate[0].float().mean(0).cpu()) for layer, (_, _, _, gate) in layers if gate is not None]
 
 
 def gate_statistics(layers: list[tuple[int, tuple[torch.Tensor, ...]]]) -> dict[str, float]:
-    """Metrics for each layer, as ForgetGates describes them."""
+    """Return the metrics of each layer, as described in ForgetGates."""
     metrics = {}
     for layer, (_, _, _, gate) in layers:
         if gate is None:
@@ -126,7 +128,7 @@ def gate_statistics(layers: list[tuple[int, tuple[torch.Tensor, ...]]]) -> dict[
 
 
 def choose_heads(layers: list[tuple[int, tuple[torch.Tensor, ...]]], heads: int) -> list[tuple[int, int]]:
-    """(index into layers, head) spread evenly from the fastest to the slowest to forget, or over the layers."""
+    """Return (index into layers, head), evenly spaced from the fastest to the slowest to forget, or over the layers."""
     means = mean_log_forget(layers)
     if means:
         index = {layer: i for i, (layer, _) in enumerate(layers)}
@@ -141,7 +143,7 @@ def choose_heads(layers: list[tuple[int, tuple[torch.Tensor, ...]]], heads: int)
 def head_maps(
     layers: list[tuple[int, tuple[torch.Tensor, ...]]], index: int, head: int
 ) -> tuple[str, np.ndarray | None, np.ndarray]:
-    """Title, F and A [T, T] of one head: F_ij = exp(c_i - c_j), A = softmax(q k^T / sqrt(d) + log F)."""
+    """Return title, F and A [T, T] of one head: F_ij = exp(c_i - c_j), A = softmax(q k^T / sqrt(d) + log F)."""
     layer, (q, k, _, gate) = layers[index]
     group = q.shape[2] // k.shape[2]
     scores = q[0, :, head].float() @ k[0, :, head // group].float().T / math.sqrt(q.shape[-1])

@@ -1,4 +1,4 @@
-"""Pictures in the loggers that take them, and what happens when the disk does not."""
+"""Send pictures to loggers that support them, and survive a full disk."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def ignore_disk_errors() -> Iterator[None]:
-    """A picture or a sample that cannot be written costs a line in the log, not the run."""
+    """Log an OSError instead of raising it: a picture or sample that cannot be written must not end the run."""
     try:
         yield
     except OSError as error:
@@ -20,7 +20,7 @@ def ignore_disk_errors() -> Iterator[None]:
 
 
 def show(trainer: lightning.Trainer, key: str, path: Path) -> None:
-    """Log the PNG at `path` as `figures/<key>` wherever the logger has a place for images (wandb)."""
+    """Log the PNG at `path` as `figures/<key>` to loggers with image support (wandb)."""
     for logger in trainer.loggers:
         if hasattr(logger, "log_image"):
             logger.log_image(f"figures/{key}", [str(path)], step=trainer.global_step)

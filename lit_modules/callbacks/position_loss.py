@@ -1,4 +1,4 @@
-"""The loss against tokens, and by tokens of context: how well a model uses what lies far back."""
+"""Draw the loss over tokens trained, and over tokens of context, which shows how well a model uses distant context."""
 
 import csv
 import io
@@ -20,7 +20,7 @@ class PositionLoss(Callback):
     Positions count the tokens that the model sees: those of the same document within the same sequence.
 
     Args:
-        window: tokens of the moving average (the paper's figure 2 has 101), an odd number.
+        window: tokens of the moving average (101 in the paper's figure 2); odd.
 
     Raises:
         ValueError: the window is even or not positive.
@@ -55,7 +55,7 @@ class PositionLoss(Callback):
 
 
 def loss_curves(metrics: Path) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """(tokens, loss) of training and of the held-out text, from a run's `metrics.csv`."""
+    """Return (tokens, loss) of training and of the held-out text, from a run's `metrics.csv`."""
     if not metrics.is_file():
         return [], []
     with open(metrics, encoding="utf-8", newline="") as handle:

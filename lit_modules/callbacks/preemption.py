@@ -1,17 +1,17 @@
-"""Preemption: a run that is told to end writes a checkpoint within its grace time, and resumes from it by itself.
+"""Preemption: on a signal, a run writes a checkpoint within its grace time and can resume from it.
 
-SIGUSR1 is SLURM's warning before the time limit (`--signal=USR1@120`): the run asks for its job to be queued again.
-SIGTERM comes with preemption, scancel, scontrol requeue and a user's kill: whoever sent it has decided what becomes of
-the job. SIGINT is Ctrl-C: the run ends, and a second one ends it at once, without a checkpoint. Otherwise signals only
-set a flag. Ranks get signals at different steps, or not all of them do, so they agree: in each
-optimizer step's one reduction (`Pretraining.agree`), and after each batch of a validation.
+SIGUSR1 is SLURM's warning before the time limit (`--signal=USR1@120`): the run asks SLURM to requeue its job. SIGTERM
+comes with preemption, scancel, scontrol requeue and a user's kill: its sender decides the job's fate. SIGINT is Ctrl-C:
+the run ends; a second one ends it at once, without a checkpoint. Apart from that, handlers only set a flag. Ranks
+receive signals at different steps, or only some ranks do, so they share the flags: in each optimizer step's one
+all-reduce (`Training.agree`), and after each validation batch.
 
-- At the end of an optimizer step: a checkpoint is written and waited for.
-- Before or in a validation: the same; the resumed run begins that validation anew.
-- After the last step, in the measurement of all the held-out text: the last checkpoint is there, and is waited for.
-- In the export: it is finished, and with it the run.
+- At the end of an optimizer step: write a checkpoint and wait for it.
+- Before or in a validation: the same; the resumed run repeats that validation.
+- After the last step, while measuring all the held-out text: wait for the last checkpoint.
+- In the export: finish it, and with it the run.
 
-The process ends with status 75 (EX_TEMPFAIL of sysexits.h: try again later), after SIGINT with 130.
+The process exits with status 75 (EX_TEMPFAIL of sysexits.h: try again later), after SIGINT with 130.
 """
 
 import contextlib
@@ -37,26 +37,26 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)  # in the order of Training's flags
 STATUS, INTERRUPTED = 75, 130
-SAME_INTERRUPT = 1.0  # seconds: a terminal and torchrun both send a Ctrl-C on
+SAME_INTERRUPT = 1.0  # seconds: the terminal and torchrun both forward one Ctrl-C
 
 
 class Preempted(SilentExit):
-    """The end of a run that was told to end and can be resumed; rank 0 has said so. `sent`: the signal."""
+    """A run ends on the signal `sent` and can be resumed; rank 0 has reported it."""
 
     def __init__(self, sent: signal.Signals) -> None:
         here = this_process()
         status = INTERRUPTED if sent == signal.SIGINT else STATUS
-        # Lightning's launcher kills rank 0 when a process that it started ends with another status than 0
+        # Lightning's launcher kills rank 0 when a rank that it started exits with a status other than 0
         super().__init__(0 if here.launcher == "lightning" and here.rank > 0 else status)
 
 
 class Preemption(Callback):
-    """End the run in order when a signal says so: checkpoint, requeue, loggers closed as preempted."""
+    """End the run cleanly on a signal: checkpoint, requeue, loggers closed as preempted."""
 
     def __init__(self) -> None:
-        self.noted: float | None = None  # when this rank was first sent a signal
-        self.interrupted: float | None = None  # when it was first sent SIGINT
-        self.validation_due = False  # in the checkpoint: the validation of its step is not done
+        self.noted: float | None = None  # time of this rank's first signal
+        self.interrupted: float | None = None  # time of its first SIGINT
+        self.validation_due = False  # saved in the checkpoint: its step's validation is still to be done
         self.before_validation: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,10 +67,11 @@ class Preemption(Callback):
 
     @contextlib.contextmanager
     def listening(self, trainer: lightning.Trainer, module: Any) -> Iterator[None]:
-        """Inside, the first signal is noted in `module.asked_to_end`, and a second SIGINT raises KeyboardInterrupt."""
+        """Within this context, the first signal sets `module.asked_to_end`, and a second SIGINT raises
+        KeyboardInterrupt."""
 
         def note(number: int, frame: FrameType | None) -> None:
-            if self.noted is None:  # the first counts: after a requeue SLURM sends SIGTERM, too
+            if self.noted is None:  # only the first counts: after a requeue SLURM also sends SIGTERM
                 self.noted = time.monotonic()
                 module.asked_to_end = tuple(number == each for each in SIGNALS)
             if number == signal.SIGINT:
@@ -87,10 +88,10 @@ class Preemption(Callback):
                 signal.signal(number, handler)
 
     def note_interrupt(self) -> None:
-        """Say that the run will end, or end it where that was said before.
+        """Announce the end of the run on the first SIGINT; end at once on the second.
 
         Raises:
-            KeyboardInterrupt: it is the second SIGINT.
+            KeyboardInterrupt: this is the second SIGINT.
         """
         if self.interrupted is None:
             self.interrupted = time.monotonic()
@@ -100,12 +101,12 @@ class Preemption(Callback):
             raise KeyboardInterrupt
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        """Do the validation that the end of the run before has cut short."""
+        """Run the validation that the previous process's end cut short."""
         if not self.validation_due:
             return
         loop = trainer.fit_loop.epoch_loop.val_loop
         loop.restarting = False
-        self.validation_due = False  # before: the checkpoint at its end has it behind it
+        self.validation_due = False  # set first: the checkpoint after this validation must not repeat it
         trainer.validating = True
         loop.run()
         trainer.training = True
@@ -113,7 +114,7 @@ class Preemption(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        validates = (batch_idx + 1) % trainer.val_check_batch == 0  # ends there, so that its validation is not lost
+        validates = (batch_idx + 1) % trainer.val_check_batch == 0  # then end there, so that the validation is kept
         if module.ends_step(batch_idx) and any(module.agreed_to_end) and not validates:
             self.end_between_steps(trainer, module)
 
@@ -132,7 +133,7 @@ class Preemption(Callback):
             self.end_in_validation(trainer, module)
 
     def end_between_steps(self, trainer: lightning.Trainer, module: Any) -> None:
-        """Save and end, unless training is complete: then the end of training saves.
+        """Save and end, unless training is complete: the end of training saves then.
 
         Raises:
             Preempted: always, unless training is complete.
@@ -142,24 +143,24 @@ class Preemption(Callback):
             self.end(trainer, module)
 
     def end_in_validation(self, trainer: lightning.Trainer, module: Any) -> None:
-        """The same from within a validation. After the last step the training's own validation is finished first."""
+        """Save and end from within a validation; after the last step, finish training's own validation first."""
         if trainer.state.fn != TrainerFn.FITTING:
             self.end(trainer, module)
         if trainer.global_step < trainer.max_steps:
-            # as if it had not begun: Lightning would go on in its middle, with the sums of the first part lost
+            # reset the validation: Lightning would resume in its middle, without the sums of the first part
             trainer.fit_loop.epoch_loop.val_loop.batch_progress.load_state_dict(self.before_validation)
             self.validation_due = True
             self.end_between_steps(trainer, module)
 
     def save(self, trainer: lightning.Trainer) -> None:
-        """Write this step's checkpoint, unless it is there, and wait for it."""
+        """Write this step's checkpoint, unless it exists, and wait for it."""
         writer = trainer.checkpoint_callback
         if writer is not None:
             writer.save(trainer)
             writer.wait(trainer)
 
     def end(self, trainer: lightning.Trainer, module: Any) -> None:
-        """Hand the job back, close the loggers, and leave with all ranks together.
+        """Requeue the job, close the loggers, and exit with all ranks together.
 
         Raises:
             Preempted: always.
@@ -167,7 +168,7 @@ class Preemption(Callback):
         sent = SIGNALS[module.agreed_to_end.index(True)]
         ended = Preempted(sent)
         if trainer.is_global_zero:
-            what_next = next_steps(sent)  # first: nothing after it may keep the job from being queued again
+            what_next = next_steps(sent)  # requeue first: a later failure must not prevent it
             word = "interrupted" if sent == signal.SIGINT else "preempted"
             log.warning(f"{word} ({sent.name}) after step {trainer.global_step}: {kept(trainer)}; {what_next}")
             for logger in trainer.loggers:
@@ -176,30 +177,33 @@ class Preemption(Callback):
             trainer.loggers = []
         if self.noted is not None:
             log.info(f"{time.monotonic() - self.noted:.1f} s from the signal to the end")
-        trainer.strategy.barrier()  # the end of one rank has the launcher kill the others
+        trainer.strategy.barrier()  # the launcher kills the other ranks when one ends
         raise ended
 
 
 def say_at_once(line: str) -> None:
-    """Write a line on the terminal from a signal's handler, which may have interrupted a print."""
+    """Write a line to the terminal from a signal handler, which may have interrupted a print."""
     os.write(2, f"palimpsest: {line}\n".encode())
 
 
 def listening(trainer: lightning.Trainer, module: Any) -> contextlib.AbstractContextManager[None]:
-    """`Preemption.listening` of the trainer's callback; nothing where it has none."""
+    """Return `Preemption.listening` of the trainer's callback; a null context without one."""
     found = next((callback for callback in trainer.callbacks if isinstance(callback, Preemption)), None)
     return contextlib.nullcontext() if found is None else found.listening(trainer, module)
 
 
 def keep_lightning_from_acting(trainer: lightning.Trainer) -> None:
-    """Leave the signals to us: Lightning's own handler of SIGTERM waits for all ranks inside the handler, and its
-    loop asks rank 0 before each micro-batch whether it has come, which costs a synchronisation each."""
+    """Disable Lightning's signal handling.
+
+    Its SIGTERM handler waits for all ranks inside the handler, and its loop broadcasts from rank 0 before each
+    micro-batch, which costs a synchronization each.
+    """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 def kept(trainer: lightning.Trainer) -> str:
-    """What there is to go on from, in words."""
+    """Describe the checkpoint that a resume would start from."""
     path = checkpoints.newest(checkpoints.folder_of(trainer))
     if path is None:
         return "there is no checkpoint (it starts from step 0 again)"
@@ -208,7 +212,7 @@ def kept(trainer: lightning.Trainer) -> str:
 
 
 def next_steps(sent: signal.Signals) -> str:
-    """Have SLURM queue the job again where it is ours to do, and say in words what happens next."""
+    """Requeue the SLURM job where we have to, and describe what happens next."""
     job = slurm_job()
     if sent == signal.SIGUSR1 and job is not None:
         return requeue(job)
@@ -217,12 +221,14 @@ def next_steps(sent: signal.Signals) -> str:
     return "resume=auto goes on from there"
 
 
-_handlers: list[Any] = []  # that are installed in this process
+_handlers: list[Any] = []  # handlers installed in this process
 
 
 def _in_forked_process() -> None:
-    """Give the workers of a data loader signals of their own: they end by the SIGTERM of their loader, and not by the
-    one that a job's end sends to the whole process group while the step that needs their batch is under way."""
+    """Detach data-loader workers from the run's signals.
+
+    They end by their loader's SIGTERM, not by one sent to the whole process group while a step still needs their batch.
+    """
     if _handlers:
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

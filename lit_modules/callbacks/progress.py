@@ -1,4 +1,4 @@
-"""Progress: tokens a second, model FLOPs utilization, loss and the time that is left, as lines and as metrics."""
+"""Report progress as log lines and metrics: tokens per second, model FLOPs utilization, loss, time left."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def reports_after(trainer: lightning.Trainer, module: Any, batch_idx: int, every_tokens: int) -> bool:
-    """Whether a report follows the micro-batch: after the first optimizer step, each `every_tokens`, and the last."""
+    """Return whether a report follows this micro-batch: after the first and last step and each `every_tokens`."""
     if not module.ends_step(batch_idx):
         return False
     step = trainer.global_step
@@ -24,11 +24,11 @@ def reports_after(trainer: lightning.Trainer, module: Any, batch_idx: int, every
 
 
 class Progress(Callback):
-    """Print a line and log metrics every `every_tokens` (and after the first step).
+    """Print a line and log metrics every `every_tokens` (and after the first and the last step).
 
-    Throughput counts training alone: the time of validations and checkpoints is left out. It is the whole run's, and
-    `tokens_per_second_per_gpu` and `mfu` divide it by all GPUs, whether they read text of their own or share a sequence
-    or a layer. `memory_gib` is of the GPU that has allocated most.
+    Throughput covers training only, without validations and checkpoints, and the whole run. `tokens_per_second_per_gpu`
+    and `mfu` divide it by all GPUs, including those that share a sequence or a layer. `memory_gib` is the peak of the
+    GPU that allocated most.
 
     Args:
         every_tokens: tokens between two lines; rounded to whole steps, at least one.
@@ -72,13 +72,13 @@ class Progress(Callback):
             return
         now = time.perf_counter()
         self.seconds += now - (self.began or now)
-        self.began = now  # the wait for the next batch is training time, too
+        self.began = now  # waiting for the next batch is training time
         self.steps += 1
         if reports_after(trainer, module, batch_idx, self.every_tokens):
             self.report(trainer, module)
 
     def report(self, trainer: lightning.Trainer, module: Any) -> None:
-        """Log what there is to say of the steps since the last report, and print it on rank 0."""
+        """Log the metrics of the steps since the last report, and print them on rank 0."""
         step = trainer.global_step
         rate = self.steps * module.batch_tokens / max(self.seconds, 1e-9)
         metrics = {
@@ -104,7 +104,7 @@ class Progress(Callback):
 
 
 def line(metrics: dict[str, float], max_tokens: int) -> str:
-    """One line of progress."""
+    """Format one line of progress."""
     left = (max_tokens - metrics["tokens"]) / metrics["tokens_per_second"]
     parts = [
         f"{count(metrics['tokens']):>6} / {count(max_tokens)} tokens",

@@ -1,11 +1,11 @@
-"""How far each rank has come, what it is doing, and what the watchdog says of those that are behind."""
+"""Track how far each rank has come and its current work, and word the watchdog's findings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
-# What Lightning's profiler sees begin, by the last part of its name, and how a person says it.
+# Actions of Lightning's profiler, by the last part of the name, and their wording for users.
 WORK = {
     "train_dataloader_next": "waits for data",
     "training_step": "forward pass",
@@ -22,8 +22,14 @@ LONG = {"starts", "reports and checkpoints", "writes a checkpoint"}
 
 @dataclass
 class RankProgress:
-    """How far a rank has come. `count`: of what has begun; `step`: the last whole optimizer step; `beat`: grows as long
-    as the process lives; `error`: what it failed with."""
+    """How far a rank has come.
+
+    Attributes:
+        count: actions started so far.
+        step: the last complete optimizer step.
+        beat: a heartbeat that grows while the process lives.
+        error: the error it failed with.
+    """
 
     rank: int
     host: str
@@ -35,12 +41,12 @@ class RankProgress:
     error: str | None = None
 
     def where(self) -> str:
-        """Its GPU in words."""
+        """Return the GPU as text."""
         return "" if self.gpu is None else f" (GPU {self.gpu})"
 
 
 class Marks(PassThroughProfiler):
-    """Tells the watchdog what begins, and passes it on to the profiler that was there."""
+    """A profiler that reports each started action to the watchdog, and forwards to the previous profiler."""
 
     def __init__(self, inner: Profiler, mark: Callable[[str], None]) -> None:
         super().__init__()
@@ -60,7 +66,7 @@ class Marks(PassThroughProfiler):
 
 
 def furthest_behind(places: list[RankProgress], seconds: float) -> tuple[RankProgress, str]:
-    """The rank that is furthest behind, and in words what it does, and others; where none is, what all do."""
+    """Return the rank that is furthest behind, and a description of its work and of the ranks waiting for it."""
     least = min(place.count for place in places)
     culprit, *others = sorted((p for p in places if p.count == least), key=lambda place: place.rank)
     ahead = next((place for place in places if place.count > least), None)
@@ -71,7 +77,7 @@ def furthest_behind(places: list[RankProgress], seconds: float) -> tuple[RankPro
 
 
 def no_answer(silent: list[RankProgress]) -> str:
-    """What is said of ranks whose beat has stopped."""
+    """Describe ranks whose heartbeat has stopped."""
     culprit, *others = silent
     return (
         f"no longer answers{culprit.where()}: killed, out of memory, stopped, or its node is down{too(others)}; "
@@ -80,7 +86,7 @@ def no_answer(silent: list[RankProgress]) -> str:
 
 
 def too(places: list[RankProgress], most: int = 4) -> str:
-    """Further ranks of which the same is true, the first few of many by name."""
+    """Name further ranks in the same state, at most `most` of them."""
     if not places:
         return ""
     named = ", ".join(f"rank {place.rank} on {place.host}{place.where()}" for place in places[:most])

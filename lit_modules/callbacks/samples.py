@@ -1,4 +1,4 @@
-"""Samples of text at each validation: the plainest look at what a model has learned."""
+"""Generate samples of text at each validation, to show directly what a model has learned."""
 
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from lit_modules.parallel.context import whole_sequences
 
 
 class Samples(Callback):
-    """Write on from each prompt after a validation, into `samples/step_<n>.txt` and the loggers that take text.
+    """Continue each prompt after a validation; write to `samples/step_<n>.txt` and to loggers that support text.
 
     Args:
-        prompts: what to write on from.
+        prompts: the texts to continue.
         max_new_tokens, temperature, top_p: as in generation.
 
     Raises:
@@ -27,7 +27,7 @@ class Samples(Callback):
     """
 
     def __init__(self, prompts: list[str], max_new_tokens: int, temperature: float, top_p: float | None) -> None:
-        check_type("callbacks.samples.prompts", prompts, list[str])  # of one text, each letter would be a prompt
+        check_type("callbacks.samples.prompts", prompts, list[str])  # a single text would be split into letters
         check_whole("callbacks.samples.max_new_tokens", max_new_tokens, 1)
         self.prompts = list(prompts)
         self.max_new_tokens = max_new_tokens
@@ -37,7 +37,7 @@ class Samples(Callback):
     @ignore_disk_errors()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         tokenizer = trainer.datamodule.hf_tokenizer
-        together = trainer.strategy.needs_all_ranks  # each rank holds a part of the weights: all of them write
+        together = trainer.strategy.needs_all_ranks  # each rank holds a part of the weights, so all generate
         if trainer.sanity_checking or not (trainer.is_global_zero or together) or tokenizer is None or not self.prompts:
             return
         with trainer.precision_plugin.forward_context(), whole_sequences(module.context):
@@ -53,9 +53,10 @@ class Samples(Callback):
                 logger.log_text("samples", columns=["step", "prompt", "text"], data=rows, step=step)
 
     def write_on(self, model: Any, tokenizer: Any, together: bool) -> list[str]:
-        """The texts that follow the prompts. The training's random numbers are left as they were.
+        """Return the continuations of the prompts, without changing training's random state.
 
-        `together`: with the other ranks. A rank whose texts have ended then takes part until theirs have, too.
+        Args:
+            together: all ranks generate; a rank whose texts are complete keeps taking part until the others' are.
         """
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):

@@ -1,22 +1,22 @@
-"""The watchdog: a rank that hangs, or is gone, is named, and the run ends so that it can go on from its checkpoint.
+"""Watchdog: name a rank that hangs or is gone, and end the run so that it can resume from its checkpoint.
 
-A rank that waits for another in a collective can neither raise nor be asked. So each rank has threads beside the one
-that trains. One publishes in a store on rank 0 how far the rank has come (a count of what Lightning's profiler hooks
-see begin: waiting for a batch, forward, backward, ...) and a beat that says it is alive. The other judges:
+A rank that waits in a collective can neither raise nor respond. So each rank runs two threads in addition to training.
+One publishes the rank's progress to a store on rank 0: a count of the actions that Lightning's profiler hooks see start
+(waiting for a batch, forward, backward, ...), and a heartbeat. The other judges:
 
-- Where this rank has begun nothing new for `seconds`, the ranks that are furthest behind are named, with what they were
-  doing: the others wait for them. All ranks stop when one does, so each sees this of itself; no clocks are compared.
-- Where this rank has begun nothing new for a while and another's beat has stopped, that rank is named: its process or
-  its node is gone, or stopped. When the store itself is gone, that is rank 0.
+- If this rank started nothing new for `seconds`, it names the ranks that are furthest behind and their current action:
+  the others wait for them. When one rank stops, all do, so each rank notices by itself; no clocks are compared.
+- If this rank started nothing new for a while and another's heartbeat has stopped, it names that rank: its process or
+  node is gone or stopped. If the store itself is gone, that is rank 0.
 
-The first that judges publishes the line; every rank writes the stacks of its threads into its log and ends the process,
-since a thread that waits in CUDA or NCCL cannot be interrupted. One of them has SLURM queue the job again; under
-torchrun the status 1 does that; elsewhere the line says resume=auto. After three restarts without a new checkpoint none
-is asked for.
+The first rank to judge publishes the verdict. Every rank writes its threads' stacks to its log and ends its process,
+since a thread that waits in CUDA or NCCL cannot be interrupted. One rank asks SLURM to requeue the job; under torchrun,
+exit status 1 causes the restart; elsewhere the line names resume=auto. After three restarts without a new checkpoint,
+no further one is requested.
 
-What takes long and is no hang: nothing is judged outside of fit and validate (data are gathered before, the export
-comes after), and `PATIENCE` times as long is given to what comes between steps (reports, checkpoints and the wait for
-one) and to each kind of work the first time (that of the first step compiles).
+Slow but normal work is tolerated. Judging is limited to fit and validate (data are gathered before, the export comes
+after). Work between steps (reports, checkpoints, waiting for a checkpoint) and the first occurrence of each kind of
+work (the first step compiles) get `PATIENCE` times the limit.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ from lit_modules.launching.process import ProcessInfo, this_process
 from lit_modules.launching.rank_logs import say_on_terminal
 from lit_modules.launching.run_folder import RunFailed, SilentExit
 
-PATIENCE = 3  # times the limit, for what may well take long
+PATIENCE = 3  # factor on the limit for work that may take long
 
 BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|socket|connection|peer|process ?group", re.IGNORECASE)
 
 
 class RankLost(RunFailed):
-    """The end of this rank, of which another is the cause. `culprit`: what failed.json is to say of that one."""
+    """Another rank caused the end of this one. `culprit`: the entries of failed.json about that rank."""
 
     def __init__(self, words: str, place: RankProgress, folder: Path) -> None:
         super().__init__(words)
@@ -61,17 +61,17 @@ class Watchdog(Callback):
     """Name the rank that hangs or is gone, and end the run so that it restarts from its last checkpoint.
 
     Args:
-        seconds: without anything new after which a rank hangs; null for no watchdog.
+        seconds: time without a new action after which a rank counts as hanging; null disables the watchdog.
 
     Raises:
-        ValueError: `seconds` is no positive number.
+        ValueError: `seconds` is not a positive number.
     """
 
     def __init__(self, seconds: float | None = 600) -> None:
         if seconds is not None and not (is_number(seconds) and seconds > 0):
             raise ValueError(f"callbacks.watchdog.seconds={seconds} is no time: give seconds, or null for no watchdog")
         self.seconds = seconds
-        self.gone_after = min(20.0, (seconds or 0.0) / 2)  # seconds without a beat
+        self.gone_after = min(20.0, (seconds or 0.0) / 2)  # seconds without a heartbeat
         self.interval = self.gone_after / 4
         self.store: dist.TCPStore | None = None
         self.watching = False
@@ -80,10 +80,10 @@ class Watchdog(Callback):
         self.lost: RankLost | None = None
 
     def setup(self, trainer: lightning.Trainer, module: Any, stage: str) -> None:
-        """Begin to watch: in fit and validate, once the ranks have found each other.
+        """Start watching in fit and validate, once the ranks have joined.
 
         Raises:
-            RunFailed: the run has restarted too often without a new checkpoint, or rank 0's store is out of reach.
+            RunFailed: too many restarts without a new checkpoint, or rank 0's store cannot be reached.
         """
         if self.seconds is None:
             return
@@ -97,7 +97,7 @@ class Watchdog(Callback):
         self.place = RankProgress(trainer.global_rank, failures.host(), gpu, step=trainer.global_step)
         self.since, self.seen = time.monotonic(), set()
         self.others: dict[int, RankProgress] = {}
-        self.beaten: dict[int, float] = {}  # when a rank's beat last grew, by this rank's clock
+        self.beaten: dict[int, float] = {}  # when a rank's heartbeat last grew, by this rank's clock
         self.verdict: str | None = None
         self.over = threading.Event()
         work = [self.judge]
@@ -118,7 +118,7 @@ class Watchdog(Callback):
         self.end_watch()
 
     def on_exception(self, trainer: lightning.Trainer, module: Any, exception: BaseException) -> None:
-        """Judge no longer: the process ends by itself. Where another rank is the cause, say so before all others do."""
+        """Stop judging, since the process ends by itself; if another rank is the cause, report that first."""
         self.watching = False
         if self.threads and isinstance(exception, Exception) and not isinstance(exception, SilentExit):
             self.lost = self.cause(exception)
@@ -126,7 +126,7 @@ class Watchdog(Callback):
                 self.tell(self.lost)
 
     def end_watch(self) -> None:
-        """End the threads. Rank 0's store stays, for others may still speak to it."""
+        """Stop the threads. Rank 0's store stays open, since others may still use it."""
         self.watching = False
         if not self.threads:
             return
@@ -137,14 +137,14 @@ class Watchdog(Callback):
         self.threads = []
 
     def mark(self, doing: str) -> None:
-        """The training thread begins something."""
+        """Record that the training thread starts an action."""
         place = self.place
         self.seen.add(place.doing)
         place.count, place.step, place.doing = place.count + 1, self.trainer.global_step, doing
         self.since = time.monotonic()
 
     def meet(self, trainer: lightning.Trainer) -> dist.TCPStore:
-        """A store of our own on rank 0, apart from the one that collectives use. Raises RunFailed if out of reach."""
+        """Connect to a separate store on rank 0, not the one that collectives use; raise RunFailed if unreachable."""
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         timeout = timedelta(seconds=max(30.0, self.gone_after))
         store = None
@@ -163,16 +163,16 @@ class Watchdog(Callback):
             ) from error
 
     def stalled(self) -> float:
-        """Seconds since the training thread has begun something new."""
+        """Return the seconds since the training thread last started an action."""
         return time.monotonic() - self.since
 
     def limit(self) -> float:
-        """Seconds that what the training thread is doing may take."""
+        """Return the seconds that the training thread's current action may take."""
         doing = self.place.doing
         return self.seconds * (PATIENCE if doing in LONG or doing not in self.seen else 1)
 
     def publish(self) -> None:
-        """The thread that speaks to the store. It may itself be stuck, where rank 0 has stopped."""
+        """Publish this rank's progress in a thread, which itself hangs if rank 0 is stopped."""
         try:
             while not self.over.wait(self.interval):
                 self.place.beat += 1
@@ -180,21 +180,21 @@ class Watchdog(Callback):
                 if self.place.rank == 0 or self.stalled() > self.gone_after or not self.watching:
                     self.look()
                 else:
-                    self.beaten.clear()  # of what is not looked at nothing is known
+                    self.beaten.clear()  # progress that is not read is unknown
                 verdict = self.store.get("verdict").decode()
                 self.answered = time.monotonic()
                 if verdict:
                     self.verdict = verdict
                     return
-        except RuntimeError:  # of torch's store: connection lost, or no answer in time
+        except RuntimeError:  # torch's store: connection lost or timeout
             self.answered = float("-inf")
 
     def tell_place(self) -> None:
-        """Write where this rank is."""
+        """Publish this rank's progress."""
         self.store.set(f"rank/{self.place.rank}", json.dumps(asdict(self.place)))
 
     def look(self) -> None:
-        """Read where the others are."""
+        """Read the progress of the other ranks."""
         this_process = [rank for rank in range(self.world_size) if rank != self.place.rank]
         for rank, written in zip(
             this_process, self.store.multi_get([f"rank/{rank}" for rank in this_process]), strict=True
@@ -205,11 +205,11 @@ class Watchdog(Callback):
             self.others[rank] = found
 
     def reachable(self) -> bool:
-        """Whether the store has answered of late: else nothing is to be asked of it, for it may never answer."""
+        """Return whether the store has answered recently; otherwise do not query it, since it may never answer."""
         return self.store is not None and time.monotonic() - self.answered < self.gone_after
 
     def silent(self) -> list[RankProgress]:
-        """Ranks whose beat has stopped; where rank 0's store does not answer, that one."""
+        """Return the ranks whose heartbeat has stopped; rank 0 if its store does not answer."""
         if self.store is None:
             return []
         if self.place.rank != 0 and not self.reachable():
@@ -218,17 +218,17 @@ class Watchdog(Callback):
         return [self.others[rank] for rank, at in list(self.beaten.items()) if now - at > self.gone_after]
 
     def failed(self) -> list[RankProgress]:
-        """Other ranks that have failed by themselves, and whose end this one may wait for in vain."""
+        """Return other ranks that failed by themselves, for which this one may wait in vain."""
         return [p for p in self.others.values() if p.error and not BROKEN_COLLECTIVE.search(p.error)]
 
     def judge(self) -> None:
-        """The thread that judges, and ends the process."""
+        """Judge in a thread, and end the process on a verdict."""
         began = time.monotonic()
         while not self.over.wait(self.interval):
             late, began = time.monotonic() - began > 2 * self.interval, time.monotonic()
             if self.verdict is not None:
                 return self.end_process(self.verdict)
-            if late or not self.watching:  # late: this process itself was stopped, and has not heard of the others yet
+            if late or not self.watching:  # late: this process was stopped; its view is outdated
                 continue
             failed, silent = (self.failed(), self.silent()) if self.stalled() > self.gone_after else ([], [])
             if failed:
@@ -240,7 +240,7 @@ class Watchdog(Callback):
         return None
 
     def condemn(self, culprit: RankProgress, words: str) -> None:
-        """Publish a verdict, unless another was first, and end."""
+        """Publish a verdict, unless another rank was first, and end the process."""
         verdict = json.dumps([asdict(culprit), words])
         with contextlib.suppress(RuntimeError):
             if self.reachable():
@@ -248,7 +248,7 @@ class Watchdog(Callback):
         self.end_process(verdict)
 
     def end_process(self, verdict: str) -> None:
-        """End this rank; the first to come here asks for the restart, and tells the user."""
+        """End this rank; the first rank to get here requests the restart and informs the user."""
         culprit, words = json.loads(verdict)
         with contextlib.suppress(OSError), open(self.folder / self.here.log, "a", encoding="utf-8") as file:
             file.write(f"rank {culprit['rank']} {words}\n")
@@ -264,14 +264,14 @@ class Watchdog(Callback):
         os._exit(1)
 
     def tell(self, lost: RankLost) -> None:
-        """Write failed.json, and say it on the terminal."""
+        """Write failed.json and print the error on the terminal."""
         if self.here.alone:
             say_on_terminal(f"palimpsest: {lost}")
         else:
             failures.record(self.folder, lost)
 
     def leave_together(self, first: bool) -> None:
-        """Wait until the first has asked for the restart: the end of one rank has the launcher kill the others."""
+        """Wait until the first rank has requested the restart: the launcher kills the others when one ends."""
         with contextlib.suppress(RuntimeError):
             if self.reachable() and first:
                 self.store.set("told", "")
@@ -280,21 +280,21 @@ class Watchdog(Callback):
             elif not first:
                 time.sleep(self.gone_after)
         if self.store is not None and self.place.rank == 0:
-            time.sleep(self.interval * 2)  # the others read that from the store here
-        for process in getattr(self.trainer.strategy.launcher, "procs", []):  # of Lightning's; one may be stopped
+            time.sleep(self.interval * 2)  # the others read "told" from the store in this process
+        for process in getattr(self.trainer.strategy.launcher, "procs", []):  # Lightning's ranks; one may be stopped
             process.kill()
         if self.here.launcher == "lightning" and self.place.rank > 0:
-            time.sleep(self.gone_after)  # else Lightning kills rank 0, which has more to say, for the end of this one
+            time.sleep(self.gone_after)  # this one's end makes Lightning kill rank 0, which still has to report
 
     def loss(self, words: str, culprit: RankProgress) -> RankLost:
-        """The end of this rank for another's sake. Asks for the restart, unless that one has failed by an error of its
-        own, which may well come again."""
+        """Build the error that ends this rank, and request a restart unless the culprit raised an error, which may
+        recur."""
         if culprit.error is None:
             words = f"{words}; {restarts.restart(self.folder, self.here)}"
         return RankLost(words, culprit, self.folder)
 
     def cause(self, error: Exception) -> RankLost | None:
-        """After an error of the training: the rank behind it, where it is a collective that broke; else None."""
+        """Return the rank behind an error of training if a collective broke; else None."""
         if self.store is None:
             return None
         self.place.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -318,11 +318,10 @@ class Watchdog(Callback):
 
 @contextlib.contextmanager
 def naming_the_cause(trainer: lightning.Trainer) -> Iterator[None]:
-    """Around fit and validate: ends the watch, and this process without a further word where the watchdog has said that
-    another rank is the cause of an error.
+    """Wrap fit and validate: stop the watch, and exit silently if the watchdog has named another rank as the cause.
 
     Raises:
-        SilentExit: so it is.
+        SilentExit: another rank is the cause of the error.
     """
     found = next((callback for callback in trainer.callbacks if isinstance(callback, Watchdog)), None)
     try:
