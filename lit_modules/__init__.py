@@ -1,1 +1,1 @@
-"""What trains: LightningModules, the networks they train, and the jobs `pretrain` and `generate`."""
+"""LightningModules, the networks they train, and the jobs that run them."""

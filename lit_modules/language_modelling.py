@@ -1,4 +1,4 @@
-"""What every training of a language model shares: steps that are not finite, schedules in tokens, held-out text."""
+"""Common base of language-model training: skipping non-finite steps, schedules in tokens, validation."""
 
 import logging
 from abc import abstractmethod
@@ -23,17 +23,22 @@ from lit_modules.schedules import Plateau
 
 log = logging.getLogger(__name__)
 
-MOST_SKIPPED = 10  # steps in a row that may be skipped before the run stops
+MOST_SKIPPED = 10  # consecutive skipped steps before the run stops
 
 
 @dataclass
 class Validation:
-    """What a validation found.
+    """Results of a validation.
 
-    position_loss, position_tokens: [positions] float64, the mean loss at each position and how many tokens it is the
-    mean of (0 where there are none). Positions count from the start of the document or, where a sequence cut it, of the
-    sequence: that is what the model sees. loss: nats per token over all `tokens`. components: of a mixture,
-    (loss, tokens) of each component whose text was read.
+    Positions count from the start of the document or, if a sequence cut it, of the sequence: the context that the model
+    sees.
+
+    Attributes:
+        position_loss: [positions] float64, the mean loss at each position.
+        position_tokens: [positions] float64, the number of tokens in each mean, possibly 0.
+        components: (loss, tokens) of each component of a mixture whose text was read.
+        loss: nats per token over all `tokens`.
+        tokens: number of tokens with a target.
     """
 
     position_loss: Any
@@ -48,22 +53,22 @@ class Validation:
 
 
 class Training(lightning.LightningModule):
-    """Next-token training of a causal language model on packed batches, whatever the model and the loss.
+    """Next-token training of a causal language model on packed batches, for any model and loss.
 
-    A kind of training makes `model`, `parameter_count` and `flops_per_token`, and says what the loss of a batch is.
+    Subclasses create `model`, `parameter_count` and `flops_per_token`, and define the loss of a batch.
 
     Args:
-        optimizer: called with parameter groups, gives the optimizer.
-        schedule: from tokens seen to a factor of the peak learning rate (lit_modules.schedules).
-        batch_tokens: tokens of an optimizer step, over all ranks and accumulation steps.
+        optimizer: called with parameter groups, returns the optimizer.
+        schedule: maps tokens seen to a factor on the peak learning rate (lit_modules.schedules).
+        batch_tokens: tokens per optimizer step, over all ranks and accumulation steps.
         compile: torch.compile each block.
-        activation_checkpointing: what the backward pass computes again.
+        activation_checkpointing: what the backward pass recomputes.
 
-    Batches are dicts as `data_pipeline.tokens.token_data` gives them: input_ids, targets int64 [1, N] (-100: no
-    target), cu_seqlens int32 [documents + 1]; of a mixture's held-out text also component int64 [sequences].
+    Batches are dicts from `data_pipeline.tokens.token_data`: input_ids, targets int64 [1, N] (-100: no target),
+    cu_seqlens int32 [documents + 1]; for a mixture's held-out text also component int64 [sequences].
 
-    After its making may be set: data_fingerprint, which checkpoints keep; components, the names behind the numbers in
-    `component`; phase_starts, from optimizer steps to the names of the phases that begin with them.
+    May be set after construction: data_fingerprint, saved in checkpoints; components, the names for the numbers in
+    `component`; phase_starts, maps optimizer steps to the names of the phases that start there.
 
     Raises:
         ValueError: the optimizer cannot be built from its settings.
@@ -97,33 +102,32 @@ class Training(lightning.LightningModule):
         self.phase_starts: dict[int, str] = {}
         self.compile_blocks, self.activation_checkpointing = compile, activation_checkpointing
         self.context: ContextParallel | None = None
-        self.micro_losses: list[torch.Tensor] = []  # of the step under way, each times its share
-        self.micro_shares: list[torch.Tensor] = []  # of those micro-batches; empty where all count alike
+        self.micro_losses: list[torch.Tensor] = []  # of the current step, each times its share
+        self.micro_shares: list[torch.Tensor] = []  # the shares; empty for equal weights
         self.window_loss, self.window_steps = 0.0, 0  # since the last report
         self.gradient_norm, self.learning_rate = 0.0, 0.0  # of the last step
         self.skipped_steps, self.skipped_in_a_row = 0, 0
-        self.asked_to_end = (False, False, False)  # this rank, by each of callbacks.preemption's SIGNALS, which sets it
-        self.agreed_to_end = (False, False, False)  # any rank, as of the last reduction
+        self.asked_to_end = (False, False, False)  # this rank, in the order of callbacks.preemption's SIGNALS; set there
+        self.agreed_to_end = (False, False, False)  # any rank's signals, as of the last all-reduce
         self.validation: Validation | None = None
-        self.measured_whole: int | None = None  # the step at which a validation last read all the held-out text
+        self.measured_whole: int | None = None  # the last step whose validation read all the held-out text
         self._sums: torch.Tensor | None = None
         self._component_sums: torch.Tensor | None = None
 
     @abstractmethod
     def training_loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The loss of what this rank reads of a micro-batch, a scalar with a gradient."""
+        """Return the loss of this rank's part of a micro-batch, a scalar with a gradient."""
 
     @abstractmethod
     def token_losses(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Nats of each token `[N]`, 0 where there is no target; without a gradient."""
+        """Return the loss of each token `[N]` in nats, 0 without a target; no gradient."""
 
     def share(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        """What a micro-batch's loss counts for beside those of the other micro-batches of its step, a scalar; None
-        where all count alike."""
+        """Return the weight of this micro-batch's loss within the optimizer step, a scalar; None for equal weights."""
         return None
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What the optimizer is to train, with weight decay for matrices only."""
+        """Return the optimizer's parameter groups, with weight decay for matrices only."""
         kept = self.model.no_decay_parameters()
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         return [
@@ -132,23 +136,23 @@ class Training(lightning.LightningModule):
         ]
 
     def take_metrics(self) -> dict[str, float]:
-        """What there is to log of the steps since the last call, beside their loss. Every rank takes part."""
+        """Return further metrics of the steps since the last call. Every rank takes part."""
         return {}
 
     def factor(self, group: int, tokens: int) -> float:
-        """The factor of the peak learning rate of a parameter group, after so many tokens."""
+        """Return the factor on a parameter group's peak learning rate after `tokens`."""
         return self.schedule(tokens)
 
     def steps_of(self, tokens: int) -> int:
-        """Optimizer steps in `tokens`, rounded, at least one."""
+        """Return the optimizer steps in `tokens`, rounded, at least one."""
         return max(1, round(tokens / self.batch_tokens))
 
     def ends_step(self, batch_idx: int) -> bool:
-        """Whether the micro-batch `batch_idx` completes an optimizer step."""
+        """Return whether the micro-batch `batch_idx` completes an optimizer step."""
         return (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
 
     def on_train_batch_start(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Say which phase of a mixture begins."""
+        """Log the start of a phase of a mixture."""
         step = self.trainer.global_step
         if step not in self.phase_starts or batch_idx % self.trainer.accumulate_grad_batches:
             return
@@ -159,8 +163,8 @@ class Training(lightning.LightningModule):
             log.info(f"phase {number + 1} of {len(self.phase_starts)} begins: {self.phase_starts[step]}")
 
     def own_part(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Of a batch, what this rank reads: all of it, unless ranks share sequences."""
-        if self.compile_blocks:  # the number of documents changes from batch to batch: else it would compile twice
+        """Return this rank's part of a batch: all of it, unless ranks share sequences."""
+        if self.compile_blocks:  # the number of documents varies, which would compile a second time
             torch._dynamo.maybe_mark_dynamic(batch["cu_seqlens"], 0)
         return batch if self.context is None else self.context.part(batch)
 
@@ -174,7 +178,7 @@ class Training(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """The optimizer, and the schedule at the middle of each step's tokens."""
+        """Return the optimizer, with the schedule evaluated at the middle of each step's tokens."""
         optimizer = self.make_optimizer(self.parameter_groups())
         factors = [
             lambda step, group=group: self.factor(group, int((step + 0.5) * self.batch_tokens))
@@ -191,15 +195,15 @@ class Training(lightning.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the global norm; where it or the loss is not finite, drop the gradients: the step changes nothing.
+        """Clip by the global norm; if it or the loss is not finite, drop the gradients, so that the step has no effect.
 
         Raises:
-            RunFailed: ten steps in a row were dropped.
+            RunFailed: ten consecutive steps were dropped.
         """
-        limit = gradient_clip_val or float("inf")  # as for Lightning, 0 is no limit
+        limit = gradient_clip_val or float("inf")  # 0 means no limit, as in Lightning
         loss = torch.stack(self.micro_losses).mean() * self.weigh_gradients()
         norm = clip_gradients(self.parameters(), limit)
-        self.learning_rate = max(group["lr"] for group in optimizer.param_groups)  # a stage leaves some at 0
+        self.learning_rate = max(group["lr"] for group in optimizer.param_groups)  # a stage may keep some groups at 0
         self.micro_losses.clear()
         if self.agree(torch.isfinite(norm) & torch.isfinite(loss)):
             self.skipped_in_a_row = 0
@@ -220,8 +224,10 @@ class Training(lightning.LightningModule):
             )
 
     def weigh_gradients(self) -> torch.Tensor | float:
-        """Divide the gradients, means over the step's micro-batches on all ranks, by the mean of their shares: they are
-        then means over all that counts in the step, however it was cut. Returns the factor."""
+        """Divide gradients by the mean micro-batch weight over all ranks; return the factor.
+
+        The step then averages over all targets, however they were split into micro-batches.
+        """
         if not self.micro_shares:
             return 1.0
         mean = self.trainer.strategy.reduce(torch.stack(self.micro_shares).mean(), reduce_op="mean")
@@ -231,7 +237,7 @@ class Training(lightning.LightningModule):
         return factor
 
     def agree(self, finite: torch.Tensor | bool) -> bool:
-        """Whether it is finite on every rank. In the same reduction, `agreed_to_end` takes what any rank was told."""
+        """All-reduce: is the value finite on every rank? Also shares pending stop signals in `agreed_to_end`."""
         told = torch.tensor([0.0, *map(float, self.asked_to_end)], device=self.device)
         told[0] = ~torch.as_tensor(finite, device=self.device)
         found, *asked = self.trainer.strategy.reduce(told, reduce_op="sum").tolist()
@@ -239,18 +245,18 @@ class Training(lightning.LightningModule):
         return not found
 
     def take_mean_loss(self) -> float:
-        """The mean loss of the steps since the last call, over all ranks; NaN if every one was skipped."""
+        """Return the mean loss of the steps since the last call, over all ranks; NaN if all were skipped."""
         sums = torch.tensor([self.window_loss, float(self.window_steps)], device=self.device)
         total, steps = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
         self.window_loss, self.window_steps = 0.0, 0
         return total / steps if steps else float("nan")
 
     def window(self) -> list[float]:
-        """This rank's sums of the steps since the last report."""
+        """Return this rank's sums over the steps since the last report."""
         return [self.window_loss, float(self.window_steps)]
 
     def restore_window(self, sums: list[float]) -> None:
-        """Take back what `window` gave."""
+        """Restore the sums that `window` returned."""
         self.window_loss, self.window_steps = sums[:2]
 
     def on_validation_epoch_start(self) -> None:
@@ -279,9 +285,9 @@ class Training(lightning.LightningModule):
         total, tokens = self._over_ranks(self._sums).cpu().numpy()
         self.validation = Validation(total / tokens.clip(min=1), tokens, self._component_losses())
         step = self.trainer.global_step
-        limit = self.trainer.limit_val_batches  # as for Lightning, 1.0 is all the batches and 1 is one batch
+        limit = self.trainer.limit_val_batches  # as in Lightning, 1.0 means all batches and 1 means one batch
         self.measured_whole = step if isinstance(limit, float) and limit == 1.0 else None
-        if self.trainer.state.fn == TrainerFn.FITTING:  # the one at the end is of all the text: another curve
+        if self.trainer.state.fn == TrainerFn.FITTING:  # the final one reads all the text: not comparable
             metrics = {"tokens": step * self.batch_tokens, "validation/loss": self.validation.loss}
             metrics |= {f"validation/loss/{name}": loss for name, (loss, _) in self.validation.components.items()}
             for logger in self.trainer.loggers:
@@ -292,12 +298,12 @@ class Training(lightning.LightningModule):
             log.info(f"held-out loss {self.validation.loss:.4f} over {self.validation.tokens} tokens")
 
     def _over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, counting the tokens of those that share heads once: each of them has had them all."""
+        """Sum over all ranks. Ranks that share heads each read all tokens, so their tokens count once."""
         layout = getattr(self.trainer.strategy, "layout", None)
         return self.trainer.strategy.reduce(sums, reduce_op="sum") / (1 if layout is None else layout.tensor)
 
     def _component_losses(self) -> dict[str, tuple[float, int]]:
-        """(loss, tokens) of each component that the validation has read, over all ranks."""
+        """Return (loss, tokens) of each component that the validation read, over all ranks."""
         if not self.components:
             return {}
         sums = self._over_ranks(self._component_sums).T.tolist()
@@ -319,27 +325,28 @@ class Training(lightning.LightningModule):
             checkpoint["palimpsest"]["schedule"] = self.schedule.state_dict()
 
     def windows_of_all_ranks(self) -> list[list[float]]:
-        """`window` of each rank. Every rank takes part."""
+        """Return `window` of each rank. Every rank takes part."""
         own = torch.tensor(self.window(), dtype=torch.float64, device=self.device)
         return torch.stack(of_all_ranks(own, self.trainer.world_size)).tolist()
 
     def own_window(self, windows: list[list[float]]) -> list[float]:
-        """This rank's of the windows in a checkpoint; their mean where another number of ranks wrote them."""
+        """Return this rank's window of a checkpoint; the mean if another number of ranks wrote it."""
         if len(windows) == self.trainer.world_size:
             return windows[self.trainer.global_rank]
         return [sum(sums) / len(windows) for sums in zip(*windows, strict=True)]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the counters back, and place Lightning's count of micro-batches where the optimizer step is: the
-        number of micro-batches in a step may have changed with the devices or the micro-batch.
+        """Restore the counters, and set Lightning's count of micro-batches to match the optimizer step.
+
+        The micro-batches per step may have changed with the devices or the micro-batch size.
 
         Raises:
-            ValueError: the checkpoint was trained on other blocks.
+            ValueError: the checkpoint was trained on other data.
         """
         state = checkpoint["palimpsest"]
         if self.data_fingerprint is not None and state["data_fingerprint"] != self.data_fingerprint:
             raise ValueError(other_text(state["data_fingerprint"], self.data_fingerprint))
-        # older checkpoints have rank 0's alone
+        # older checkpoints hold rank 0's only
         self.restore_window(self.own_window(state["windows"] if "windows" in state else [state["window"]]))
         self.gradient_norm = state["gradient_norm"]
         self.skipped_steps, self.skipped_in_a_row = state["skipped"]
@@ -353,7 +360,7 @@ class Training(lightning.LightningModule):
 
 
 def check_optimizer(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the key, for a setting that no optimizer of torch can work with."""
+    """Raise ValueError, naming the key, for a setting that no torch optimizer accepts."""
     lr, decay = settings.get("lr", 1.0), settings.get("weight_decay", 0.0)
     if not is_number(lr) or lr <= 0:
         raise ValueError(f"optimizer.lr={shown(lr)}: give a learning rate above 0")
@@ -365,7 +372,6 @@ def check_optimizer(settings: Mapping[str, Any]) -> None:
 
 
 def as_arguments(batch: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the model for a batch, or for a rank's part of one, which holds positions in place of
-    cu_seqlens."""
+    """Return the model's arguments for a batch, or for a rank's part, which has positions instead of cu_seqlens."""
     where = "positions" if "positions" in batch else "cu_seqlens"
     return {"input_ids": batch["input_ids"], "shift_labels": batch["targets"], where: batch[where]}

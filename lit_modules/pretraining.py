@@ -1,4 +1,4 @@
-"""The LightningModule of pretraining: a network of ours from random weights, spread over the ranks."""
+"""LightningModule for pretraining: one of our networks from random weights, distributed over the ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -17,9 +17,9 @@ class Pretraining(Training):
 
     Args:
         config: the network's configuration.
-        sequence_length: tokens of a training sequence, for the count of FLOPs.
+        sequence_length: tokens of a training sequence, for the FLOP count.
         activation_checkpointing: a policy of lit_modules.parallel.recomputing.
-        weights_later: make the network without weights; each rank makes its own when the model is spread over ranks.
+        weights_later: build the network without weights; each rank creates its own when the model is distributed.
         optimizer, schedule, batch_tokens, compile: as in Training.
 
     Raises:
@@ -45,7 +45,7 @@ class Pretraining(Training):
             compile=compile,
             activation_checkpointing=activation_checkpointing,
         )
-        self.random_state = torch.get_rng_state() if weights_later else None  # that the weights will be drawn from
+        self.random_state = torch.get_rng_state() if weights_later else None  # from which the weights will be drawn
         with torch.device("meta") if weights_later else contextlib.nullcontext():
             self.model = PalimpsestForCausalLM(config)
         self.parameter_count = count_parameters(self.model)
@@ -53,7 +53,8 @@ class Pretraining(Training):
         self.is_spread = False
 
     def configure_model(self) -> None:
-        """Lightning's hook, before each fit and validation: spread the network over the strategy's ranks, once."""
+        """Distribute the network over the strategy's ranks once; Lightning calls this before each fit and
+        validation."""
         if self.is_spread:
             return
         self.is_spread = True

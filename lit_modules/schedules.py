@@ -1,6 +1,6 @@
-"""Learning-rate schedules in tokens. Each is a function of the tokens seen so far that gives a factor of the peak rate.
+"""Learning-rate schedules in tokens. Each maps the tokens seen so far to a factor on the peak rate.
 
-They know nothing of steps or batches, so that a schedule means the same at every batch size.
+They do not depend on steps or batches, so a schedule means the same at every batch size.
 """
 
 import math
@@ -20,7 +20,7 @@ class WarmupCosine:
 
     Args:
         warmup_tokens: tokens of the warm-up; 0 for none.
-        max_tokens: tokens of the whole run, warm-up included.
+        max_tokens: tokens of the whole run, including the warm-up.
         final: the factor at the end.
 
     Raises:
@@ -64,7 +64,7 @@ class WarmupStableDecay:
         final: the factor at the end of the decay.
 
     Raises:
-        ValueError: the two parts are longer than the run, or a length is negative.
+        ValueError: the two parts together are longer than the run, or a length is negative.
     """
 
     warmup_tokens: int
@@ -92,12 +92,12 @@ class WarmupStableDecay:
 
 
 class Plateau:
-    """The peak rate, cut whenever the held-out loss has not improved for a while (torch's ReduceLROnPlateau).
+    """The peak rate, reduced whenever the held-out loss stops improving (torch's ReduceLROnPlateau).
 
     Args:
-        factor: what a cut multiplies the rate with.
-        patience: validations without improvement that are let pass.
-        least: the smallest factor of the peak rate.
+        factor: multiplies the rate at each reduction.
+        patience: validations without improvement that are tolerated.
+        least: the smallest factor on the peak rate.
 
     Raises:
         ValueError: a value is out of range.
@@ -116,21 +116,21 @@ class Plateau:
         return self._rate.param_groups[0]["lr"]
 
     def observe(self, loss: float) -> None:
-        """Take note of a held-out loss."""
+        """Record a held-out loss."""
         self._cuts.step(loss)
 
     def state_dict(self) -> dict[str, float]:
-        """The best loss so far, how long ago it was, and the rate's factor."""
+        """Return the best loss, the validations since then without improvement, and the rate's factor."""
         return {"best": self._cuts.best, "bad": self._cuts.num_bad_epochs, "factor": self(0)}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self._cuts.best, self._cuts.num_bad_epochs = state["best"], state["bad"]
         self._rate.param_groups[0]["lr"] = state["factor"]
 
 
 def check_final(final: float) -> None:
-    """Raise ValueError unless the factor at the end is a number from 0 to 1."""
+    """Raise ValueError unless the final factor is a number from 0 to 1."""
     if not is_number(final) or not 0 <= final <= 1:
         raise ValueError(f"schedule.final={final} is not a part of the peak rate: give a number from 0 to 1")
 

@@ -21,8 +21,8 @@ class ForgetGates(Callback):
     """After each validation, log every layer's gates and draw F and A of some heads (FoX, figure 3) on held-out text.
 
     Logged for layer n: `forget_gate/layer_n_mean`, the mean gate; `forget_gate/layer_n_memory_shortest` and
-    `..._longest`, over the heads, the tokens after which the mean gate has decayed to 1/e: -1 / mean(log f). Layers
-    without a forget gate have no statistics; a model without attention shows nothing.
+    `..._longest`, over the heads, the tokens after which the mean gate has decayed to 1/e: -1 / mean(log f). Recurrent
+    layers are left out; a model without attention shows nothing.
 
     Args:
         heads: number of heads drawn, evenly spaced from the fastest to the slowest to forget.
