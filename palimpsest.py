@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from common.atomic_files import FULL_DISK
+from common.atomic_files import is_full_disk
 from lit_modules.launching import arguments, failures, run_folder, start
 from lit_modules.launching.command_line import check_command_line
 from lit_modules.launching.process import this_process
@@ -112,7 +112,7 @@ def one_line_errors() -> Iterator[None]:
 
 def full_disk(error: Exception) -> run_folder.RunFailed | None:
     """The line for a disk, or a quota, that is used up; None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in FULL_DISK:
+    if not is_full_disk(error):
         return None
     return run_folder.RunFailed(
         f"{error.filename or 'a file'} could not be written ({error.strerror}): make room, then retry"

@@ -9,7 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what a disk, a quota or a limit that is used up answers
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota or a file size limit is used up
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Return whether an error says that no more can be written."""
+    return isinstance(error, OSError) and error.errno in FULL_DISK
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -1,7 +1,6 @@
 """Prepared folders: named by a hash of their inputs, built once, and either complete or absent."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -13,7 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from common import checksums
-from common.atomic_files import write_atomic
+from common.atomic_files import is_full_disk, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ def _build_beside(final: Path, identity: object, build: Callable[[Path], dict]) 
         os.replace(partial, final)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        if is_full_disk(error):
             raise ValueError(f"data_dir={final.parent}: the disk is full; free some space or set data_dir") from error
         raise
 

@@ -6,21 +6,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from common import slurm
 from common.atomic_files import write_atomic
 
 logger = logging.getLogger(__name__)
 
 JOBS = "submitted.json"  # {"jobs": [{"phase", "job", "tasks"}]}
-
-# Reasons for which a job would wait forever unless the cluster's configuration changes.
-NEVER = (
-    "PartitionConfig",
-    "PartitionTimeLimit",
-    "PartitionNodeLimit",
-    "BadConstraints",
-    "InvalidAccount",
-    "InvalidQOS",
-)
 
 # Words in sbatch's error messages, and the setting to change; the first match counts.
 SETTINGS = {
@@ -41,16 +32,14 @@ def submit(script: Path, *arguments: str) -> str:
     """Submit a script to sbatch and return the job's number; raise ValueError with sbatch's message if it refuses."""
     answer = _ask("sbatch", "--parsable", *arguments, str(script))
     if answer.returncode != 0:
-        words = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in _lines(answer.stderr))
-        setting = next((setting for word, setting in SETTINGS.items() if word in words.lower()), "executor")
-        raise ValueError(f"{setting}: sbatch refuses the job: {words}; its script is {script}")
+        raise ValueError(f"{slurm.refusal(answer.stderr, SETTINGS, 'executor')}; its script is {script}")
     return answer.stdout.strip().partition(";")[0]  # a cluster's name may follow
 
 
 def refuse_if_never_to_begin(job: str) -> None:
     """Raise ValueError if SLURM has accepted a job that asks for more than its partition allows."""
     answer = _ask("squeue", "--noheader", "--format=%r", f"--jobs={job}")
-    reason = next((line for line in _lines(answer.stdout) if line in NEVER or line.endswith("PerJobLimit")), None)
+    reason = next(filter(slurm.never_starts, _lines(answer.stdout)), None)
     if reason is not None:
         raise ValueError(
             "executor.time, executor.cpus_per_task, executor.mem_per_cpu_gb: SLURM would never begin the jobs "
@@ -98,13 +87,7 @@ def _queued(jobs: list[str], logs: Path) -> list[str]:
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, errors="replace")
-    except FileNotFoundError:
-        raise ValueError(
-            f"executor=slurm: there is no {command[0]} on this machine: start the command where jobs are submitted, "
-            "or use executor=local"
-        ) from None
+    return slurm.ask(*command, key="executor=slurm", instead=", or use executor=local")
 
 
 def _lines(text: str) -> list[str]:

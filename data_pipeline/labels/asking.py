@@ -13,7 +13,7 @@ from pathlib import Path
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from common.atomic_files import FULL_DISK, write_atomic
+from common.atomic_files import is_full_disk, write_atomic
 from data_pipeline.labels.rubric import Label, Rubric
 from data_pipeline.labels.sample import Sampled, merged
 from data_pipeline.labels.store import Store
@@ -144,7 +144,7 @@ class Asking:
             failed = error
         else:
             return
-        if isinstance(failed, OSError) and failed.errno in FULL_DISK:
+        if is_full_disk(failed):
             words = f"corpus.cleaning.labels.store={self._place}: the disk takes no more ({failed.strerror})"
         elif isinstance(failed, ValueError):
             words = str(failed).replace("rewrite.backend", "corpus.cleaning.labels.backend")  # the key it has here

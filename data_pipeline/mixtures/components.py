@@ -1,6 +1,5 @@
 """Components of a mixture: the Parquet files of each, and a prepared folder that links them."""
 
-import errno
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from common.atomic_files import is_full_disk
 from common.checksums import checksum, size_of
 from common.settings import is_number
 from data_pipeline.documents import SPLITS, shards
@@ -205,7 +205,7 @@ def gather_files(files: dict[str, list[Path]], written: dict[Path, dict], folder
                     else:
                         _divide(path, split, places)
                 except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-                    if getattr(error, "errno", None) == errno.ENOSPC:
+                    if is_full_disk(error):
                         raise
                     reason = str(error).partition("\n")[0][:200]
                     raise ValueError(f"{path} cannot be read ({reason}): write it again, or leave it out") from error

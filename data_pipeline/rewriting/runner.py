@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
-from common.atomic_files import FULL_DISK
+from common.atomic_files import is_full_disk
 from data_pipeline.documents import Document, Problems
 from data_pipeline.rewriting.backends import Answer, Backend, BudgetSpent, Request, RewritingStopped
 from data_pipeline.rewriting.folder import OutputFolder
@@ -81,7 +81,7 @@ class Rewriting:
                 failed = error
             else:
                 return
-        if isinstance(failed, OSError) and failed.errno in FULL_DISK:
+        if is_full_disk(failed):
             words = f"rewrite.output={self.plan.output}: the disk takes no more ({failed.strerror})"
             raise self._with_advice(words) from failed
         if isinstance(failed, RewritingStopped):

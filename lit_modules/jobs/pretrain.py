@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 
+from common.atomic_files import replace_atomically
 from data_pipeline.tokens.tokenizer import add_document_start, document_start
 from lit_modules.jobs.summary import conclude, measured
 from lit_modules.jobs.training_job import Parts, build_trainer, rehearse, set_lengths, train
@@ -139,7 +140,6 @@ def export(model: PalimpsestForCausalLM, tokenizer: Any, folder: Path) -> None:
     """Write the model and its tokenizer in Hugging Face format, whole or not at all."""
     if folder.is_dir():  # a run that was killed after this, which has the same weights at its end
         return
-    beside = folder.with_name(".export")
-    export_pretrained(model, beside)
-    tokenizer.save_pretrained(beside)
-    beside.rename(folder)
+    with replace_atomically(folder) as partial:
+        export_pretrained(model, partial)
+        tokenizer.save_pretrained(partial)

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 
+from common.atomic_files import replace_atomically
 from common.quantities import count
 from common.setting_types import check_type
 from common.settings import check_whole, shown
@@ -268,9 +269,8 @@ def first_failure(cfg: DictConfig, folder: Path) -> LambdaCallback:
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Keep the tokenizer in the run's folder, so that the run can generate by itself."""
     if not folder.is_dir():
-        beside = folder.with_name(".tokenizer")
-        tokenizer.save_pretrained(beside)
-        beside.rename(folder)
+        with replace_atomically(folder) as partial:
+            tokenizer.save_pretrained(partial)
 
 
 def add_loggers(

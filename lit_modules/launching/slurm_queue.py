@@ -6,18 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-# Reasons for which a pending job never starts unless the cluster changes.
-NEVER = (
-    "PartitionConfig",
-    "PartitionTimeLimit",
-    "PartitionNodeLimit",
-    "PartitionDown",
-    "BadConstraints",
-    "InvalidAccount",
-    "InvalidQOS",
-    "AccountNotAllowed",
-    "QOSNotAllowed",
-)
+from common import slurm
+
 ENDED = (
     "BOOT_FAIL",
     "CANCELLED",
@@ -58,11 +48,8 @@ class State:
 
 def refused(words: str, settings: Mapping[str, object]) -> str:
     """Return one line for sbatch's error about a job with these launcher settings."""
-    lines = [line.split("error: ")[-1].strip() for line in words.splitlines() if "error: " in line]
-    said = "; ".join(lines) or " ".join(words.split())
-    name = next((name for word, name in SETTINGS.items() if word in said.lower()), None)
-    key = "hydra.launcher" if name is None else f"hydra.launcher.{name}={settings.get(name)}"
-    return f"{key}: sbatch refuses the job: {said}"
+    keys = {word: f"hydra.launcher.{name}={settings.get(name)}" for word, name in SETTINGS.items()}
+    return slurm.refusal(words, keys, "hydra.launcher")
 
 
 def states(jobs: list[str]) -> dict[str, State] | None:
@@ -104,7 +91,7 @@ def refuse_if_never_to_begin(jobs: list[str], settings: Mapping[str, object], se
     while True:
         found = states(jobs) or {}
         reasons = [s.reason for s in found.values() if s.word == "PENDING"]
-        reason = next((each for each in reasons if each in NEVER or each.endswith("PerJobLimit")), None)
+        reason = next(filter(slurm.never_starts, reasons), None)
         if reason is not None:
             names = ("partition", "nodes", "tasks_per_node", "gpus_per_node", "time")
             given = ", ".join(f"hydra.launcher.{n}={settings[n]}" for n in names if settings.get(n) is not None)
@@ -150,9 +137,4 @@ def follow(
 
 def ask(*command: str) -> subprocess.CompletedProcess:
     """Run a SLURM command; raise ValueError if it is not installed."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, errors="replace")
-    except FileNotFoundError:
-        raise ValueError(
-            f"hydra/launcher=slurm: there is no {command[0]} here: start the command where jobs are submitted"
-        ) from None
+    return slurm.ask(*command, key="hydra/launcher=slurm")

@@ -3,12 +3,11 @@
 import gzip
 import hashlib
 import json
-import os
-import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from common.atomic_files import replace_atomically
 from data_pipeline.documents import Problems
 from data_pipeline.sources.json_lines import COMPRESSED, lines, parse
 
@@ -105,10 +104,7 @@ def write_buckets(
     """Fill `folder` with the buckets of the events of wanted repositories; it appears whole, or not at all."""
     import orjson
 
-    beside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
+    with replace_atomically(folder) as beside:
         buckets = Buckets(beside, bucket_count(files))
         repositories = Repositories(beside / REPOSITORIES, write=True)
         for entry in _entries(files, wanted, pull_requests, repositories, problems):
@@ -118,10 +114,6 @@ def write_buckets(
         repositories.close()
         sizes = {f"{number:05d}": size for number, size in enumerate(buckets.sizes) if size}
         (beside / SIZES).write_text(json.dumps(sizes))
-        os.replace(beside, folder)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
 
 
 def _entries(

@@ -76,5 +76,7 @@ def test_what_sbatch_says_that_nobody_foresaw_is_one_line_all_the_same():
 
 def test_a_machine_without_slurm_is_told_so_in_one_line(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match=r"^hydra/launcher=slurm: there is no squeue here: start the command where"):
+    with pytest.raises(
+        ValueError, match=r"^hydra/launcher=slurm: there is no squeue on this machine: start the command where"
+    ):
         slurm_queue.states(["7"])
