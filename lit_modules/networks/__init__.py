@@ -1,7 +1,7 @@
-"""The networks: one configuration, one causal language model, one block, and a file for each token mixer.
+"""The networks: one configuration, one causal language model, one block, and one file per token mixer.
 
-Importing this registers them, and linearized pretrained models, with Hugging Face's `AutoConfig`, `AutoModel` and
-`AutoModelForCausalLM`.
+Importing this package registers them and the linearized pretrained models with Hugging Face's `AutoConfig`, `AutoModel`
+and `AutoModelForCausalLM`.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

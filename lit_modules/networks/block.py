@@ -1,4 +1,4 @@
-"""One pre-norm block: a token mixer, then a SwiGLU, if it has one."""
+"""One pre-norm block: a token mixer and an optional SwiGLU."""
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -12,7 +12,7 @@ from lit_modules.networks.swiglu import SwiGLU
 
 
 class Block(GradientCheckpointingLayer):
-    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`; parts are named as in Hugging Face's Llama."""
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`; modules are named as in Hugging Face's Llama."""
 
     def __init__(self, config: PalimpsestConfig, mixer: str):
         super().__init__()
@@ -26,6 +26,6 @@ class Block(GradientCheckpointingLayer):
     def forward(
         self, hidden: Tensor, positions: Positions, cache: CacheLayerMixin | None = None, **shared: Tensor
     ) -> Tensor:
-        """`[B, T, hidden_size]` to the same; `cache` is the mixer's own, or None; `shared` is for the mixer alone."""
+        """Map `[B, T, hidden_size]` to the same shape; `cache` is the mixer's or None; `shared` goes to the mixer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), positions, cache, **shared)
         return hidden if self.mlp is None else hidden + self.mlp(self.post_attention_layernorm(hidden))

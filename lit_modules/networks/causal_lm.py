@@ -1,4 +1,4 @@
-"""The causal language model, as Hugging Face knows models: `from_pretrained`, `generate`, `save_pretrained`."""
+"""The causal language model with Hugging Face's interface: `from_pretrained`, `generate`, `save_pretrained`."""
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from lit_modules.networks.short_convolution import ShortConvolution
 
 
 class PalimpsestPreTrainedModel(PreTrainedModel):
-    """What the bare stack and the language model share: initialization, and what Hugging Face asks about a model."""
+    """Base of the bare stack and the language model: initialization and Hugging Face's class attributes."""
 
     config_class = PalimpsestConfig
     base_model_prefix = "model"
@@ -33,7 +33,7 @@ class PalimpsestPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Matrices normal with `initializer_range`, biases 0, norms 1; gates of fixed times as the config says."""
+        """Initialize matrices normal with `initializer_range`, biases 0, norms 1, constant gates from their times."""
         if isinstance(module, (nn.Linear, nn.Embedding, HeadwiseLinear)):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             if getattr(module, "bias", None) is not None:
@@ -43,7 +43,7 @@ class PalimpsestPreTrainedModel(PreTrainedModel):
         elif isinstance(module, ForgetGate) and module.kind == "data_independent":
             init.copy_(module.bias, module.initial_bias(module.bias.device).to(module.bias.dtype))
         elif isinstance(module, ShortConvolution):
-            # What torch gives a convolution: a filter of few taps needs larger ones than a matrix.
+            # torch's default for convolutions: a filter with few taps needs larger weights than a matrix.
             init.uniform_(module.weight, -(module.weight.shape[1] ** -0.5), module.weight.shape[1] ** -0.5)
             if module.bias is not None:
                 init.zeros_(module.bias)
@@ -65,13 +65,13 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in config.mixers)
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         bounded = config.mixers.count("hgrn2")
-        # The first has the bound 0, so that one alone has nothing to learn.
+        # The first layer has the bound 0, so a single layer has nothing to learn.
         self.lower_bounds = LowerBounds(config, bounded) if bounded > 1 else None
         self.gradient_checkpointing = False
         self.post_init()
 
     def new_cache(self) -> Cache:
-        """An empty cache, made of what each layer's mixer keeps."""
+        """Return an empty cache with one cache layer per mixer."""
         return Cache(layers=[layer.self_attn.new_cache() for layer in self.layers])
 
     @can_return_tuple
@@ -88,7 +88,7 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         output_hidden_states: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """Hidden states `[B, T, hidden_size]` after the final norm; arguments as in `PalimpsestForCausalLM`."""
+        """Return hidden states `[B, T, hidden_size]` after the final norm; arguments as in `PalimpsestForCausalLM`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: give one of the two")
         if kwargs.get("output_attentions"):
@@ -118,7 +118,7 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         )
 
     def _shared(self) -> list[dict[str, Tensor]]:
-        """What each layer's mixer is given of parameters that are not its own."""
+        """Return for each layer the arguments of its mixer that come from parameters shared between layers."""
         shared = [{} for _ in self.layers]
         if self.lower_bounds is not None:
             bounded = [layer for layer, name in zip(shared, self.config.mixers, strict=True) if name == "hgrn2"]
@@ -142,14 +142,14 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         return past_key_values
 
     def _rotating(self, positions: Positions) -> Positions:
-        """`positions` with the tables of the rotary embedding, for `rotary_index` or else for `index`."""
+        """Return `positions` with the rotary tables, for `rotary_index` if given, else for `index`."""
         index = positions.index if positions.rotary_index is None else positions.rotary_index
         tables = rotary_tables(index, self.config.head_dim, self.config.rope_base)
         return positions._replace(rotary_index=index, rotary=tables)
 
 
 class PalimpsestForCausalLM(LanguageModelling, PalimpsestPreTrainedModel, GenerationMixin):
-    """A causal language model; every size and switch is in its `PalimpsestConfig`."""
+    """A causal language model; its `PalimpsestConfig` holds every size and switch."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
@@ -160,16 +160,17 @@ class PalimpsestForCausalLM(LanguageModelling, PalimpsestPreTrainedModel, Genera
         self.post_init()
 
     def new_cache(self) -> Cache:
-        """An empty cache for `past_key_values`."""
+        """Return an empty cache for `past_key_values`."""
         return self.model.new_cache()
 
     def stack(self, **arguments) -> BaseModelOutputWithPast:
-        """The stack's outputs, of the arguments of `forward`."""
+        """Run the stack with the arguments of `forward`."""
         return self.model(**arguments)
 
     def no_decay_parameters(self) -> set[str]:
-        """Names of the parameters without weight decay: norms (those of single heads too), biases, gate biases, and
-        those that a module names in its own `no_decay`."""
+        """Return the names of parameters without weight decay: norms (per-head ones too), biases, and each module's
+        `no_decay`.
+        """
         norms = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, RMSNorm)}
         biases = {name for name, _ in self.named_parameters() if name.rpartition(".")[2] == "bias"}
         own = {f"{name}.{key}" for name, module in self.named_modules() for key in getattr(module, "no_decay", ())}

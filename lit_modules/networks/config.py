@@ -1,4 +1,4 @@
-"""The configuration of a Palimpsest network: flat, plain arguments, checked when it is made."""
+"""The configuration of a Palimpsest network: flat, plain arguments, checked at construction."""
 
 import inspect
 import math
@@ -14,62 +14,61 @@ MOST_LAYERS = 10_000
 
 
 class PalimpsestConfig(PreTrainedConfig):
-    """Every size and switch of one causal language model.
+    """Sizes and switches of one causal language model.
 
     The switches are those of FoX (arXiv 2503.02130, section 3 and table 3) and of DiffQKV (Sigma, arXiv 2501.13629):
-    heads and sizes of their own for queries, keys and values. They are attention's; recurrent mixers have sizes of
-    their own, from `state_heads` to `short_conv_width`.
+    separate heads and sizes for queries, keys and values. They apply to attention; recurrent mixers use `state_heads`
+    to `short_conv_width`.
 
-    A model is a stack of `num_layers` pre-norm blocks, a token mixer and a SwiGLU each, between an embedding and a
-    linear head. The switches are independent of one another: all off is a Transformer (LLaMA) without RoPE, `rope`
-    alone makes it a stock LLaMA, `forget_gate="data_dependent"` alone FoX (LLaMA), and together with `qk_norm`,
-    `output_gate`, `output_norm` and `kv_shift` FoX (Pro).
+    A model is an embedding, `num_layers` pre-norm blocks (a token mixer and a SwiGLU each) and a linear head. The
+    switches are independent: all off is a Transformer (LLaMA) without RoPE, `rope` alone is a stock LLaMA,
+    `forget_gate="data_dependent"` alone FoX (LLaMA), and together with `qk_norm`, `output_gate`, `output_norm` and
+    `kv_shift` FoX (Pro).
 
     Args:
         vocab_size: rows of the embedding and of the head.
         hidden_size: width of the residual stream; `num_heads` divides it.
         num_layers: number of blocks.
-        num_heads: attention heads of each block, that is, of its queries.
+        num_heads: query heads of each block.
         num_key_heads, num_value_heads: heads of the keys and of the values; each divides num_heads, and query head h
             reads key head `h // (num_heads / num_key_heads)`. None means num_heads.
-        key_head_dim: width of a key head as it is cached, at most hidden_size / num_heads, which None means. A smaller
-            one is brought to that width by a trained linear map of its own when it is read, before QK-norm and
-            rotation.
-        augmented_query_dim: inner width of a SwiGLU through which the projected queries go; None means no SwiGLU.
-        intermediate_size: inner width of each block's SwiGLU; None means blocks of the mixer alone, as in Mamba-2.
+        key_head_dim: width of a cached key head, at most hidden_size / num_heads, the value for None. A trained linear
+            map per head brings a smaller one to that width at each read, before QK-norm and rotation.
+        augmented_query_dim: inner width of a SwiGLU on the projected queries; None means no SwiGLU.
+        intermediate_size: inner width of each block's SwiGLU; None means blocks with only a mixer, as in Mamba-2.
         mixers: one registered mixer name for each layer ("attention", "hgrn2", "gla", "mamba2", "gsa"), or one for
             all; None means "attention" everywhere.
         forget_gate: "data_dependent" (sigmoid(w x + b)), "data_independent" (a learned bias per head), "fixed", or
             "none" (also None): the first line of figure 7.
-        gate_time_min, gate_time_max: decay times, in tokens, of the first and the last head, spaced evenly in log
-            between; data-independent gates start there, fixed ones stay there.
+        gate_time_min, gate_time_max: decay times, in tokens, of the first and the last head, log-spaced between;
+            initial values of data-independent gates, constants of fixed gates.
         rope: rotate queries and keys by their position (arXiv 2104.09864), as Hugging Face's Llama does.
         rope_base: base of the rotation's wavelengths.
-        qk_norm: RMSNorm on queries and keys, with weights of their own for each head.
+        qk_norm: RMSNorm on queries and keys, with separate weights per head.
         output_gate: multiply the attention output by sigmoid(W x).
         output_norm: RMSNorm on each head of the attention output.
         kv_shift: mix each key and value with its predecessor's, by a data-dependent share per head.
-        state_heads: heads of the recurrent mixers, each with a state of its own; None means num_heads.
-        state_dim: width of the keys of a state head; None means that of its values, for "gla" half of it, and 128 for
-            "mamba2". Keys meet values in "gsa" through num_slots.
+        state_heads: heads of the recurrent mixers, one state each; None means num_heads.
+        state_dim: key width of a state head; None means its value width, half of it for "gla", and 128 for "mamba2". In
+            "gsa" num_slots connects keys and values.
         expand_value: value channels of all state heads over hidden_size; None means 1, and 2 for "mamba2".
-        num_slots: slots of a head of "gsa".
+        num_slots: slots per head of "gsa".
         gate_rank: width between the two matrices of the gate of "gla".
-        gate_temperature: what the log gates of "gla" and "gsa" are divided by; None means 16 and 8.
-        short_conv_width: tokens that a convolution before the recurrence sees, on every key, query and value channel;
-            None means no convolution.
-        prune: natural log of the attention mass that may be left out (arXiv 2504.06949), -10 in the paper; None
-            computes all.
+        gate_temperature: divisor of the log gates of "gla" and "gsa"; None means 16 and 8.
+        short_conv_width: width in tokens of the convolution before the recurrence, on every key, query and value
+            channel; None means no convolution.
+        prune: natural log of the attention mass that may be skipped (arXiv 2504.06949), -10 in the paper; None computes
+            all.
         norm_eps: added to the mean square in every RMSNorm.
-        initializer_range: standard deviation of every weight matrix at the start.
-        tie_word_embeddings: let the head share the embedding's matrix.
+        initializer_range: initial standard deviation of every weight matrix.
+        tie_word_embeddings: share the embedding's matrix with the head.
         bos_token_id, eos_token_id, pad_token_id: for generation; None where the tokenizer has none.
-        max_position_embeddings: length, in tokens, that the model is trained at; informative, nothing is cut to it.
-        kwargs: what every Hugging Face configuration takes (`architectures`, `dtype`, ...).
+        max_position_embeddings: training length in tokens; informative, nothing is truncated to it.
+        kwargs: arguments of every Hugging Face configuration (`architectures`, `dtype`, ...).
 
     Raises:
-        ValueError: in one line that names the argument, what was found, and what would be right. The names in `mixers`
-            are looked up where the model is built (`lit_modules.networks.mixers.check_mixers`).
+        ValueError: with one line that names the argument, its value and the fix. The model checks the names in `mixers`
+            (`lit_modules.networks.mixers.check_mixers`).
     """
 
     model_type = "palimpsest"
@@ -150,11 +149,11 @@ class PalimpsestConfig(PreTrainedConfig):
         self.tie_word_embeddings = tie_word_embeddings
         self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
         self.max_position_embeddings = max_position_embeddings
-        self._check_sizes()  # num_layers counts the mixers
+        self._check_sizes()  # before num_layers repeats the mixer
         mixers = "attention" if mixers is None else mixers
         self.mixers = [mixers] * num_layers if isinstance(mixers, str) else list(mixers)
         self.check()
-        # Some versions of transformers have defaults of their own for these four, and set them last.
+        # Some versions of transformers have defaults for these four and set them last.
         super().__init__(
             tie_word_embeddings=tie_word_embeddings,
             bos_token_id=bos_token_id,
@@ -165,21 +164,25 @@ class PalimpsestConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of one query head, and of one value head."""
+        """Width of one query head and of one value head."""
         return self.hidden_size // self.num_heads
 
     @property
     def head_counts(self) -> tuple[int, int, int]:
-        """Query, key and value heads."""
+        """Numbers of query, key and value heads."""
         return self.num_heads, self.num_key_heads or self.num_heads, self.num_value_heads or self.num_heads
 
     @property
     def cached_key_dim(self) -> int:
-        """Width of one key head as it is cached."""
+        """Width of one cached key head."""
         return self.key_head_dim or self.head_dim
 
     def check(self) -> None:
-        """Raise ValueError when values do not fit one another; a model asks again, for attributes may be set later."""
+        """Check that the values fit one another; a model calls it again, because attributes may be set later.
+
+        Raises:
+            ValueError: if they do not.
+        """
         self._check_sizes()
         self._check_switches()
         self._check_gate()
@@ -188,7 +191,7 @@ class PalimpsestConfig(PreTrainedConfig):
     def _check_sizes(self) -> None:
         for key in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
             _check_size(key, getattr(self, key))
-        if self.num_layers > MOST_LAYERS:  # each has a name in `mixers`
+        if self.num_layers > MOST_LAYERS:  # `mixers` holds one name per layer
             raise ValueError(f"num_layers={self.num_layers} is more than there can be: give at most {MOST_LAYERS}")
         if self.intermediate_size is not None:
             _check_size("intermediate_size", self.intermediate_size)
@@ -278,17 +281,17 @@ def _check_positive(key: str, value: Any, reason: str = "it must be above 0") ->
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:
-    """Looks outwards from what was wanted: to try every number would take minutes for a size of a billion."""
+    """Search outwards from `wanted`: trying every number would take minutes for a size of a billion."""
     wanted = min(wanted, size)
     near = (d for distance in range(wanted) for d in (wanted - distance, wanted + distance))
     return next(d for d in near if size % d == 0)
 
 
 def _refuse_unknown_keys(kwargs: dict[str, Any]) -> None:
-    """A misspelt key would otherwise become an attribute that nothing reads.
+    """Refuse unknown keys, because a misspelt key would become an attribute that nothing reads.
 
-    What a saved configuration holds is not questioned: it names the transformers version that wrote it, which may
-    know more keys than this one.
+    Saved configurations are not checked: they name the transformers version that wrote them, which may know more keys
+    than the installed one.
     """
     if "transformers_version" in kwargs:
         return

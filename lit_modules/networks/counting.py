@@ -1,4 +1,4 @@
-"""How large a model is, and how much arithmetic a token costs."""
+"""Parameter counts and FLOPs per token of a model."""
 
 import copy
 from typing import NamedTuple
@@ -15,8 +15,8 @@ class ParameterCount(NamedTuple):
     """Parameters of a model.
 
     Attributes:
-        total: all of them, a shared matrix counted once.
-        embedding: the matrix that is only looked up in; 0 when the head shares it.
+        total: all parameters; a shared matrix counts once.
+        embedding: the input embedding; 0 if the head shares it.
         blocks: the blocks and the final norm.
         head: the output matrix.
     """
@@ -28,7 +28,7 @@ class ParameterCount(NamedTuple):
 
     @property
     def active(self) -> int:
-        """All but the input embedding: the paper's N, which a token is multiplied with."""
+        """All but the input embedding: the paper's N, the parameters multiplied with each token."""
         return self.total - self.embedding
 
 
@@ -42,10 +42,10 @@ def count_parameters(model: PalimpsestForCausalLM) -> ParameterCount:
 
 
 def planned_parameters(config: PalimpsestConfig) -> int:
-    """Count the parameters of a model that is not made: of each kind of block one is, on the meta device.
+    """Count the parameters without building the model: one block per kind of mixer is built on the meta device.
 
     Raises:
-        ValueError: a matrix is larger than torch can count.
+        ValueError: if a matrix is larger than torch can count.
     """
     counts = {}
     for mixer in dict.fromkeys(config.mixers):
@@ -62,15 +62,16 @@ def planned_parameters(config: PalimpsestConfig) -> int:
 
 
 def sizes_of(config: PalimpsestConfig) -> str:
-    """The keys and values that a model's size follows from."""
+    """List the keys and values that determine a model's size."""
     return ", ".join(f"model.{key}={getattr(config, key)}" for key in SIZES if getattr(config, key) is not None)
 
 
 def flops_per_token(config: PalimpsestConfig, length: int) -> int:
-    """Floating point operations of one training token in a sequence of `length` tokens, forward and backward.
+    """Count the floating point operations per training token, forward and backward, for sequences of `length` tokens.
 
     `3 (2 N + each layer's mixing)` (arXiv 2503.02130, table 6): the backward pass costs twice the forward one;
-    recomputation in checkpointing and pruning are not counted. What mixing costs beside its parameters, the mixers say.
+    recomputation in checkpointing and pruning are not counted. `mixing_flops` of each mixer counts what its parameters
+    do not.
     """
     with torch.device("meta"):
         model = PalimpsestForCausalLM(config)

@@ -1,4 +1,4 @@
-"""Write a trained model as a Hugging Face folder; as a stock architecture where it is one."""
+"""Write a trained model as a Hugging Face folder, with a stock architecture if possible."""
 
 from pathlib import Path
 
@@ -11,11 +11,10 @@ from lit_modules.networks.config import PalimpsestConfig
 
 
 def export_pretrained(model: PalimpsestForCausalLM, folder: str | Path) -> Path:
-    """Write `config.json`, `generation_config.json` and safetensors into `folder`, replacing what was there.
+    """Write `config.json`, `generation_config.json` and safetensors to `folder`, replacing its content atomically.
 
-    With RoPE and no other switch, and as many key heads as value heads, the model is a LLaMA, and is written as one:
-    the folder loads without this project. Otherwise `import lit_modules.networks` makes
-    `AutoModelForCausalLM.from_pretrained` know it. The folder appears whole or not at all.
+    With RoPE, no other switch and equal numbers of key and value heads, the model is written as a LLaMA, and the folder
+    loads without this project. Otherwise `AutoModelForCausalLM.from_pretrained` needs `import lit_modules.networks`.
     """
     folder = Path(folder)
     with replace_atomically(folder) as partial:
@@ -24,7 +23,7 @@ def export_pretrained(model: PalimpsestForCausalLM, folder: str | Path) -> Path:
 
 
 def is_llama(config: PalimpsestConfig) -> bool:
-    """Whether the architecture is exactly Hugging Face's Llama."""
+    """Check that the architecture is exactly Hugging Face's Llama."""
     _, key_heads, value_heads = config.head_counts
     beyond = (
         config.qk_norm,
@@ -41,7 +40,7 @@ def is_llama(config: PalimpsestConfig) -> bool:
 
 
 def as_llama(model: PalimpsestForCausalLM) -> PreTrainedModel:
-    """A `LlamaForCausalLM` that shares the model's parameters, which bear the same names."""
+    """Return a `LlamaForCausalLM` that shares the model's parameters; their names are the same."""
     config = model.config
     llama_config = LlamaConfig(
         vocab_size=config.vocab_size,

@@ -1,4 +1,4 @@
-"""The forget gate of FoX (arXiv 2503.02130, section 3.1 and figure 7): one log-decay for each token and head."""
+"""The forget gate of FoX (arXiv 2503.02130, section 3.1 and figure 7): one log-decay per token and head."""
 
 import math
 
@@ -25,7 +25,7 @@ class ForgetGate(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `hidden` `[B, T, hidden_size]` to `log_forget` `[B, T, H]`, float32 at least.
 
-        The projection leaves bf16 too: errors of the logits add up over thousands of tokens.
+        The projection runs in float32 too: errors of the logits add up over thousands of tokens.
         """
         batch, length, _ = hidden.shape
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -39,10 +39,10 @@ class ForgetGate(nn.Module):
         return log_forget.expand(batch, length, self.num_heads)
 
     def initial_times(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Decay times in tokens `[H]`, evenly spaced in log from the configured minimum to the maximum."""
+        """Return decay times in tokens `[H]`, log-spaced from the configured minimum to the maximum."""
         first, last = (math.log(time) for time in self.decay_times)
         return torch.linspace(first, last, self.num_heads, device=device, dtype=dtype).exp()
 
     def initial_bias(self, device: torch.device) -> Tensor:
-        """The bias `[H]` whose log-sigmoid is -1/T: `-log(expm1(1/T))`, in float64 because expm1 of a small 1/T."""
+        """Return the bias `[H]` with log-sigmoid -1/T: `-log(expm1(1/T))`, in float64 because 1/T may be small."""
         return -(1 / self.initial_times(device, torch.float64)).expm1().log()

@@ -1,4 +1,4 @@
-"""A linear map of its own for each head."""
+"""A separate linear map per head."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ class HeadwiseLinear(nn.Module):
 
     Args:
         heads: number of heads, H.
-        in_features, out_features: size of a head before and after; the weight is `[H, out_features, in_features]`.
+        in_features, out_features: size of a head at input and output; the weight is `[H, out_features, in_features]`.
     """
 
     def __init__(self, heads: int, in_features: int, out_features: int):
@@ -17,5 +17,5 @@ class HeadwiseLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads, out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., H, in_features]` to `[..., H, out_features]`."""
+        """Map `[..., H, in_features]` to `[..., H, out_features]`."""
         return torch.einsum("...hi,hoi->...ho", x, self.weight)

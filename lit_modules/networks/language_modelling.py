@@ -1,4 +1,4 @@
-"""What every causal language model here does around its stack: targets, their loss, and a cache of its own."""
+"""Language modelling around a stack: targets, loss, logits and the generation cache."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from lit_modules.networks.positions import Positions
 
 
 class LanguageModelling:
-    """For a model with an `lm_head`, `new_cache()` and `stack()`, before Hugging Face's classes among its bases."""
+    """A mixin for models with `lm_head`, `new_cache()` and `stack()`; place it before Hugging Face's classes."""
 
     @can_return_tuple
     def forward(
@@ -31,25 +31,25 @@ class LanguageModelling:
         num_items_in_batch: int | Tensor | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """Logits, or the loss.
+        """Compute the logits, the loss, or both.
 
         Args:
             input_ids: `[B, T]` int64.
-            attention_mask: `[B, S]` of 0 and 1, S counting what is cached: zeros on the left of a row, or on its right
-                where nothing is generated (outputs at padding are unspecified).
-            position_ids: `[B, T]`, for the rotary embedding alone; by default each document counts from 0.
-            past_key_values: what `new_cache()` returned; it is filled in place.
-            inputs_embeds: `[B, T, hidden_size]` in place of input_ids.
-            labels: `[B, T]` int64, the inputs themselves, shifted here; -100 is left out. The logits come as well.
-            use_cache: return a cache; by default, outside training, when neither targets nor cu_seqlens are given.
-            logits_to_keep: logits of the last so many tokens (0: all), or of these indices.
-            cu_seqlens: `[N + 1]` int32, packed documents in a batch of 1, which do not see each other.
-            positions: where each token stands, in place of cu_seqlens and the like, from which it is found by default.
-            shift_labels: `[B, T]` int64, the targets themselves; -100 is left out. No logits are made (None), nor
-                ever held for more than a few tokens: this is the way to train.
-            reduction: "mean" over the targets that count (0 when there is none), "sum", or "none": float32 `[B, T]`
-                without a gradient, 0 where left out. With labels, position t then holds the loss of token t + 1.
-            num_items_in_batch: divide the summed loss by this, as Hugging Face's Trainer asks.
+            attention_mask: `[B, S]` of 0 and 1, S including cached tokens: zeros on the left of a row, or on its right
+                if nothing is generated (outputs at padding are unspecified).
+            position_ids: `[B, T]`, only for the rotary embedding; by default each document counts from 0.
+            past_key_values: a cache from `new_cache()`, updated in place.
+            inputs_embeds: `[B, T, hidden_size]`, instead of input_ids.
+            labels: `[B, T]` int64, the unshifted inputs, shifted here; -100 is ignored. Logits are returned too.
+            use_cache: return a cache; by default outside training, if neither targets nor cu_seqlens are given.
+            logits_to_keep: number of last tokens whose logits are returned (0: all), or indices.
+            cu_seqlens: `[N + 1]` int32, bounds of packed documents in a batch of 1, which do not see each other.
+            positions: layout of the batch, instead of cu_seqlens and the like, from which it is computed by default.
+            shift_labels: `[B, T]` int64, targets already shifted; -100 is ignored. Logits are None, and exist only for
+                a few tokens at a time: use this for training.
+            reduction: "mean" over the targets that are not ignored (0 if there are none), "sum", or "none": float32
+                `[B, T]` without gradient, 0 where ignored. With labels, position t holds the loss of token t + 1.
+            num_items_in_batch: divisor of the summed loss, given by Hugging Face's Trainer.
 
         Raises:
             ValueError: for arguments that contradict each other, masks with holes, a cache of another model.
@@ -83,14 +83,14 @@ class LanguageModelling:
         return linear_cross_entropy(hidden, self.lm_head.weight, targets, reduction="sum") / num_items_in_batch
 
     def _logits(self, hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-        """Of the last so many tokens (0: all), or of these indices."""
+        """Compute the logits of the last `logits_to_keep` tokens (0: all), or of these indices."""
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return self.lm_head(hidden[:, kept])
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict, generation_mode, batch_size: int, max_cache_length: int
     ) -> None:
-        """Hugging Face's hook where `generate` makes its cache: ours in place of a `DynamicCache`."""
+        """Hugging Face's hook for the cache of `generate`: use `new_cache()` instead of a `DynamicCache`."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} does not fit this model: leave it out"
@@ -105,10 +105,10 @@ class LanguageModelling:
 
 
 def next_tokens(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
-    """The target of each token `[B, T]`: `shift_labels`, or `labels` shifted, or None for neither.
+    """Return the target of each token `[B, T]`: `shift_labels`, or `labels` shifted, or None for neither.
 
     Raises:
-        ValueError: for both.
+        ValueError: if both are given.
     """
     if labels is not None and shift_labels is not None:
         raise ValueError("labels and shift_labels are both given: give shift_labels alone for targets already shifted")

@@ -1,12 +1,12 @@
-"""Cross-entropy of a linear head, without the logits of more than a few tokens at a time.
+"""Cross-entropy of a linear head with the logits of only a few tokens in memory at a time.
 
 For logits `z = h W^T` and a target y, the loss of a token is `logsumexp(z) - z_y`, and its gradient in z is
-`softmax(z) - onehot(y)`. Both are known as soon as a chunk's logits are, so the forward pass computes dh and dW chunk
-by chunk and keeps them: the backward pass has nothing left to do but to scale. What is said here of cross-entropy holds
-for any loss that is a sum over tokens of a function of the logits: `summed_loss` takes the function.
+`softmax(z) - onehot(y)`. Both follow from a chunk's logits, so the forward pass computes and keeps dh and dW chunk by
+chunk, and the backward pass only scales them. The same holds for any loss that is a sum over tokens of a function of
+the logits: `summed_loss` takes the function.
 
-Matrix products of a GPU lose most of their speed where rows are not aligned, as with 50,257 tokens: W gets rows of
-zeros up to a multiple of 64 in the copy that the products work on, and the loss leaves the columns they make out.
+GPU matrix products lose most of their speed if rows are not aligned, as with 50,257 tokens. The products therefore use
+a copy of W with zero rows up to a multiple of 64, and the loss ignores the extra columns.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,35 +21,35 @@ from kernels.cross_entropy import IGNORE_INDEX, token_losses
 __all__ = ["IGNORE_INDEX", "LOGITS_AT_ONCE", "linear_cross_entropy"]
 
 LOGITS_AT_ONCE = 2**26
-"""Logits held at a time, by default: 256 MiB of float32. Twice as many are, where they never become float32."""
+"""Logits in memory at a time, by default: 256 MiB of float32. 16-bit logits on a GPU may be twice as many."""
 
 ALIGNMENT = 64
 
 TokenLosses = Callable[[slice, Tensor, bool], Tensor]
-"""(which tokens, their logits `[n, P]`, whether to overwrite those with the losses' gradient) -> losses `[n]`."""
+"""(tokens, their logits `[n, P]`, whether to overwrite the logits with the losses' gradient) -> losses `[n]`."""
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, reduction: str = "mean", chunk_size: int | None = None
 ) -> Tensor:
-    """Cross-entropy of `hidden @ weight.T` against `targets`.
+    """Compute the cross-entropy of `hidden @ weight.T` against `targets`.
 
-    Products are taken in the autocast dtype where autocast is on; softmax, loss and the gradient of `weight` are
-    accumulated in float32 at least.
+    Products use the autocast dtype if autocast is on. Softmax, loss and the gradient of `weight` accumulate in float32
+    at least.
 
     Args:
         hidden: `[..., D]`.
         weight: `[V, D]`.
-        targets: `[...]` int64, from 0 to V - 1, or -100 to leave a token out.
-        reduction: "mean" over the tokens that count (0 when there is none), "sum", or "none".
-        chunk_size: tokens whose logits are held at a time, at most; default `LOGITS_AT_ONCE` / V.
+        targets: `[...]` int64, from 0 to V - 1, or -100 to ignore a token.
+        reduction: "mean" over the tokens that are not ignored (0 if there are none), "sum", or "none".
+        chunk_size: maximum tokens whose logits are in memory at a time; default `LOGITS_AT_ONCE` / V.
 
     Returns:
-        A scalar, or for "none" the losses `[...]`, 0 where left out, float32 at least. "none" carries no gradient,
-        and a gradient cannot be differentiated again.
+        A scalar, or for "none" the losses `[...]`, 0 where ignored, float32 at least. "none" carries no gradient, and
+        second derivatives are not available.
 
     Raises:
-        ValueError: for shapes that do not agree, or another reduction.
+        ValueError: if shapes disagree, or the reduction is unknown.
     """
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -68,7 +68,7 @@ def linear_cross_entropy(
 def reduced_loss(
     hidden: Tensor, weight: Tensor, losses: TokenLosses, counted: Tensor, reduction: str, chunk_size: int
 ) -> Tensor:
-    """The losses of the tokens of hidden `[..., D]`, reduced as in `linear_cross_entropy`; `counted` `[...]` bool."""
+    """Reduce the losses of hidden `[..., D]` as `linear_cross_entropy` does; `counted` is `[...]` bool."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} is not known: give mean, sum or none")
     flat_hidden = hidden.flatten(0, -2)
@@ -113,20 +113,20 @@ class _SummedLoss(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * grad_total).to(grad_hidden.dtype)
         if grad_weight is not None:
-            # Scaled, cut and rounded in one go: it is the largest tensor of all.
+            # Scale, slice and cast in one operation, because this is the largest tensor.
             scaled = grad_weight.new_empty(ctx.weight_shape, dtype=ctx.weight_dtype)
             grad_weight = torch.mul(grad_weight[: ctx.weight_shape[0]], grad_total, out=scaled)
         return grad_hidden, grad_weight, None, None
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype in which the head's products with `hidden` are taken."""
+    """Return the dtype of the head's products with `hidden`."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def padded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`weight` in `dtype`, with rows of zeros up to a multiple of ALIGNMENT; itself where it is so already."""
+    """Return `weight` in `dtype`, with zero rows up to a multiple of ALIGNMENT."""
     missing = -weight.shape[0] % ALIGNMENT
     if not missing:
         return weight.detach().to(dtype)
@@ -137,8 +137,9 @@ def padded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def chunk_of(hidden: Tensor, weight: Tensor, asked: int | None, copies: int = 1) -> int:
-    """How many tokens to take at a time, `asked` at most, where so many tensors of their logits are held: of more than
-    ALIGNMENT tokens a multiple of it."""
+    """Return the tokens per chunk, at most `asked`, if `copies` tensors of logits are in memory. Above ALIGNMENT it is
+    a multiple of it.
+    """
     vocab_size = weight.shape[0] + -weight.shape[0] % ALIGNMENT
     held = LOGITS_AT_ONCE * (2 if hidden.is_cuda and product_dtype(hidden).itemsize == 2 else 1)
     tokens = asked or max(1, held // (vocab_size * copies))
@@ -146,13 +147,13 @@ def chunk_of(hidden: Tensor, weight: Tensor, asked: int | None, copies: int = 1)
 
 
 def logits_by_chunk(hidden: Tensor, padded: Tensor, chunk_size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield each chunk's slice of hidden `[N, D]`, and its logits `[n, P]` with the padded weight, in its dtype."""
+    """Yield each chunk's slice of hidden `[N, D]` and its logits `[n, P]` with the padded weight, in its dtype."""
     for start in range(0, max(1, hidden.shape[0]), chunk_size):
         part = slice(start, start + chunk_size)
         yield part, head_logits(hidden[part], padded)
 
 
 def head_logits(hidden: Tensor, padded: Tensor) -> Tensor:
-    """`hidden @ padded.T` in the padded weight's dtype, autocast or not."""
+    """Return `hidden @ padded.T` in the padded weight's dtype, regardless of autocast."""
     with torch.autocast(hidden.device.type, enabled=False):
         return F.linear(hidden.to(padded.dtype), padded)

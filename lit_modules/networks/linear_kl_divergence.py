@@ -1,9 +1,9 @@
-"""How far a student's next tokens are from its teacher's, from hidden states and heads, some tokens' logits at a time.
+"""KL divergence of a student's next tokens from its teacher's, from hidden states and heads, chunk by chunk.
 
     divergence = c^2 KL(softmax(t / c) || softmax(z / c)),      z = h W^T, t = h' W'^T, c the temperature
 
-in nats per token. c^2 keeps the size of the gradient, c (softmax(z / c) - softmax(t / c)) in z, when c changes. As in
-`linear_cross_entropy` the forward pass computes the gradients; only the student has any.
+in nats per token. The factor c^2 keeps the scale of the gradient in z, c (softmax(z / c) - softmax(t / c)), when c
+changes. As in `linear_cross_entropy`, the forward pass computes the gradients. Only the student gets gradients.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ from lit_modules.networks.linear_cross_entropy import (
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher's hidden states, and its head as the products take it."""
+    """A teacher's hidden states, and its head padded and cast for the products."""
 
     hidden: Tensor
     padded: Tensor
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor) -> "Teacher":
-        """hidden `[..., D']`, weight `[V, D']`."""
+        """Create one from hidden `[..., D']` and weight `[V, D']`."""
         hidden = hidden.detach().flatten(0, -2)
         return cls(hidden, padded_weight(weight, product_dtype(hidden)))
 
@@ -51,23 +51,23 @@ def linear_kl_divergence(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`c^2 KL(teacher || student)` in nats, gradients to the student's `hidden` and `weight` alone.
+    """Compute `c^2 KL(teacher || student)` in nats, with gradients only for the student's `hidden` and `weight`.
 
     Args:
         hidden: `[..., D]`, the student's.
         weight: `[V, D]`, the student's head.
         teacher_hidden: `[..., D']`.
         teacher_weight: `[V, D']`.
-        mask: `[...]` bool, which tokens count; all by default.
-        temperature: c, of both distributions.
-        reduction: "mean" over the tokens that count (0 when there is none), "sum", or "none".
-        chunk_size: tokens whose logits, both models', are held at a time, at most.
+        mask: `[...]` bool, tokens to include; all by default.
+        temperature: c, used for both distributions.
+        reduction: "mean" over the included tokens (0 if there are none), "sum", or "none".
+        chunk_size: maximum tokens whose logits, of both models, are in memory at a time.
 
     Returns:
-        A scalar, or for "none" the divergences `[...]`, 0 where left out, without a gradient; float32 at least.
+        A scalar, or for "none" the divergences `[...]`, 0 where masked, without gradient; float32 at least.
 
     Raises:
-        ValueError: for shapes that do not agree, a temperature that is not positive, or another reduction.
+        ValueError: if shapes disagree, the temperature is not positive, or the reduction is unknown.
     """
     mask = _check(hidden, weight, mask)
     _check_teacher(hidden, weight, teacher_hidden, teacher_weight)
@@ -101,16 +101,17 @@ def linear_cross_entropy_and_kl(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy and divergence from one product with the student's head.
+    """Compute cross-entropy and divergence from one product with the student's head.
 
-    Args: as in `linear_cross_entropy` and `linear_kl_divergence`; each loss is the mean over the tokens that count in
-    it, targets other than -100 and those of the mask.
+    Arguments are as in `linear_cross_entropy` and `linear_kl_divergence`. Each loss is the mean over its included
+    tokens: targets other than -100, and the mask.
 
     Returns:
-        (`cross_entropy_weight` cross-entropy + `kl_weight` divergence, and the two alone, without a gradient).
+        (`cross_entropy_weight` cross-entropy + `kl_weight` divergence, then each loss, unweighted and without
+        gradient).
 
     Raises:
-        ValueError: for shapes that do not agree, or a temperature that is not positive.
+        ValueError: if shapes disagree, or the temperature is not positive.
     """
     mask = _check(hidden, weight, mask)
     _check_teacher(hidden, weight, teacher_hidden, teacher_weight)
@@ -119,7 +120,7 @@ def linear_cross_entropy_and_kl(
     flat_targets, flat_mask, vocab_size = targets.flatten(), mask.flatten(), weight.shape[0]
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     counts = torch.stack(((targets != IGNORE_INDEX).sum(), mask.sum())).clamp(min=1)
-    # Means from weights near 1 and one division at the end: gradients of single logits are kept in low precision.
+    # Weights near 1 and one division at the end, because the gradients of single logits are in low precision.
     scale = counts.max()
     weights = torch.tensor([cross_entropy_weight, kl_weight], dtype=dtype, device=hidden.device) * scale / counts
     sums = torch.zeros(2, dtype=dtype, device=hidden.device)
@@ -154,25 +155,24 @@ def linear_top_k_kl(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """KL(teacher || student) in nats where of the teacher only the k likeliest tokens K are known, the rest as one:
+    """Compute KL(teacher || student) in nats from the teacher's top-k tokens K; the rest counts as one token:
 
         sum_{i in K} p_i log(p_i / q_i) + p_R log(p_R / q_R),      p_R = 1 - sum_{i in K} p_i, and q_R likewise
 
-    This is the divergence less what the rest would add within itself, p_R KL(p / p_R || q / q_R over the rest): a lower
-    bound, exact where k = V.
+    This omits the divergence within the rest, p_R KL(p / p_R || q / q_R over the rest): a lower bound, exact for k = V.
 
     Args:
         hidden: `[..., D]`, the student's.
         weight: `[V, D]`, the student's head.
-        indices: `[..., k]`, tokens, each once.
-        log_probabilities: `[..., k]`, theirs in the teacher; what rounding puts above a sum of 1 is taken off.
+        indices: `[..., k]`, distinct tokens.
+        log_probabilities: `[..., k]`, of these tokens in the teacher; rescaled if rounding brings their sum above 1.
         mask, reduction, chunk_size: as in `linear_kl_divergence`.
 
     Returns:
         As `linear_kl_divergence`.
 
     Raises:
-        ValueError: for shapes that do not agree, or another reduction.
+        ValueError: if shapes disagree, or the reduction is unknown.
     """
     mask = _check(hidden, weight, mask)
     if indices.shape != log_probabilities.shape or indices.shape[:-1] != hidden.shape[:-1]:
@@ -191,9 +191,10 @@ def linear_top_k_kl(
 def _top_k_losses(
     logits: Tensor, indices: Tensor, log_p: Tensor, mask: Tensor, vocab_size: int, gradient: bool
 ) -> Tensor:
-    """Losses `[n]`, and in place of `logits` their gradient.
+    """Return the losses `[n]`, and overwrite `logits` with their gradient.
 
-    q_i - p_i of the k tokens, and (1 - p_R / q_R) q_i of the rest, whose sum is taken apart: 1 - sum q would lose it.
+    The gradient is q_i - p_i for the k tokens and (1 - p_R / q_R) q_i for the rest. The rest's sum is computed
+    directly: 1 - sum q would lose it to rounding.
     """
     dtype, indices = torch.promote_types(logits.dtype, torch.float32), indices.long()
     log_p = log_p.to(dtype)
@@ -221,13 +222,13 @@ def _top_k_losses(
 def top_k_log_probabilities(
     hidden: Tensor, weight: Tensor, k: int, chunk_size: int | None = None, dtype: torch.dtype = torch.float16
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens of each position: (log-probabilities `[..., k]` in `dtype`, indices `[..., k]` int32).
+    """Return the top-k tokens of each position: (log-probabilities `[..., k]` in `dtype`, indices `[..., k]` int32).
 
-    hidden `[..., D]`, weight `[V, D]`; the likeliest comes first. In float16 a log-probability is good to 0.05% of
-    itself.
+    hidden `[..., D]`, weight `[V, D]`; the likeliest token is first. Float16 log-probabilities have a relative error of
+    0.05%.
 
     Raises:
-        ValueError: when there are fewer than k tokens.
+        ValueError: if the vocabulary has fewer than k tokens.
     """
     vocab_size = weight.shape[0]
     _check(hidden, weight, None)
@@ -240,13 +241,13 @@ def top_k_log_probabilities(
         highest, indices = used.topk(k, dim=-1)
         found.append(((highest - used.logsumexp(-1, keepdim=True)).to(dtype), indices.int()))
     log_probabilities, indices = zip(*found, strict=True)
-    with torch.autocast(hidden.device.type, enabled=False):  # it refuses to join what is in another low precision
+    with torch.autocast(hidden.device.type, enabled=False):  # autocast's cat refuses another low-precision dtype
         both = torch.cat(log_probabilities), torch.cat(indices)
     return both[0].view(*hidden.shape[:-1], k), both[1].view(*hidden.shape[:-1], k)
 
 
 def _check(hidden: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
-    """The mask, or that of all tokens."""
+    """Return the mask, all True if None is given."""
     if hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(f"weight is {list(weight.shape)} for hidden {list(hidden.shape)}: give weight [V, D]")
     if mask is None:

@@ -1,4 +1,4 @@
-"""Weights from a Hugging Face folder or the Hub, all that a model has or none."""
+"""Load weights from a Hugging Face folder or the Hub, and refuse incomplete ones."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,25 +11,25 @@ from transformers.utils import logging
 def load_whole(
     model_class: Any, source: str, may_lack: Callable[[PreTrainedModel], Iterable[str]] | None = None, **arguments: Any
 ) -> PreTrainedModel:
-    """What `model_class.from_pretrained` reads, which by itself draws what is not there and drops what does not fit.
+    """Call `model_class.from_pretrained`, and refuse the missing and mismatched tensors that it would ignore.
 
     Args:
-        model_class: a class of models, or AutoModelForCausalLM.
+        model_class: a model class, or AutoModelForCausalLM.
         source: a folder, or a name on the Hub.
-        may_lack: names of the parameters of the model that the source need not have.
-        arguments: of `from_pretrained`.
+        may_lack: returns the names of the model's parameters that the source may lack.
+        arguments: passed to `from_pretrained`.
 
     Raises:
-        ValueError: there are no weights, or they cannot be read, or do not fit config.json: one has too few, too many
-            or other tensors.
+        ValueError: if there are no readable weights, or if they do not fit config.json: missing, unexpected or
+            differently shaped tensors.
     """
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of what does not fit is one line below
+    logging.set_verbosity_error()  # the errors below replace its report of mismatches
     try:
         model, found = model_class.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
         )
-    except (OSError, SafetensorError, RuntimeError, ImportError) as error:  # what quantized weights need may be missing
+    except (OSError, SafetensorError, RuntimeError, ImportError) as error:  # also a missing quantization package
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{source} has no weights that can be read: {reason}") from error
     finally:

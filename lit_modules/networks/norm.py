@@ -9,7 +9,7 @@ class RMSNorm(nn.Module):
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
     Args:
-        shape: the weight's shape: `(D,)`, or `(H, D)` for weights of their own for each head.
+        shape: the weight's shape: `(D,)`, or `(H, D)` for separate weights per head.
         eps: added to the mean square.
     """
 
@@ -20,5 +20,5 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x` `[..., *shape]`; statistics in float32 at least, result in x's dtype."""
-        # The weight stays outside: inside, a float32 weight over bf16 activations leaves the fused kernel.
+        # The weight is applied outside: F.rms_norm leaves its fused kernel for a float32 weight with bf16 activations.
         return (F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Where each token of a batch stands: made once in a forward pass, read by every mixer."""
+"""The position of each token of a batch: computed once per forward pass, read by every mixer."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ class Positions(NamedTuple):
     """The layout of one batch `[B, T]`.
 
     Attributes:
-        index: `[B, T]` int64, the token's place in its own document; 0 at the first token of every document and at
-            the first real token of a left-padded row (and at the padding before it).
+        index: `[B, T]` int64, the token's position in its document; 0 at the first token of every document, and at the
+            left padding and the first real token of a padded row.
         cu_seqlens: `[N + 1]` int32, the starts of packed documents and the end of the last, or None; B is 1 then.
         kv_start: `[B]` int32, the number of padding tokens on the left of each row, or None.
-        rotary_index: `[B, T]` int64, the positions that the rotary embedding turns by, or None without RoPE.
+        rotary_index: `[B, T]` int64, positions for the rotary embedding, or None without RoPE.
         rotary: cosines and sines `[B, T, head_dim]` float32 for `rotary_index`, or None without RoPE.
     """
 
@@ -34,16 +34,16 @@ def locate(
     cu_seqlens: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Positions:
-    """Find the positions of `[batch, length]` new tokens that follow `past` cached ones.
+    """Compute the positions of `[batch, length]` new tokens that follow `past` cached ones.
 
     Args:
         attention_mask: `[batch, past + length]` of 0 and 1 (or bool): zeros on the left or on the right of each row.
-        cu_seqlens: `[N + 1]` int32, needs batch 1 and nothing cached.
-        position_ids: `[batch or 1, length]`, what the rotary embedding turns by; `rotary_index` is None without.
+        cu_seqlens: `[N + 1]` int32; needs batch 1 and an empty cache.
+        position_ids: `[batch or 1, length]`, positions for the rotary embedding; without them `rotary_index` is None.
 
     Raises:
-        ValueError: for both at once, a wrong shape, a mask with holes, packed documents that continue a cache, or
-            position_ids that start again where neither a mask nor cu_seqlens says why.
+        ValueError: if mask and cu_seqlens are both given, a shape is wrong, a mask has holes, packed documents continue
+            a cache, or position_ids restart within a row without a mask or cu_seqlens.
     """
     positions = _located(batch, length, past, device, attention_mask, cu_seqlens)
     if position_ids is None:
@@ -73,10 +73,10 @@ def _located(
 
 
 def _check_position_ids(position_ids: Tensor) -> None:
-    """Refuse `position_ids` `[B, T]` that start again within a row, as packed documents do: they need cu_seqlens.
+    """Refuse `position_ids` `[B, T]` that restart within a row: packed documents need cu_seqlens.
 
     Raises:
-        ValueError: naming the first such row and token.
+        ValueError: with the first such row and token.
     """
     restarts = (position_ids[:, 1:] < position_ids[:, :-1]).nonzero()
     if len(restarts):
@@ -102,10 +102,10 @@ def _check_packed(batch: int, length: int, past: int, attention_mask: Tensor | N
 
 
 def _left_padding(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Leading zeros of each row, `[B]` int64.
+    """Return the leading zeros of each row, `[B]` int64.
 
-    Holes are refused at every call, not at the first alone: a right-padded prompt shows its hole only when the
-    generated token is appended, and would be read as text otherwise. Unpadded batches carry no mask and pay nothing.
+    Every call checks for holes, not only the first: a right-padded prompt has a hole only after a generated token is
+    appended, and its padding would be read as text. Unpadded batches have no mask and skip the check.
     """
     if attention_mask.shape != shape:
         raise ValueError(

@@ -1,14 +1,14 @@
-"""Rotary position embedding (arXiv 2104.09864), with the halves paired as in Hugging Face's Llama."""
+"""Rotary position embedding (arXiv 2104.09864), pairing the two halves of a head as Hugging Face's Llama does."""
 
 import torch
 from torch import Tensor
 
 
 def rotary_tables(index: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[B, T, head_dim]` float32 for the positions `index` `[B, T]`.
+    """Compute cosines and sines `[B, T, head_dim]` float32 for the positions `index` `[B, T]`.
 
-    Made from `index` at each forward pass: a table kept as a buffer would be cut at some length and would have to
-    survive `from_pretrained`. Float32 whatever the model's dtype, so that stock Llama gives the same numbers.
+    Computed at each forward pass: a buffer would limit the length and would have to survive `from_pretrained`. Float32
+    for any model dtype, so that the numbers equal stock Llama's.
     """
     exponent = torch.arange(0, head_dim, 2, device=index.device, dtype=torch.int64).float() / head_dim
     angle = index.float()[..., None] * (1.0 / base**exponent)

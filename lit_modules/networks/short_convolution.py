@@ -1,4 +1,4 @@
-"""A short causal convolution over time, one filter for each channel (as in H3, arXiv 2212.14052, and Mamba)."""
+"""A short causal convolution over time, one filter per channel (as in H3, arXiv 2212.14052, and Mamba)."""
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +8,12 @@ from lit_modules.networks.caches import RecurrentCacheLayer
 
 
 class ShortConvolution(nn.Module):
-    """`y_t = bias + sum_j weight_j x_{t-j}` over the `width` newest tokens of a token's own document.
+    """`y_t = bias + sum_j weight_j x_{t-j}` over the last `width` tokens of the same document.
 
     Args:
-        channels: number of filters; the weight is `[channels, width]`, the newest token's last.
-        width: tokens that a filter sees.
-        bias: add one for each channel.
+        channels: number of filters; the weight is `[channels, width]`, with the newest token last.
+        width: number of tokens that a filter sees.
+        bias: add a bias per channel.
     """
 
     def __init__(self, channels: int, width: int, bias: bool = False):
@@ -25,8 +25,8 @@ class ShortConvolution(nn.Module):
         """Convolve `x` `[B, T, channels]` over time; products and sums in float32 at least, result in x's dtype.
 
         Args:
-            index: `[B, T]`, position in the document (with what is cached of it): nothing comes before position 0.
-            cache: gives the inputs before these under `name`, and keeps the last of these.
+            index: `[B, T]`, position in the document, cached tokens included: nothing precedes position 0.
+            cache: provides the previous inputs of `name` and stores the last ones.
         """
         past = self.weight.shape[1] - 1
         if cache is None:
@@ -37,7 +37,7 @@ class ShortConvolution(nn.Module):
 
 
 class _Convolution(torch.autograd.Function):
-    """By hand, because the backward pass then needs one copy of the inputs and not one for each place of the filter."""
+    """Handwritten autograd: the backward pass keeps one copy of the inputs, not one per filter tap."""
 
     @staticmethod
     def forward(ctx, extended: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:

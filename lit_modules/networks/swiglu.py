@@ -1,4 +1,4 @@
-"""The gated linear unit of the blocks' second half, and of augmented queries."""
+"""SwiGLU, for the feed-forward half of a block and for augmented queries."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ class SwiGLU(nn.Module):
 
     Args:
         width: size of the input and of the output.
-        inner_width: size between them.
+        inner_width: size of the hidden layer.
     """
 
     def __init__(self, width: int, inner_width: int):
@@ -19,5 +19,5 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner_width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., width]` to the same."""
+        """Map `[..., width]` to the same shape."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,4 +1,4 @@
-"""What generation remembers: one transformers `CacheLayerMixin` for each way of attending to the past."""
+"""Generation caches: one transformers `CacheLayerMixin` per kind of token mixing."""
 
 from lit_modules.networks.caches.attention import AttentionCacheLayer
 from lit_modules.networks.caches.recurrent import RecurrentCacheLayer

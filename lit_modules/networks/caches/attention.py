@@ -5,23 +5,23 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 REWINDABLE = 64
-"""Tokens whose unshifted key and value are kept, so that as many can be taken back."""
+"""Tokens whose unshifted key and value are kept, so that `crop` can remove almost as many."""
 
 REBASE_EVERY = 256
-"""Tokens after which the sums of log gates are counted from the newest token again."""
+"""Tokens after which the sums of log gates are rebased to the newest token."""
 
 
 class AttentionCacheLayer(CacheLayerMixin):
     """Keys, values and summed log forget gates of one layer, and the last unshifted keys and values.
 
-    Keys and values may differ in heads and in width: nothing is repeated for the query heads that share them.
+    Keys and values may differ in heads and width. Nothing is repeated for query heads that share them.
 
-    Tensors are `[batch, time, heads, ...]`, not Hugging Face's `[batch, heads, time, ...]`. Storage has room for more
-    than it holds, is written in place, and at least doubles when it is full, so T tokens cost O(T) copies. No gradient
-    flows through what is cached.
+    Tensors are `[batch, time, heads, ...]`, not Hugging Face's `[batch, heads, time, ...]`. Storage is larger than its
+    content, is written in place, and at least doubles when full, so T tokens cost O(T) copies. Cached tensors carry no
+    gradient.
 
-    Attention sees differences of the sums only, so they may be counted from anywhere. They are counted from near the
-    newest token, because a float32 that has reached -10000 cannot tell apart gates of 0.999.
+    Attention uses only differences of the sums, so their origin is free. It stays near the newest token, because a
+    float32 near -10000 cannot resolve gates of 0.999.
     """
 
     is_sliding = False
@@ -38,7 +38,7 @@ class AttentionCacheLayer(CacheLayerMixin):
         self._since_rebase = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make empty storage of the batch size, heads, widths, dtype and device of these `[B, T, heads, width]`."""
+        """Allocate empty storage like these `[B, T, heads, width]`: batch size, heads, widths, dtype and device."""
         self.keys = key_states.new_empty(key_states.shape[0], 0, *key_states.shape[2:])
         self.values = value_states.new_empty(value_states.shape[0], 0, *value_states.shape[2:])
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -50,8 +50,8 @@ class AttentionCacheLayer(CacheLayerMixin):
         """Append keys `[B, T, Hk, Dk]`, values `[B, T, Hv, Dv]` and log forget gates `[B, T, Hq]` (None without).
 
         Returns:
-            Views of all that is held: keys `[B, S, Hk, Dk]`, values `[B, S, Hv, Dv]`, and the sum of the log gates up
-            to each token `[B, S, Hq]`, in log_forget's dtype and up to a constant for each row and head, or None.
+            Views of all cached tokens: keys `[B, S, Hk, Dk]`, values `[B, S, Hv, Dv]`, and the sum of the log gates up
+            to each token `[B, S, Hq]`, in log_forget's dtype and up to a constant per row and head, or None.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -67,10 +67,10 @@ class AttentionCacheLayer(CacheLayerMixin):
         return self.keys[:, :stop], self.values[:, :stop], cumulative
 
     def update_positions(self, positions: Tensor) -> Tensor:
-        """Append the positions `[B, T]` of keys that are cached before their rotation; to be called before `update`.
+        """Append the positions `[B, T]` of keys that are cached unrotated; call before `update`.
 
         Returns:
-            A view `[B, S]` int32 of the positions of all that will then be held.
+            A view `[B, S]` int32 of the positions of all tokens, the new ones included.
         """
         start, stop = self.length, self.length + positions.shape[1]
         if self.positions is None:
@@ -80,9 +80,9 @@ class AttentionCacheLayer(CacheLayerMixin):
         return self.positions[:, :stop]
 
     def update_unshifted(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Append unshifted keys and values `[B, T, H, D]`; returns their predecessors `[B, H, D]`, None at the start.
+        """Append unshifted keys and values `[B, T, H, D]`; return their predecessors `[B, H, D]`, None at the start.
 
-        All of them are kept from `activate_past_recording` to the next `crop`, otherwise the last `REWINDABLE`.
+        All are kept after `activate_past_recording`, otherwise the last `REWINDABLE`.
         """
         new = (key_states.detach(), value_states.detach())
         if self.unshifted is None:
@@ -99,7 +99,7 @@ class AttentionCacheLayer(CacheLayerMixin):
         if self.cumulative is None:
             self.cumulative = log_forget.new_empty(log_forget.shape[0], 0, log_forget.shape[2])
         self.cumulative = _fitting(self.cumulative, start, stop)
-        # Float64 for the one sum that may run over a whole prompt.
+        # Float64, because this sum may run over a whole prompt.
         new = log_forget.double().cumsum(1)
         if start:
             new += self.cumulative[:, start - 1 : start]
@@ -112,28 +112,28 @@ class AttentionCacheLayer(CacheLayerMixin):
         self.cumulative[:, start:stop] = new
 
     def get_seq_length(self) -> int:
-        """Tokens held, padding included."""
+        """Return the number of cached tokens, padding included."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that `query_length` new tokens will see, and the position of the first of them."""
+        """Return the number of keys that `query_length` new tokens will see, and the position of the first key."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: grows without end."""
+        """Return -1: there is no limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in older transformers
 
     def reset(self) -> None:
-        """Forget everything, memory included."""
+        """Drop all content and free its memory."""
         self.__init__()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens; a positive number is the length to keep.
+        """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep.
 
         Raises:
-            ValueError: when the KV-shift would need an unshifted key older than those kept.
+            ValueError: if the KV-shift would need an unshifted key that is no longer kept.
         """
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
         if removed >= self.length:
@@ -153,16 +153,16 @@ class AttentionCacheLayer(CacheLayerMixin):
         self.length -= removed
 
     def activate_past_recording(self) -> None:
-        """Keep what `crop` needs of every token that comes, until it is called."""
+        """Keep all unshifted keys and values from now on, so that `crop` can remove any number of tokens."""
         self.record_past = True
 
     def _trim_unshifted(self) -> None:
         if self.unshifted[0].shape[1] > REWINDABLE:
-            # A copy, or a view would hold the whole prompt.
+            # A copy, because a view would keep the whole prompt in memory.
             self.unshifted = tuple(states[:, -REWINDABLE:].clone() for states in self.unshifted)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i continue what row `beam_idx[i]` held (beam search)."""
+        """Replace row i by row `beam_idx[i]` (beam search)."""
         self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -178,7 +178,7 @@ class AttentionCacheLayer(CacheLayerMixin):
         self._map(lambda states: states.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Move everything back to the device it was made on."""
+        """Move everything back to its original device."""
         self._map(lambda states: states.to(self.device, non_blocking=True))
 
     def _map(self, move) -> None:
@@ -194,7 +194,7 @@ class AttentionCacheLayer(CacheLayerMixin):
 
 
 def _fitting(storage: Tensor, held: int, needed: int) -> Tensor:
-    """`storage` `[B, capacity, ...]` itself when `needed` tokens fit, else one with at least twice the room."""
+    """Return `storage` `[B, capacity, ...]` if `needed` tokens fit, else a copy with at least twice the capacity."""
     capacity = storage.shape[1]
     if needed <= capacity:
         return storage

@@ -1,4 +1,4 @@
-"""The cache of a linearized attention layer: its states, and rings of what its window still sees; constant in size."""
+"""The cache of a linearized attention layer: states and a ring of the window's keys and values; constant in size."""
 
 import torch
 import torch.nn.functional as F
@@ -8,23 +8,23 @@ from lit_modules.networks.caches.recurrent import RecurrentCacheLayer
 
 
 def later(x: Tensor, tokens: int) -> Tensor:
-    """`x` `[B, T, ...]` so many tokens later, zeros at first."""
+    """Delay `x` `[B, T, ...]` by `tokens`, with zeros at the start."""
     return F.pad(x, (*(0, 0) * (x.ndim - 2), tokens, 0))[:, : x.shape[1]]
 
 
 class LinearizedCacheLayer(RecurrentCacheLayer):
-    """What the tokens so far have left in one linearized layer, however many they were.
+    """The past of one linearized layer, in constant memory.
 
-    Slots 0 to sinks - 1 of the ring hold a row's first tokens behind its padding, slot `sinks + t % window` holds token
-    t. Whatever depends on how many tokens came before reads `counter`, on the device, so that a step of decoding can be
-    recorded once and replayed; rings, counter and, in steps, states are updated in place.
+    Slots 0 to sinks - 1 of the ring hold a row's first tokens after its padding; slot `sinks + t % window` holds token
+    t. All operations read the token count from `counter` on the device, so that a decoding step can be captured once
+    and replayed. Rings, counter and, in steps, states are updated in place.
 
     Args:
-        window: tokens that the ring holds; 0: none, and there is no ring.
-        sinks: first tokens that it keeps as well.
+        window: tokens in the ring; 0 means no ring.
+        sinks: first tokens of a row that the ring keeps too.
     """
 
-    # Names of what counts tokens on the device, those of a step included or not.
+    # Names of the device counters, including the tokens of the current step or not.
     counters_with_new: tuple[str, ...] = ()
     counters_before_new: tuple[str, ...] = ("counter",)
 
@@ -32,21 +32,21 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         super().__init__()
         self.window, self.sinks = window, sinks
         self.counter: Tensor | None = None  # int32 [1]: tokens held, padding included
-        self.is_counted_elsewhere = False  # whether someone else moves the counters by new tokens
+        self.is_counted_elsewhere = False  # True if the caller advances the device counters
         self.ring_keys: Tensor | None = None  # [B, sinks + window, Hk, D], rotated
         self.ring_values: Tensor | None = None  # [B, sinks + window, Hk, D]
-        # What waits for a recurrence that lags behind, [B, window + 1, ...] each, token t in slot t % (window + 1): a
-        # kernel writes the new token where no program of it reads the one that leaves.
+        # Inputs of a delayed recurrence, [B, window + 1, ...] each, token t in slot t % (window + 1). The extra slot
+        # lets a kernel write the new token while its other programs read the one that leaves.
         self.late: tuple[Tensor, ...] = ()
 
     def start(self, example: Tensor) -> None:
-        """Note dtype and device of a tensor like those to come, unless it is done."""
+        """Record dtype and device from `example` and create the counter, at the first call only."""
         if self.counter is None:
             self.lazy_initialization(example)
             self.counter = torch.zeros(1, dtype=torch.int32, device=example.device)
 
     def time(self, tokens: int) -> Tensor:
-        """The places `[tokens]` int64 of so many new tokens in their rows, padding included."""
+        """Return the positions `[tokens]` int64 of the next `tokens` tokens in their rows, padding included."""
         return self.counter + torch.arange(tokens, device=self.counter.device)
 
     @torch.no_grad()
@@ -54,8 +54,8 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         """Write the new tokens' rotated keys and values `[B, T, Hk, D]` into the ring.
 
         Args:
-            kv_start: `[B]` int32, padding on the left of each row; None: none.
-            after: tokens since `counter` that have been written before these.
+            kv_start: `[B]` int32, left padding of each row; None means no padding.
+            after: tokens already written since `counter`.
         """
         self.start(keys)
         if self.ring_keys is None:
@@ -69,7 +69,7 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
                 self._keep_sinks(ring, new, time[0], kv_start)
 
     def _keep_sinks(self, ring: Tensor, new: Tensor, begin: Tensor, kv_start: Tensor | None) -> None:
-        """Write those of the new tokens, the first of them at `begin`, that are the first of their rows."""
+        """Write the new tokens that are among the first of their rows; the first new token is at `begin`."""
         tokens = new.shape[1]
         first = -begin.expand(len(new)) if kv_start is None else kv_start - begin
         place = first[:, None] + torch.arange(self.sinks, device=new.device)
@@ -78,9 +78,9 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         ring[:, : self.sinks] = torch.where(among, found, ring[:, : self.sinks])
 
     def delay(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Keep `inputs` `[B, T, ...]` of new tokens; returns those of as many tokens, `window` earlier, zeros at first.
+        """Store `inputs` `[B, T, ...]` of new tokens; return those of `window` tokens earlier, zeros at the start.
 
-        No gradient flows through what is kept.
+        Stored tensors carry no gradient.
         """
         self.start(inputs[0])
         slots = self.window + 1
@@ -95,10 +95,10 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         return leaving
 
     def leaving(self, name: str, new: Tensor) -> Tensor:
-        """What is in the place of `new` `[B, T, Hk, D]` as many tokens earlier as the window is long, zeros at first.
+        """Return the tensors of `window` tokens before `new` `[B, T, Hk, D]`, zeros at the start.
 
         Args:
-            name: of the ring that `append` will write it to.
+            name: attribute of the ring that `append` will write `new` to.
         """
         ring = getattr(self, name)
         if ring is None:
@@ -106,14 +106,14 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         return self._earlier(ring, self.sinks + self.time(new.shape[1]) % self.window, new)
 
     def _earlier(self, ring: Tensor, slots: Tensor, new: Tensor) -> Tensor:
-        """`new` `[B, T, ...]` a window later, after what is held: `slots` `[T]` is where, for its first tokens."""
+        """Return `new` `[B, T, ...]` delayed by a window; the first tokens come from `slots` `[T]` of `ring`."""
         held = ring.index_select(1, slots[: self.window])
         return held if new.shape[1] <= self.window else torch.cat((held, new[:, : -self.window]), dim=1)
 
     def update(self, states: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
-        """Hold `states`, float32 at least, which so many more tokens have led to; the last thing to do with them.
+        """Store `states`, float32 at least, after `tokens` more tokens; call last.
 
-        A layer that has a window alone gives none, after `start`.
+        A layer with only a window passes no states, after `start`.
         """
         if states:
             self.start(states[0])
@@ -122,7 +122,7 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         return super().update(states, tokens)
 
     def reset(self) -> None:
-        """Forget everything, memory included."""
+        """Drop all content and free its memory."""
         self.__init__(self.window, self.sinks)
 
     def _map(self, move) -> None:

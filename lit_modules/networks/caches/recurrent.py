@@ -1,4 +1,4 @@
-"""The cache of a recurrent layer: its states, and the last inputs of its short convolutions; constant in size."""
+"""The cache of a recurrent layer: its states and the last inputs of its short convolutions; constant in size."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class RecurrentCacheLayer(CacheLayerMixin):
-    """What the tokens so far have left in one recurrent layer, however many they were.
+    """The past of one recurrent layer, in constant memory.
 
-    The states may be updated in place, by `gated_recurrence_step`, between one call of the layer and the next. No
-    gradient flows through what is cached. Tokens cannot be taken back, other than all of them.
+    `gated_recurrence_step` may update the states in place. Cached tensors carry no gradient. `crop` can remove all
+    tokens or none.
     """
 
     is_sliding = False
@@ -23,12 +23,12 @@ class RecurrentCacheLayer(CacheLayerMixin):
         self.tails: dict[str, Tensor] = {}  # [B, width - 1, channels] of each short convolution
 
     def lazy_initialization(self, *states: Tensor) -> None:
-        """Note the dtype and the device of these states."""
+        """Record the dtype and the device of these states."""
         self.dtype, self.device = states[0].dtype, states[0].device
         self.is_initialized = True
 
     def update(self, states: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
-        """Hold `states` `[B, H, Dk, Dv]`, float32 at least, which so many more tokens have led to; returns them."""
+        """Store and return `states` `[B, H, Dk, Dv]`, float32 at least, after `tokens` more tokens."""
         if not self.is_initialized:
             self.lazy_initialization(*states)
         self.states = tuple(state.detach() for state in states)
@@ -36,7 +36,7 @@ class RecurrentCacheLayer(CacheLayerMixin):
         return self.states
 
     def update_tail(self, name: str, inputs: Tensor, size: int) -> Tensor:
-        """Keep the last `size` inputs of the convolution `name`; returns those before `inputs`, zeros at the start.
+        """Keep the last `size` inputs of the convolution `name`; return the previous ones, zeros at the start.
 
         Args:
             inputs: `[B, T, channels]`.
@@ -47,33 +47,33 @@ class RecurrentCacheLayer(CacheLayerMixin):
         before = self.tails.get(name)
         if before is None:
             before = inputs.new_zeros(inputs.shape[0], size, inputs.shape[2])
-        # A copy, or a view would hold the whole prompt.
+        # A copy, because a view would keep the whole prompt in memory.
         self.tails[name] = torch.cat((before, inputs.detach()), dim=1)[:, inputs.shape[1] :].clone()
         return before
 
     def get_seq_length(self) -> int:
-        """Tokens seen, padding included."""
+        """Return the number of tokens seen, padding included."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens that `query_length` new ones will have behind them and among them, and the position of the first."""
+        """Return the number of tokens with `query_length` new ones, and the position of the first."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: takes any number of tokens."""
+        """Return -1: there is no limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in older transformers
 
     def reset(self) -> None:
-        """Forget everything, memory included."""
+        """Drop all content and free its memory."""
         self.__init__()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens (a positive number is the length to keep): all, or none.
+        """Remove the last `-tokens_to_remove` tokens (a positive number is the length to keep): all or none.
 
         Raises:
-            ValueError: for anything between.
+            ValueError: if some but not all tokens would be removed.
         """
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
         if removed >= self.length:
@@ -85,7 +85,7 @@ class RecurrentCacheLayer(CacheLayerMixin):
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i continue what row `beam_idx[i]` held (beam search)."""
+        """Replace row i by row `beam_idx[i]` (beam search)."""
         self._map(lambda held: held.index_select(0, beam_idx.to(held.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -101,7 +101,7 @@ class RecurrentCacheLayer(CacheLayerMixin):
         self._map(lambda held: held.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Move everything back to the device it was made on."""
+        """Move everything back to its original device."""
         self._map(lambda held: held.to(self.device, non_blocking=True))
 
     def _map(self, move) -> None:

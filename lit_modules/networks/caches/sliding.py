@@ -1,4 +1,4 @@
-"""The cache of an attention layer with a sliding window: the last keys and values, as far as the window reaches."""
+"""The cache of a sliding-window attention layer: the keys and values that the window still reaches."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from lit_modules.networks.caches.attention import AttentionCacheLayer
 
 
 class SlidingAttentionCacheLayer(AttentionCacheLayer):
-    """Keys and values of the last `window - 1` tokens: what the next token sees beside itself.
+    """Keys and values of the last `window - 1` tokens, which the next token sees in addition to itself.
 
-    Tensors are `[batch, time, heads, width]`. Tokens can be taken back until the first one has left the window.
+    Tensors are `[batch, time, heads, width]`. `crop` can remove tokens until the first one has left the window.
 
     Args:
-        window: tokens that a token sees, itself included.
+        window: number of tokens that a token sees, itself included.
     """
 
     def __init__(self, window: int):
@@ -20,11 +20,11 @@ class SlidingAttentionCacheLayer(AttentionCacheLayer):
         self.window = window
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Append keys `[B, T, Hk, Dk]` and values `[B, T, Hv, Dv]`, and let go of what has left the window.
+        """Append keys `[B, T, Hk, Dk]` and values `[B, T, Hv, Dv]`, and drop those that left the window.
 
         Returns:
-            What the new tokens see: keys `[B, S, Hk, Dk]` and values `[B, S, Hv, Dv]`, whose first position is the one
-            that `get_mask_sizes` gave before; and None, for there are no gates.
+            Keys `[B, S, Hk, Dk]` and values `[B, S, Hv, Dv]` that the new tokens see, starting at the position that
+            `get_mask_sizes` returned before, and None because there are no gates.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -36,29 +36,29 @@ class SlidingAttentionCacheLayer(AttentionCacheLayer):
 
     def _last(self, states: Tensor) -> Tensor:
         left = max(0, states.shape[1] - self.window + 1)
-        # A copy where much is let go of, or a view would hold the whole prompt.
+        # A copy if many tokens are dropped, because a view would keep the whole prompt in memory.
         return states[:, left:].clone() if left > 1 else states[:, left:]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that `query_length` new tokens will see, and the position of the first of them."""
+        """Return the number of keys that `query_length` new tokens will see, and the position of the first key."""
         held = self.keys.shape[1] if self.is_initialized else 0
         return held + query_length, self.length - held
 
     def get_max_length(self) -> int:
-        """-1: takes any number of tokens."""
+        """Return -1: there is no limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in older transformers
 
     def reset(self) -> None:
-        """Forget everything, memory included."""
+        """Drop all content and free its memory."""
         self.__init__(self.window)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens; a positive number is the length to keep.
+        """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep.
 
         Raises:
-            ValueError: some, but not all, where a token has left the window that would be seen again.
+            ValueError: if some but not all tokens would be removed, after tokens have left the window.
         """
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
         if removed >= self.length:

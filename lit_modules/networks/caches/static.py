@@ -1,4 +1,4 @@
-"""The cache of an attention layer with room for a fixed number of tokens, which a CUDA graph can write to."""
+"""The cache of an attention layer with fixed capacity, which a CUDA graph can write to."""
 
 import torch
 from torch import Tensor
@@ -6,31 +6,31 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class StaticAttentionCacheLayer(CacheLayerMixin):
-    """Keys and values of one layer in storage that never moves, and on the device how much of it is held.
+    """Keys and values of one layer in storage at a fixed address, with the fill level on the device.
 
-    Where new tokens are written is read from the device at each call, so that a captured call is right for every token.
-    Tensors are `[batch, time, heads, width]`. No gradient flows through what is cached.
+    Each call reads its write position from the device, so that a captured call is correct for every token. Tensors are
+    `[batch, time, heads, width]`. Cached tensors carry no gradient.
 
     Args:
-        capacity: tokens of a row, padding included.
+        capacity: maximum tokens per row, padding included.
     """
 
     is_sliding = False
     is_compileable = True
     is_croppable = True
-    # Names of what counts tokens on the device, those of a step included or not.
+    # Names of the device counters, including the tokens of the current step or not.
     counters_with_new: tuple[str, ...] = ("held",)
     counters_before_new: tuple[str, ...] = ("place",)
 
     def __init__(self, capacity: int):
         super().__init__()
         self.capacity, self.length = capacity, 0
-        self.place: Tensor | None = None  # int64 [1], where the next token goes
-        self.held: Tensor | None = None  # int32 [B], the same number for each row, as attention asks for it
-        self.is_counted_elsewhere = False  # whether someone else moves the counters by new tokens
+        self.place: Tensor | None = None  # int64 [1], slot of the next token
+        self.held: Tensor | None = None  # int32 [B], the same for each row, as attention expects
+        self.is_counted_elsewhere = False  # True if the caller advances the device counters
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make storage for the batch size, heads, widths, dtype and device of these `[B, T, heads, width]`."""
+        """Allocate storage with the batch size, heads, widths, dtype and device of these `[B, T, heads, width]`."""
         self.keys, self.values = (
             states.new_zeros(states.shape[0], self.capacity, *states.shape[2:]) for states in (key_states, value_states)
         )
@@ -43,12 +43,11 @@ class StaticAttentionCacheLayer(CacheLayerMixin):
         """Append keys `[B, T, Hk, Dk]` and values `[B, T, Hv, Dv]`.
 
         Returns:
-            All storage, keys `[B, capacity, Hk, Dk]` and values `[B, capacity, Hv, Dv]`, and how many tokens of it are
-            held, `kv_end` int32 `[B]`: the cache's own tensor, which the next update changes.
+            The whole storage, keys `[B, capacity, Hk, Dk]` and values `[B, capacity, Hv, Dv]`, and its number of valid
+            tokens, `kv_end` int32 `[B]`. The next update changes all three in place.
 
         Raises:
-            ValueError: for more tokens than there is room for, as far as `length` counts: replays of a captured call
-                are not counted.
+            ValueError: if the tokens exceed the capacity. Replays of a captured call are not counted.
         """
         tokens = key_states.shape[1]
         if self.length + tokens > self.capacity:
@@ -68,28 +67,28 @@ class StaticAttentionCacheLayer(CacheLayerMixin):
         return self.keys, self.values, self.held
 
     def get_seq_length(self) -> int:
-        """Tokens held, padding included, without those of replays."""
+        """Return the number of cached tokens, padding included, without those of replays."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that `query_length` new tokens will see, and the position of the first of them."""
+        """Return the number of keys that `query_length` new tokens will see, and the position of the first key."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """The capacity."""
+        """Return the capacity."""
         return self.capacity
 
     get_max_cache_shape = get_max_length  # its name in older transformers
 
     def reset(self) -> None:
-        """Forget everything; the storage stays where it is."""
+        """Drop all content; the storage keeps its address."""
         self.length = 0
         if self.is_initialized:
             self.place.zero_()
             self.held.zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens; a positive number is the length to keep."""
+        """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep."""
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
         removed = min(removed, self.length)
         self.length -= removed
@@ -98,7 +97,7 @@ class StaticAttentionCacheLayer(CacheLayerMixin):
             self.held -= removed
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i continue what row `beam_idx[i]` held (beam search)."""
+        """Replace row i by row `beam_idx[i]` (beam search)."""
         self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -116,12 +115,12 @@ class StaticAttentionCacheLayer(CacheLayerMixin):
             self.place = self.place.to("cpu")
 
     def prefetch(self) -> None:
-        """Move everything back to the device it was made on."""
+        """Move everything back to its original device."""
         self._map(lambda states: states.to(self.device, non_blocking=True))
         if self.is_initialized:
             self.place = self.place.to(self.device)
 
     def _map(self, move) -> None:
-        """Rows of the batch, of all that has rows."""
+        """Apply `move` to every tensor with batch rows."""
         if self.is_initialized:
             self.keys, self.values, self.held = move(self.keys), move(self.values), move(self.held)

@@ -1,16 +1,16 @@
-"""Token mixers: what lets a token see those before it.
+"""Token mixers: the layers through which a token reads earlier tokens.
 
 A mixer is a module built as `Mixer(config)`. Its `forward(hidden, positions, cache)` maps `hidden`
-`[B, T, hidden_size]` to the same shape; `positions` is a `lit_modules.networks.positions.Positions`; `cache` is what
-its own `new_cache()` returned (a transformers `CacheLayerMixin`), or None. `mixing_flops(length)` says what it computes
-beside its parameters.
+`[B, T, hidden_size]` to the same shape. `positions` is a `lit_modules.networks.positions.Positions`. `cache` is a
+transformers `CacheLayerMixin` from the mixer's `new_cache()`, or None. `mixing_flops(length)` returns the operations
+that the parameter count does not cover.
 
-What looks far over time is one method, `operation(inputs, positions, ...)`, from a tuple of `[B, T, heads, ...]` to
-`[B, T, heads, width]`, each head for itself; `look_back` says how many tokens before a token the inputs of the
-operation depend on. By these two, sequences can be dealt out to many devices (`lit_modules.parallel.context`).
+All long-range mixing is in one method, `operation(inputs, positions, ...)`: it maps a tuple of `[B, T, heads, ...]` to
+`[B, T, heads, width]` and treats each head independently. `look_back` is the number of preceding tokens that the inputs
+of the operation depend on. Context parallelism (`lit_modules.parallel.context`) relies on these two.
 
-To add a mixer, write its file here and name it in `MIXERS`: a configuration's `mixers` then takes that name, for any of
-its layers. Those with a state of constant size are built on `RecurrentMixer`.
+To add a mixer, write its file here and name it in `MIXERS`. The configuration's `mixers` then accepts that name for any
+layer. Mixers with a state of constant size derive from `RecurrentMixer`.
 """
 
 from lit_modules.networks.config import PalimpsestConfig
@@ -28,7 +28,7 @@ def check_mixers(config: PalimpsestConfig) -> None:
     """Check that every mixer of a configuration is registered and that its sizes fit.
 
     Raises:
-        ValueError: a name is unknown, or a state's value channels cannot be dealt out to its heads.
+        ValueError: if a name is unknown, or the state heads do not divide the value channels.
     """
     for name in dict.fromkeys(config.mixers):
         if name not in MIXERS:

@@ -18,14 +18,14 @@ class Attention(nn.Module):
     """Causal attention: `o = softmax(q k^T / sqrt(d) + c_i - c_j) v`, with `c` the sum of the log forget gates.
 
     In order: projections, augmented queries, KV-shift, key map, QK-norm, rotation, attention, output norm, output gate,
-    output projection. There are Hq query, Hk key and Hv value heads; query head h reads key head `h // (Hq / Hk)` and
-    value head `h // (Hq / Hv)`. Forget gates and the output's norm and gate have the query heads.
+    output projection. There are Hq query, Hk key and Hv value heads. Query head h reads key head `h // (Hq / Hk)` and
+    value head `h // (Hq / Hv)`. Forget gates, output norm and output gate are per query head.
 
     Augmented queries are `W_down (silu(W_gate h) * W_up h)` with `h = W_q x`. The key map brings a head from
-    `key_head_dim` to the queries' width. Each key head has a map of its own: a shared one would confine all heads'
-    keys to one subspace before the rotation, and even `Hk Dk D` parameters are few beside the projections'. The cache
-    holds keys as they are before the map, hence before their norm and rotation, which are made again whenever they are
-    read; without a map it holds them finished.
+    `key_head_dim` to the queries' width. Each key head has a separate map: a shared one would confine all heads' keys
+    to one subspace before the rotation, and `Hk Dk D` parameters are few compared with the projections. With a map, the
+    cache holds keys before map, norm and rotation, which are recomputed at each read. Without a map it holds finished
+    keys.
     """
 
     def __init__(self, config: PalimpsestConfig):
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         heads, key_heads, value_heads = config.head_counts
         self.head_dim, self.key_dim, self.heads_per_key = head_dim, key_dim, heads // key_heads
         self.rope_base, self.prune = config.rope_base, config.prune
-        self.look_back = int(config.kv_shift)  # tokens before a token, that its key and value depend on
+        self.look_back = int(config.kv_shift)  # preceding tokens that a key and value depend on
         augmented = config.augmented_query_dim
         self.q_proj = nn.Linear(width, width, bias=False)
         self.augmented_q = SwiGLU(width, augmented) if augmented is not None else None
@@ -51,26 +51,26 @@ class Attention(nn.Module):
         self.g_proj = nn.Linear(width, width, bias=False) if config.output_gate else None
 
     def new_cache(self) -> AttentionCacheLayer:
-        """An empty cache for this layer."""
+        """Return an empty cache for this layer."""
         return AttentionCacheLayer()
 
     def mixing_flops(self, length: int) -> int:
-        """Operations of a token's forward pass beside the projections, in a sequence of `length` tokens.
+        """Return the operations per token of the forward pass, without the projections, for `length` tokens.
 
         `2 d_model L` (arXiv 2503.02130, table 6): a causal token sees L/2 others on average. Fewer key or value heads
-        (arXiv 2501.13629) change the parameters alone: every query head still meets every key.
+        (arXiv 2501.13629) change only the parameters: every query head still reads every key.
         """
         return 2 * self.q_proj.in_features * length
 
     def forward(self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None = None) -> Tensor:
-        """Mix `hidden` `[B, T, hidden_size]` over time; with a cache, after what it holds, and into it."""
+        """Mix `hidden` `[B, T, hidden_size]` over time; a cache provides the earlier tokens and is updated."""
         q, k, v, log_forget = self._project(hidden, positions, cache)
         rotary, cumulative = positions.rotary, False
         if self.k_map_proj is None:
             k = self._finish_keys(k, rotary)
         if cache is not None:
-            # Into an empty cache the new tokens attend to themselves alone, by the gates and not by their sum:
-            # the kernel sums them with more care than a float32 of thousands of tokens can keep.
+            # With an empty cache, use the gates and not their cumulative sum: the kernel sums them more precisely than
+            # one float32 sum over thousands of tokens.
             cumulative = cache.get_seq_length() > 0
             if self.k_map_proj is not None and rotary is not None:
                 held = cache.update_positions(positions.rotary_index)
@@ -97,11 +97,11 @@ class Attention(nn.Module):
         cumulative: bool = False,
         logit_bound: Tensor | None = None,
     ) -> Tensor:
-        """Attention of `inputs`, finished q, k, v and log_forget; `[B, T, Hq, D]`.
+        """Compute attention of finished q, k, v and log_forget; returns `[B, T, Hq, D]`.
 
         Args:
-            cumulative: log_forget is summed over time already.
-            logit_bound: what q.k / sqrt(D) cannot exceed, `[Hq]`, for pruning.
+            cumulative: log_forget is already summed over time.
+            logit_bound: upper bound of q.k / sqrt(D), `[Hq]`, for pruning.
         """
         return forgetting_attention(
             *inputs,
@@ -115,12 +115,12 @@ class Attention(nn.Module):
     def project(
         self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """What attention is computed from, of the new tokens only.
+        """Compute the inputs of attention for the new tokens only.
 
         Returns:
             `q` `[B, T, Hq, D]`, `k` `[B, T, Hk, D]`, `v` `[B, T, Hv, D]` (shifted, mapped, normalized, rotated), and
-            `log_forget` `[B, T, Hq]`, float32 at least, or None without a gate. A cache gives the shift its
-            predecessor, and is told the next one's.
+            `log_forget` `[B, T, Hq]`, float32 at least, or None without a gate. A cache provides the predecessor for
+            the KV-shift and stores the last key and value.
         """
         q, k, v, log_forget = self._project(hidden, positions, cache)
         return q, self._finish_keys(k, positions.rotary), v, log_forget
@@ -128,7 +128,7 @@ class Attention(nn.Module):
     def _project(
         self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """As `project`, but keys `[B, T, Hk, key_dim]` that are shifted and no more."""
+        """Compute `project` without finishing the keys: `[B, T, Hk, key_dim]`, only shifted."""
         q = self.q_proj(hidden)
         if self.augmented_q is not None:
             q = self.augmented_q(q)
@@ -154,11 +154,11 @@ class Attention(nn.Module):
         return k if rotary is None else rotate(k, rotary)
 
     def _logit_bound(self) -> Tensor | None:
-        """The largest |q.k| / sqrt(D) of each head `[Hq]` float32 that the QK-norm weights allow; None without."""
+        """Return the bound of |q.k| / sqrt(D) per head `[Hq]` float32 from the QK-norm weights; None without norm."""
         if self.q_norm is None:
             return None
-        # A normalized vector has length sqrt(D) at most. The factor covers bf16, to which q and k are each rounded up
-        # to five times (norm, weight, and three times in the rotation): (1 + 2^-8)^10 = 1.0398.
+        # A normalized vector has length sqrt(D) at most. The factor covers bf16 rounding of q and k, up to five times
+        # each (norm, weight, three in the rotation): (1 + 2^-8)^10 = 1.0398.
         largest_q, largest_k = (norm.weight.abs().amax(-1) for norm in (self.q_norm, self.k_norm))
         largest = largest_q * largest_k.repeat_interleave(self.heads_per_key)
         return (1.04 * self.head_dim**0.5) * largest.detach().float()
@@ -169,9 +169,9 @@ def shift(x: Tensor, last: Tensor | None, share: Tensor, index: Tensor) -> Tenso
 
     Args:
         x: `[B, T, H, D]`.
-        last: `[B, H, D]`, the x before the first of these, or None for zeros.
+        last: `[B, H, D]`, the token before the first one, or None for zeros.
         share: `a`, `[B, T, H]`.
-        index: `[B, T]`, position in the document; nothing (zeros) comes before position 0.
+        index: `[B, T]`, position in the document; position 0 has a zero predecessor.
     """
     first = torch.zeros_like(x[:, :1]) if last is None else last[:, None]
     previous = torch.cat((first, x[:, :-1]), dim=1)

@@ -1,4 +1,4 @@
-"""Gated linear attention (arXiv 2312.06635): a decay for each key channel, from a gate of low rank."""
+"""Gated linear attention (arXiv 2312.06635): one decay per key channel, from a low-rank gate."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,14 +11,14 @@ from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
 
 TEMPERATURE = 16
-"""What log gates are divided by (section 4.4)."""
+"""Divisor of the log gates (section 4.4)."""
 
 
 class GLA(RecurrentMixer):
     """`S_t = G_t S_{t-1} + k_t^T v_t`, `o_t = q_t S_t / sqrt(Dk)`, with `G = sigmoid(W_2 W_1 x + b)^(1/16)`.
 
-    Each head of the output is normalized, and multiplied by `silu(W_g x)`. Queries, keys and values pass through a
-    `silu` where they come from a short convolution.
+    Each head of the output is normalized and multiplied by `silu(W_g x)`. With short convolutions, queries, keys and
+    values pass through a `silu`.
     """
 
     def __init__(self, config: PalimpsestConfig):
@@ -37,11 +37,11 @@ class GLA(RecurrentMixer):
 
     @classmethod
     def default_key_dim(cls, value_dim: int) -> int:
-        """Half the width of the values."""
+        """Return half the width of the values."""
         return max(1, value_dim // 2)
 
     def forward(self, hidden: Tensor, positions: Positions, cache: RecurrentCacheLayer | None = None) -> Tensor:
-        """Mix `hidden` `[B, T, hidden_size]` over time; with a cache, after what it holds, and into it."""
+        """Mix `hidden` `[B, T, hidden_size]` over time; a cache provides the earlier tokens and is updated."""
         x = {"q": self.q_proj(hidden), "k": self.k_proj(hidden), "v": self.v_proj(hidden)}
         if self.convolutions is not None:
             x = {name: F.silu(out) for name, out in self.convolve(x, positions, cache).items()}

@@ -1,4 +1,4 @@
-"""Gated slot attention (arXiv 2409.07146): softmax attention over slots that keys and values are written into."""
+"""Gated slot attention (arXiv 2409.07146): softmax attention over slots that store keys and values."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,13 +12,13 @@ from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
 
 TEMPERATURE = 8
-"""What log gates are divided by."""
+"""Divisor of the log gates."""
 
 
 class GSA(RecurrentMixer):
     """`K_t = K_{t-1} G_t + k_t^T (1 - g_t)`, `V_t` alike, `o_t = softmax(q_t K_t) V_t`, `g = sigmoid(W x)^(1/8)`.
 
-    Queries, keys and values pass through a `silu`, and so does the output, before it is normalized over all heads.
+    Queries, keys and values pass through a `silu`. The output passes through a `silu`, then a norm over all heads.
     """
 
     def __init__(self, config: PalimpsestConfig):
@@ -34,11 +34,11 @@ class GSA(RecurrentMixer):
         self.convolutions = self.new_convolutions(config, q=heads * key_dim, k=heads * key_dim, v=heads * value_dim)
 
     def mixing_flops(self, length: int) -> int:
-        """As every recurrent mixer's, over the states of both passes."""
+        """Count as `RecurrentMixer.mixing_flops`, over the states of both passes."""
         return 5 * self.shape.heads * self.num_slots * (self.shape.key_dim + self.shape.value_dim)
 
     def forward(self, hidden: Tensor, positions: Positions, cache: RecurrentCacheLayer | None = None) -> Tensor:
-        """Mix `hidden` `[B, T, hidden_size]` over time; with a cache, after what it holds, and into it."""
+        """Mix `hidden` `[B, T, hidden_size]` over time; a cache provides the earlier tokens and is updated."""
         x = {"q": self.q_proj(hidden), "k": self.k_proj(hidden), "v": self.v_proj(hidden)}
         x = [F.silu(y) for y in self.convolve(x, positions, cache).values()]
         q, k, v, logits = (y.unflatten(-1, (self.shape.heads, -1)) for y in (*x, self.f_proj(hidden)))
@@ -49,7 +49,7 @@ class GSA(RecurrentMixer):
     def operation(
         self, inputs: SlotRecurrence, positions: Positions, cache: RecurrentCacheLayer | None = None
     ) -> Tensor:
-        """`gated_slot_attention` of new tokens, after what the cache holds and into it; `[B, T, H, Dv]`."""
+        """Run `gated_slot_attention` on new tokens, from the cached states and updating them: `[B, T, H, Dv]`."""
         inputs = inputs._replace(slots=without_padding(inputs.slots, positions, cache))
         if cache is None:
             return gated_slot_attention(*inputs, cu_seqlens=positions.cu_seqlens)[0]

@@ -1,4 +1,4 @@
-"""HGRN2 (arXiv 2404.07904): linear attention whose keys are what its forget gates leave, over bounds from below."""
+"""HGRN2 (arXiv 2404.07904): linear attention with keys 1 - f, where f are forget gates with lower bounds."""
 
 from typing import ClassVar
 
@@ -17,8 +17,8 @@ from lit_modules.networks.positions import Positions
 class HGRN2(RecurrentMixer):
     """`S_t = f_t S_{t-1} + (1 - f_t)^T i_t`, `o_t = silu(q_t) S_t / sqrt(Dk)`, with `f = bound + (1 - bound) sigmoid`.
 
-    The output is normalized over all heads together. Without short convolutions the layer has the four matrices of
-    attention and the norm's weight.
+    The output is normalized over all heads together. Without short convolutions the layer has four matrices, as
+    attention, and the norm's weight.
     """
 
     def __init__(self, config: PalimpsestConfig):
@@ -38,10 +38,10 @@ class HGRN2(RecurrentMixer):
         cache: RecurrentCacheLayer | None = None,
         lower_bound: Tensor | None = None,
     ) -> Tensor:
-        """Mix `hidden` `[B, T, hidden_size]` over time; with a cache, after what it holds, and into it.
+        """Mix `hidden` `[B, T, hidden_size]` over time; a cache provides the earlier tokens and is updated.
 
         Args:
-            lower_bound: of the forget gates, `[H, Dk]` from 0 to 1, float32 at least; None means 0.
+            lower_bound: lower bounds of the forget gates, `[H, Dk]` from 0 to 1, float32 at least; None means 0.
         """
         projected = {"q": self.q_proj(hidden), "f": self.f_proj(hidden), "i": self.i_proj(hidden)}
         q, f, i = self.convolve(projected, positions, cache).values()
@@ -53,7 +53,7 @@ class HGRN2(RecurrentMixer):
 
 
 class LowerBounds(nn.Module):
-    """The bounds of all layers together, which rise with depth: a softmax over the layers, summed up from the second.
+    """Lower bounds of all layers, rising with depth: the cumulative sum of a softmax over layers, from the second.
 
     Args:
         layers: HGRN2 layers of the model, at least 2. The first has the bound 0.
@@ -67,6 +67,6 @@ class LowerBounds(nn.Module):
         self.logits = nn.Parameter(torch.empty(layers, heads, key_dim))
 
     def forward(self) -> tuple[Tensor, ...]:
-        """The bounds `[H, Dk]` of every layer, float32 at least."""
+        """Return the bounds `[H, Dk]` of every layer, float32 at least."""
         shares = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32)).softmax(0)
         return (shares.cumsum(0) - shares[0]).unbind(0)

@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv 2405.21060): a state space with one decay for each head, and keys and queries that all heads share."""
+"""Mamba-2 (arXiv 2405.21060): a state space with one decay per head, and keys and queries shared by all heads."""
 
 import math
 from typing import ClassVar
@@ -15,17 +15,17 @@ from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
 
 STEP_SIZES = (1e-3, 0.1)
-"""Between which the step sizes start, evenly in log."""
+"""Range of the initial step sizes, log-uniform."""
 
 DECAY_RATES = (1.0, 16.0)
-"""Between which the decay rates `exp(A_log)` start."""
+"""Range of the initial decay rates `exp(A_log)`, uniform."""
 
 
 class Mamba2(RecurrentMixer):
     """`S_t = exp(-dt_t exp(A_log)) S_{t-1} + B_t^T (dt_t x_t)`, `y_t = C_t S_t + D x_t`.
 
-    `dt` is `softplus(W hidden + dt_bias)`, one step size for each head; `x`, `B` and `C` come from a short convolution
-    and a `silu`; the output is `norm(y silu(z))`, over all heads together. `B` and `C` are shared by all heads.
+    `dt` is `softplus(W hidden + dt_bias)`, one step size per head. `x`, `B` and `C` come from a short convolution and a
+    `silu`. The output is `norm(y silu(z))`, over all heads together. All heads share `B` and `C`.
     """
 
     expand_value = 2
@@ -44,11 +44,11 @@ class Mamba2(RecurrentMixer):
 
     @classmethod
     def default_key_dim(cls, value_dim: int) -> int:
-        """128."""
+        """Return 128."""
         return 128
 
     def forward(self, hidden: Tensor, positions: Positions, cache: RecurrentCacheLayer | None = None) -> Tensor:
-        """Mix `hidden` `[B, T, hidden_size]` over time; with a cache, after what it holds, and into it."""
+        """Mix `hidden` `[B, T, hidden_size]` over time; a cache provides the earlier tokens and is updated."""
         heads, key_dim, value_dim = self.shape
         z, projected, dt = self.in_proj(hidden).split(self.parts, dim=-1)
         mixed = F.silu(self.convolve({"xBC": projected}, positions, cache)["xBC"])
@@ -60,7 +60,7 @@ class Mamba2(RecurrentMixer):
         return self.out_proj(self.norm(y * F.silu(z)))
 
     def initial_values(self) -> dict[str, Tensor]:
-        """What `A_log`, `dt_bias` and `D` `[H]` start from: drawn as the authors' code does, and ones."""
+        """Return initial `A_log`, `dt_bias` and `D` `[H]`: random as in the authors' code, and ones for `D`."""
         rates = torch.empty_like(self.A_log).uniform_(*DECAY_RATES)
         steps = torch.empty_like(self.dt_bias).uniform_(*(math.log(size) for size in STEP_SIZES)).exp()
         inverse_softplus = steps + torch.log(-torch.expm1(-steps))

@@ -1,4 +1,4 @@
-"""What the recurrent mixers share: the size of a state, padding, and what they do with a cache."""
+"""Shared parts of the recurrent mixers: state sizes, padding, convolutions and cache use."""
 
 from typing import ClassVar, NamedTuple
 
@@ -13,11 +13,11 @@ from lit_modules.networks.positions import Positions
 from lit_modules.networks.short_convolution import ShortConvolution
 
 STEP_LENGTH = 16
-"""New tokens up to which the step is taken in place of the pass by chunks."""
+"""Largest number of new tokens that run token by token; more run by chunks."""
 
 
 class StateShape(NamedTuple):
-    """Heads of a recurrent layer, and the width of a key and of a value of one head: a state is key x value."""
+    """Heads of a recurrent layer, and widths of one head's keys and values; a state is key x value."""
 
     heads: int
     key_dim: int
@@ -25,22 +25,22 @@ class StateShape(NamedTuple):
 
 
 class RecurrentMixer(nn.Module):
-    """A mixer with a state of constant size for each head, that decays and is added to."""
+    """A mixer with a decaying state of constant size per head."""
 
     expand_value: ClassVar[float] = 1
-    """Value channels of all heads over hidden_size, where the configuration gives no other."""
+    """Value channels of all heads over hidden_size, if the configuration gives None."""
 
     @classmethod
     def default_key_dim(cls, value_dim: int) -> int:
-        """Width of a head's keys where the configuration gives no `state_dim`."""
+        """Return the width of a head's keys if the configuration gives no `state_dim`."""
         return value_dim
 
     @classmethod
     def state_shape(cls, config: PalimpsestConfig) -> StateShape:
-        """The sizes that `config` asks of this kind of mixer.
+        """Return the state sizes of `config` for this mixer.
 
         Raises:
-            ValueError: when the value channels cannot be dealt out to the heads.
+            ValueError: if the heads do not divide the value channels.
         """
         heads = config.state_heads or config.num_heads
         expand = config.expand_value or cls.expand_value
@@ -57,15 +57,15 @@ class RecurrentMixer(nn.Module):
         super().__init__()
         self.shape = self.state_shape(config)
         self.convolutions: nn.ModuleDict | None = None
-        self.look_back = (config.short_conv_width or 1) - 1  # tokens before a token that its convolutions see
+        self.look_back = (config.short_conv_width or 1) - 1  # preceding tokens that the convolutions see
 
     def new_cache(self) -> RecurrentCacheLayer:
-        """An empty cache for this layer."""
+        """Return an empty cache for this layer."""
         return RecurrentCacheLayer()
 
     @staticmethod
     def new_convolutions(config: PalimpsestConfig, bias: bool = False, **channels: int) -> nn.ModuleDict | None:
-        """A short convolution for each name, over so many channels; None where the configuration wants none."""
+        """Create one short convolution per name with the given channels; None without a `short_conv_width`."""
         width = config.short_conv_width
         if width is None:
             return None
@@ -74,7 +74,7 @@ class RecurrentMixer(nn.Module):
     def convolve(
         self, x: dict[str, Tensor], positions: Positions, cache: RecurrentCacheLayer | None
     ) -> dict[str, Tensor]:
-        """Each `x` `[B, T, channels]` through the convolution of its name, where there are any."""
+        """Apply to each `x` `[B, T, channels]` the convolution of its name, if there are convolutions."""
         if self.convolutions is None:
             return x
         return {name: self.convolutions[name](inputs, positions.index, cache, name) for name, inputs in x.items()}
@@ -82,7 +82,7 @@ class RecurrentMixer(nn.Module):
     def operation(
         self, inputs: Recurrence, positions: Positions, cache: RecurrentCacheLayer | None = None, *, scale: float = 1.0
     ) -> Tensor:
-        """`gated_recurrence` of new tokens, after what the cache holds and into it; `[B, T, H, Dv]`."""
+        """Run `gated_recurrence` on new tokens, starting from the cache and updating it; returns `[B, T, H, Dv]`."""
         inputs = inputs._replace(v=without_padding(inputs.v, positions, cache))
         if cache is None:
             return gated_recurrence(*inputs, scale=scale, cu_seqlens=positions.cu_seqlens)[0]
@@ -97,17 +97,17 @@ class RecurrentMixer(nn.Module):
         return out
 
     def mixing_flops(self, length: int) -> int:
-        """Operations of a token's forward pass beside the projections, in a sequence of any length.
+        """Return the operations per token of the forward pass, without the projections; independent of `length`.
 
-        Five for each element of the state (arXiv 2503.02130, table 6): decay, outer product, sum, and two to read it.
+        Five per element of the state (arXiv 2503.02130, table 6): decay, outer product, sum, and two for the read.
         """
         return 5 * self.shape.heads * self.shape.key_dim * self.shape.value_dim
 
 
 def without_padding(x: Tensor, positions: Positions, cache: RecurrentCacheLayer | None) -> Tensor:
-    """`x` `[B, T, H, D]`, what is written into the state, with zeros at the padding on the left.
+    """Zero the left padding of `x` `[B, T, H, D]`, the input that is written into the state.
 
-    Nothing else needs a mask: the state is still empty there, whatever its decay.
+    Nothing else needs a mask: the state is still empty there, so its decay has no effect.
     """
     if positions.kv_start is None:
         return x
@@ -117,10 +117,10 @@ def without_padding(x: Tensor, positions: Positions, cache: RecurrentCacheLayer 
 
 
 def takes_steps(inputs: tuple[Tensor, ...], cache: RecurrentCacheLayer, positions: Positions) -> bool:
-    """Whether the new tokens' `inputs` `[B, T, ...]` are few, follow a state and need no gradients.
+    """Check that the new tokens' `inputs` `[B, T, ...]` are few, follow a state and need no gradients.
 
     Raises:
-        ValueError: for packed documents, which have a state each.
+        ValueError: for packed documents, because each has a separate state.
     """
     if positions.cu_seqlens is not None:
         raise ValueError("cu_seqlens with a cache: packed documents have a state each, set use_cache=False")
