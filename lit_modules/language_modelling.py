@@ -107,7 +107,7 @@ class Training(lightning.LightningModule):
         self.window_loss, self.window_steps = 0.0, 0  # since the last report
         self.gradient_norm, self.learning_rate = 0.0, 0.0  # of the last step
         self.skipped_steps, self.skipped_in_a_row = 0, 0
-        self.asked_to_end = (False, False, False)  # this rank, in the order of callbacks.preemption's SIGNALS; set there
+        self.asked_to_end = (False, False, False)  # this rank, in the order of SIGNALS of callbacks.preemption
         self.agreed_to_end = (False, False, False)  # any rank's signals, as of the last all-reduce
         self.validation: Validation | None = None
         self.measured_whole: int | None = None  # the last step whose validation read all the held-out text
