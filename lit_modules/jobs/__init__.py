@@ -1,1 +1,1 @@
-"""What `job=pretrain` and `job=linearize` run, and what the two share."""
+"""The jobs `pretrain`, `linearize` and `plan`, and the code that they share."""

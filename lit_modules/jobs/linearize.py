@@ -1,4 +1,4 @@
-"""`job=linearize`: give a pretrained model recurrences in place of attention, and train what that takes."""
+"""`job=linearize`: replace a pretrained model's attention by recurrences, and train the result."""
 
 import contextlib
 import dataclasses
@@ -41,13 +41,13 @@ DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, 
 
 
 def run(cfg: DictConfig) -> None:
-    """Linearize, train (or go on training), and leave an adapter and a measured model."""
+    """Linearize, train (or resume training), and write an adapter and an evaluated model."""
     with out_of_memory.in_one_line(cfg):
         train(cfg, build_and_read, adopt, finish)
 
 
 def build_and_read(cfg: DictConfig, folder: Path) -> Parts:
-    """What `build` gives, its module with the base model: what is wrong with that is said before any text is read.
+    """Run `build`, and read the base model, so that its errors come before any text is read.
 
     Raises:
         ValueError: a setting cannot work; the base model cannot be read, is damaged, or does not fit its tokenizer.
@@ -58,12 +58,12 @@ def build_and_read(cfg: DictConfig, folder: Path) -> Parts:
 
 
 def check_run(cfg: DictConfig, folder: Path) -> None:
-    """Raise ValueError for settings that `run` would refuse, without the devices, the data and the weights it needs."""
+    """Raise ValueError for settings that `run` would refuse, without its devices, data and weights."""
     rehearse(cfg, folder, build)
 
 
 def build(cfg: DictConfig, folder: Path) -> Parts:
-    """Trainer, module without its model, and data module.
+    """Return trainer, module without its model, and data module.
 
     Raises:
         ValueError: a setting cannot work; the line names its key.
@@ -88,12 +88,12 @@ def build(cfg: DictConfig, folder: Path) -> Parts:
 
 
 def settings_of(kind: type) -> list[str]:
-    """The keys of a dataclass of settings."""
+    """Return the keys of a dataclass of settings."""
     return [field.name for field in dataclasses.fields(kind)]
 
 
 def build_stage(name: str, stage: DictConfig) -> Stage:
-    """One of `stages`. Raises ValueError for a key that a stage does not have."""
+    """Build one of `stages`; raise ValueError for an unknown key."""
     if not OmegaConf.is_dict(stage):
         raise ValueError(f"stages.{name}={stage} is no stage: give its keys, as stages.{name}.kl=1, or null for none")
     given = OmegaConf.to_container(stage, resolve=True)
@@ -105,7 +105,7 @@ def build_stage(name: str, stage: DictConfig) -> Stage:
 
 
 def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) -> None:
-    """Raise ValueError for what can be refused before any weights or data are read."""
+    """Raise ValueError for mistakes that show before any weights or data are read."""
     if cfg.base_dtype not in DTYPES:
         raise ValueError(f"base_dtype={cfg.base_dtype} is not known: give one of {', '.join(DTYPES)}")
     if cfg.lora is not None and not OmegaConf.is_dict(cfg.lora):
@@ -139,14 +139,14 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
 
 
 def base_config(cfg: DictConfig, settings: Linearization) -> PreTrainedConfig:
-    """The base model's configuration, linearized. Raises ValueError where there is none, or none that fits."""
+    """Return the base model's configuration, linearized; raise ValueError if it is missing or does not fit."""
     with prefix_errors_with_base(cfg):
         return linearized_config(read_config(str(cfg.base)), settings)
 
 
 @contextlib.contextmanager
 def prefix_errors_with_base(cfg: DictConfig) -> Iterator[None]:
-    """Put `base=...` before the line of a ValueError that names no key."""
+    """Prefix a ValueError that names no key with `base=...`."""
     try:
         yield
     except ValueError as error:
@@ -158,14 +158,14 @@ def prefix_errors_with_base(cfg: DictConfig) -> Iterator[None]:
 
 
 def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
-    """One device, or DDP: adapters and their optimizer are small.
+    """Return a strategy of one device or DDP: adapters and their optimizer are small.
 
     Raises:
-        ValueError: a strategy that spreads weights, or devices that are not there.
+        ValueError: the strategy shards weights, or devices are missing.
     """
     several = len({stage.train for *_, stage in module.stages}) > 1 or any(
         not stage.cross_entropy and not stage.kl for *_, stage in module.stages
-    )  # of attention_transfer alone layers that stay, and output projections, have no gradient
+    )  # with attention_transfer alone, layers that stay and output projections have no gradient
     if cfg.strategy._target_:
         if cfg.strategy.get("context_parallel_size", 1) != 1:
             raise ValueError(
@@ -186,7 +186,7 @@ def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
 
 
 def read_base(cfg: DictConfig, data: Any) -> LinearizedForCausalLM:
-    """The base model, linearized.
+    """Read the base model, linearized.
 
     Raises:
         ValueError: it cannot be read, is damaged, or has too few embeddings for the tokenizer.
@@ -218,7 +218,7 @@ def check_tokenizer(cfg: DictConfig, config: PreTrainedConfig) -> None:
 
 
 def check_finite(model: LinearizedForCausalLM) -> None:
-    """Raise ValueError, naming the first, for weights that are not finite."""
+    """Raise ValueError, naming the first one, for weights that are not finite."""
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight.detach().sum(dtype=torch.float32)):
             raise ValueError(
@@ -227,7 +227,7 @@ def check_finite(model: LinearizedForCausalLM) -> None:
 
 
 def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
-    """Choose which layers of the module's model stay, put LoRA on it, and make the module ready to train it."""
+    """Prepare the module for training: choose the layers that keep attention, store the teacher's outputs, add LoRA."""
     model = set_up_layers(cfg, module.model, data, folder)
     if cfg.teacher_top_k is not None:
         sequences = math.ceil(cfg.max_tokens / module.batch_tokens) * module.batch_tokens // data.sequence_length
@@ -255,17 +255,17 @@ def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
 
 
 def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
-    """Put the configuration's LoRA on a model, in place. Raises ValueError for one that cannot be."""
+    """Add the configured LoRA to a model, in place; raise ValueError if it does not fit."""
     given = OmegaConf.to_container(cfg.lora, resolve=True)
     check_keys("lora", given, list(inspect.signature(add_lora).parameters)[1:])
     add_lora(model, **given)
 
 
 def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
-    """Leave `adapter/` (where there is LoRA) and `export/`, write summary.json, and print what came out."""
+    """Write `adapter/` (if there is LoRA or new parameters), `export/` and summary.json, and print the results."""
     trainer, module, data = parts
     summary = measured(trainer, module, data)
-    module.to(trainer.strategy.root_device)  # Lightning has put it into main memory
+    module.to(trainer.strategy.root_device)  # Lightning has moved it to main memory
     summary["teacher_loss"] = module.measure("teacher") if module.has_teacher else module.before["teacher"]
     summary["loss_before_training"] = module.before["student"]
     if not trainer.is_global_zero:

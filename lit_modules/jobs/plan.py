@@ -1,4 +1,4 @@
-"""`job=plan`: the plan of a configured run, and where it is written."""
+"""`job=plan`: estimate the memory and speed of a configured run, and print or write the plan."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from lit_modules.planning.report import as_json, as_text, draw
 
 
 def run(cfg: DictConfig) -> None:
-    """Print the plan of the configured run; write it where `output` says.
+    """Print the plan of the configured run; also write it if `output` is given.
 
     Raises:
         ValueError: a setting cannot work; the line names its key.
@@ -28,7 +28,7 @@ def run(cfg: DictConfig) -> None:
     setup = setup_of(cfg)
     config = hydra.utils.instantiate(cfg.model, _convert_="all")
     check_policy(cfg.activation_checkpointing, config.num_layers)
-    planned_parameters(config)  # one that cannot be counted cannot be planned
+    planned_parameters(config)  # refuse a model that cannot be counted, since it cannot be planned
     planner = Planner(config)
     if cfg.strategy._target_ is None:
         setup = planner.chosen(setup)
@@ -39,10 +39,10 @@ def run(cfg: DictConfig) -> None:
 
 
 def write(plan: Any, path: Path) -> None:
-    """The plan as JSON; with a picture beside it where the path names a folder.
+    """Write the plan as JSON; if the path is a folder, also write a figure.
 
     Raises:
-        ValueError: it cannot be written there.
+        ValueError: the path cannot be written.
     """
     try:
         if path.suffix == ".json":

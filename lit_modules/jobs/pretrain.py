@@ -28,23 +28,23 @@ from lit_modules.pretraining import Pretraining
 
 
 def run(cfg: DictConfig) -> None:
-    """Train (or go on training), and leave a measured model; see lit_modules.jobs.training_job.train."""
+    """Train (or resume training), and write an evaluated model; see lit_modules.jobs.training_job.train."""
     with out_of_memory.in_one_line(cfg):
         train(cfg, build, adopt_tokenizer, finish)
 
 
 def check_run(cfg: DictConfig, folder: Path) -> None:
-    """Raise ValueError for settings that `run` would refuse, without the devices, the data and the memory it needs."""
+    """Raise ValueError for settings that `run` would refuse, without its devices, data and memory."""
     rehearse(cfg, folder, functools.partial(build, weights=False))
 
 
 def build(cfg: DictConfig, folder: Path, weights: bool = True) -> tuple[lightning.Trainer, Pretraining, Any]:
-    """Trainer, module and data module of a configuration; nothing is read from the disk yet.
+    """Return trainer, module and data module of a configuration; nothing is read from disk yet.
 
     Args:
         cfg: the configuration.
         folder: the run's folder.
-        weights: False makes the network without memory for its weights, for checks.
+        weights: False builds the network without memory for its weights, for checks.
 
     Raises:
         ValueError: a setting cannot work; the line names its key.
@@ -73,7 +73,7 @@ def build(cfg: DictConfig, folder: Path, weights: bool = True) -> tuple[lightnin
 
 
 def check_spread(config: PalimpsestConfig, data: Any, layout: Layout) -> None:
-    """Raise ValueError where heads or tokens cannot be shared as `layout` says; the line names the key."""
+    """Raise ValueError if heads or tokens cannot be split as `layout` says; the line names the key."""
     if layout.tensor > 1:
         check_split(config, layout.tensor)
     if layout.context > 1:
@@ -83,10 +83,10 @@ def check_spread(config: PalimpsestConfig, data: Any, layout: Layout) -> None:
 
 
 def build_strategy(cfg: DictConfig, config: PalimpsestConfig) -> Strategy:
-    """The configured strategy, or the one that the model's size and the devices call for.
+    """Return the configured strategy, or one chosen by the model's size and the devices.
 
     Raises:
-        ValueError: the devices asked for are not there.
+        ValueError: the requested devices are not available.
     """
     if cfg.strategy._target_:
         return hydra.utils.instantiate(cfg.strategy)
@@ -100,11 +100,11 @@ def build_strategy(cfg: DictConfig, config: PalimpsestConfig) -> Strategy:
 def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Path) -> None:
     """Make model and tokenizer agree on special tokens, so that the export generates as it was trained.
 
-    The tokenizer adds the start token wherever training documents had it, and generation ends at either end of a
-    document: eos, or the start of the next one.
+    The tokenizer adds the start token if training documents had one. Generation ends at either document boundary: eos,
+    or the start of the next document.
 
     Raises:
-        ValueError: the tokenizer has tokens that the model has no embedding for.
+        ValueError: the tokenizer has more tokens than the model has embeddings.
     """
     rows, needed = module.model.config.vocab_size, data.manifest["vocab_size"]
     if needed > rows:
@@ -123,7 +123,7 @@ def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Pat
 
 
 def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
-    """Export the trained model, write summary.json, and print what came out."""
+    """Export the trained model, write summary.json, and print the results."""
     trainer, module, data = parts
     trained = gathered(module.model, trainer.strategy)
     if not trainer.is_global_zero:
@@ -137,8 +137,8 @@ def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
 
 
 def export(model: PalimpsestForCausalLM, tokenizer: Any, folder: Path) -> None:
-    """Write the model and its tokenizer in Hugging Face format, whole or not at all."""
-    if folder.is_dir():  # a run that was killed after this, which has the same weights at its end
+    """Write the model and its tokenizer in Hugging Face format, atomically."""
+    if folder.is_dir():  # written by a run killed after this point: the same final weights
         return
     with replace_atomically(folder) as partial:
         export_pretrained(model, partial)

@@ -1,4 +1,4 @@
-"""What came out of a training: the numbers of summary.json, and the lines for the terminal."""
+"""Summarize a training: the numbers of summary.json, and the lines for the terminal."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def measured(trainer: lightning.Trainer, module: Training, data: Any) -> dict[str, Any]:
-    """What summary.json says of any training: lengths, sizes, and the loss on the held-out text."""
+    """Return the entries of summary.json for any training: lengths, sizes, and the loss on the held-out text."""
     found = module.validation
     summary: dict[str, Any] = {
         "tokens": trainer.global_step * module.batch_tokens,
@@ -39,7 +39,7 @@ def measured(trainer: lightning.Trainer, module: Training, data: Any) -> dict[st
 
 
 def by_component(found: dict[str, tuple[float, int]], held_out: dict[str, int]) -> dict[str, dict[str, float]]:
-    """Loss, tokens, and bits for each of its held-out bytes, of each component of a mixture."""
+    """Return the loss, tokens, held-out bytes and bits per byte of each component of a mixture."""
     return {
         name: {
             "loss": loss,
@@ -52,7 +52,7 @@ def by_component(found: dict[str, tuple[float, int]], held_out: dict[str, int]) 
 
 
 def conclude(trainer: lightning.Trainer, summary: dict[str, Any], folder: Path, closing: list[str]) -> None:
-    """Log a training's last numbers, write summary.json, and print what came out, `closing` lines last."""
+    """Log a training's final numbers, write summary.json, and print the results, `closing` lines last."""
     if "validation_by_component" in summary:
         picture(trainer, summary, folder / "figures" / "validation_by_component.png")
     for logger in trainer.loggers:
@@ -70,7 +70,7 @@ def picture(trainer: lightning.Trainer, summary: dict[str, Any], path: Path) -> 
 
 
 def held_out_lines(summary: dict[str, Any], trainer: lightning.Trainer) -> list[str]:
-    """What the held-out text says of a trained model, and a sample of its writing, for the terminal."""
+    """Return the lines for the terminal: results on the held-out text, and a sample of generated text."""
     lines = ["", f"held-out text: loss {summary['validation_loss']:.4f} nats per token"]
     if "bits_per_byte" in summary:
         rows = [
@@ -91,7 +91,7 @@ def held_out_lines(summary: dict[str, Any], trainer: lightning.Trainer) -> list[
 
 
 def sample_of(trainer: lightning.Trainer) -> str | None:
-    """The last sample that the run wrote, with its prompt."""
+    """Return the run's last sample, with its prompt."""
     for callback in trainer.callbacks:
         if getattr(callback, "texts", None):
             return callback.prompts[-1] + callback.texts[-1]

@@ -1,4 +1,4 @@
-"""What every job that trains does around its training: settings, Trainer, run folder, resuming, loggers."""
+"""Common steps of every training job: settings, Trainer, run folder, resuming, loggers."""
 
 import contextlib
 import copy
@@ -52,19 +52,18 @@ def train(
     adopt: Callable[[DictConfig, Training, Any, Path], None],
     finish: Callable[[DictConfig, Parts, Path], None],
 ) -> None:
-    """Check the configuration, prepare the text, train (or go on training), and leave a measured model.
+    """Check the configuration, prepare the text, train (or resume training), and write an evaluated model.
 
-    Everything that can be refused is refused before any data is read.
+    All checks of settings come before any data is read.
 
     Args:
-        build: the parts of the training; it refuses what it can, and reads no text.
-        adopt: brings the module together with the prepared data; it may take long, and a run that is killed in it can
-            be resumed.
-        finish: exports and reports what was trained; every rank calls it.
+        build: builds the parts of the training and refuses bad settings; reads no text.
+        adopt: fits the module to the prepared data; may take long, and a run killed during it can be resumed.
+        finish: exports and reports the result; every rank calls it.
 
     Raises:
         ValueError: a setting cannot work; the line names its key.
-        RunFailed: the run could not go on, for a reason that no setting caused.
+        RunFailed: the run could not continue, for a reason that no setting caused.
     """
     if not cfg.job.makes_a_run:
         raise ValueError("job.makes_a_run=false: a training needs a run's folder: leave it true")
@@ -76,7 +75,7 @@ def train(
     refuse_local_sweep(trainer)
     lock = run_folder.hold(folder) if trainer.is_global_zero else None
     config = run_folder.resolved_config(folder, cfg)
-    find = checkpoints.newest_whole if trainer.is_global_zero else checkpoints.newest  # one rank reads it to check it
+    find = checkpoints.newest_whole if trainer.is_global_zero else checkpoints.newest  # newest_whole reads all of it
     checkpoint = find(folder / "checkpoints")
     add_loggers(trainer, cfg, folder, config, checkpoint)
     log.info(f"run: {folder}{start_of(folder, checkpoint)}")
@@ -108,7 +107,7 @@ def train(
 
 
 def start_of(folder: Path, checkpoint: Path | None) -> str:
-    """Where a run starts, in words; nothing for a new one."""
+    """Describe where a resumed run starts; empty for a new run."""
     if checkpoint is not None:
         return f", resumed from {checkpoint.name}"
     began = (folder / run_folder.CONFIG).is_file()
@@ -116,18 +115,18 @@ def start_of(folder: Path, checkpoint: Path | None) -> str:
 
 
 def together(stages: dict[int, str], phases: dict[int, str]) -> dict[int, str]:
-    """The names of what begins at each optimizer step, of a training's own stages and of a mixture's phases."""
+    """Return the names of the stages and phases that start at each optimizer step."""
     steps = sorted({*stages, *phases})
     return {step: ", ".join(name for part in (stages, phases) if (name := part.get(step))) for step in steps}
 
 
 def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, checkpoint: Path | None) -> None:
-    """Train to the end, then measure on all the held-out text unless the last validation was just that.
+    """Train to the end, then evaluate on all the held-out text unless the last validation did.
 
     Raises:
         KeyboardInterrupt: the user interrupted the training; Lightning itself would only exit.
-        Preempted: the run was told to end, and has a checkpoint.
-        SilentExit: another rank is the cause of this one's end, and that has been said.
+        Preempted: a signal ended the run, which has a checkpoint.
+        SilentExit: another rank caused this one's end, and has reported it.
         RunFailed: the held-out loss is not a number.
     """
     with naming_the_cause(trainer):
@@ -149,18 +148,18 @@ def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, che
 
 
 def quieten_libraries() -> None:
-    """Leave out what the libraries say that our own lines say, or that a user can do nothing about."""
+    """Silence messages of libraries that repeat ours or that a user cannot act on."""
     for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # it sets its own level when it is imported
+        logging.getLogger(name).setLevel(logging.WARNING)  # importing Lightning sets its own level
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)  # a name, not a use
-    warnings.filterwarnings("ignore", message="The `srun` command is available")  # one process by hand is meant
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing", category=FutureWarning)  # only a name
+    warnings.filterwarnings("ignore", message="The `srun` command is available")  # a single process is intended
     warnings.filterwarnings("ignore", message=".*does not have many workers")  # rows are memory-mapped
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Raise ValueError for a setting of no group that cannot work; the line names its key."""
+    """Check the settings outside the groups, and the types of those in groups; raise ValueError naming the key."""
     for key in ("max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens"):
         check_whole(key, cfg[key], 1)
     if cfg.validation_tokens is not None:
@@ -189,10 +188,10 @@ def check_settings(cfg: DictConfig) -> None:
 
 
 def build_trainer(cfg: DictConfig, module: Training, strategy: Strategy, folder: Path) -> lightning.Trainer:
-    """The Trainer of a configuration, without its loggers.
+    """Build the Trainer of a configuration, without its loggers.
 
     Raises:
-        ValueError: the devices asked for are not there.
+        ValueError: the requested devices are not available.
     """
     environment = launched.cluster_environment()
     callbacks = [hydra.utils.instantiate(callback, _convert_="all") for callback in cfg.callbacks.values() if callback]
@@ -209,8 +208,8 @@ def build_trainer(cfg: DictConfig, module: Training, strategy: Strategy, folder:
             default_root_dir=folder,
             use_distributed_sampler=False,  # the data module gives each rank its part of a global batch
             num_sanity_val_steps=0,
-            inference_mode=False,  # samples are generated in a validation, by modules that may be compiled
-            log_every_n_steps=1,  # nothing is logged through Lightning: this only keeps it from warning
+            inference_mode=False,  # validation generates samples with modules that may be compiled
+            log_every_n_steps=1,  # nothing is logged through Lightning; this only avoids a warning
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -221,8 +220,10 @@ def build_trainer(cfg: DictConfig, module: Training, strategy: Strategy, folder:
 
 
 def refuse_local_sweep(trainer: lightning.Trainer) -> None:
-    """Raise ValueError for a run of a sweep (-m) that Lightning would start more processes for: it starts them with the
-    same command, and each would be a sweep of its own."""
+    """Raise ValueError for a local sweep (-m) over several devices.
+
+    Lightning would start the other ranks with the same command, and each would run the sweep itself.
+    """
     if trainer.world_size > 1 and launched.this_process().alone and HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ValueError(
             f"trainer.devices={trainer.num_devices}: a sweep's (-m) runs on this machine have one device each: give "
@@ -231,7 +232,7 @@ def refuse_local_sweep(trainer: lightning.Trainer) -> None:
 
 
 def rehearse(cfg: DictConfig, folder: Path, build: Callable[[DictConfig, Path], Parts]) -> None:
-    """Raise ValueError for settings that `train` would refuse on the machines that the run is for.
+    """Raise ValueError for settings that `train` would refuse on the run's own machines.
 
     Args:
         cfg: the configuration, with trainer.devices and trainer.num_nodes as the launcher starts them.
@@ -243,13 +244,13 @@ def rehearse(cfg: DictConfig, folder: Path, build: Callable[[DictConfig, Path], 
     here = copy.deepcopy(cfg)
     here.trainer.accelerator = "cpu"  # this machine may have no GPU, or fewer
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the processors that the run is not for
+        warnings.simplefilter("ignore")  # warnings about this machine, which will not run it
         build(here, folder)
     run_folder.resolved_config(folder, cfg)
 
 
 def set_lengths(cfg: DictConfig, trainer: lightning.Trainer, module: Training, data: Any) -> None:
-    """Accumulation, and how often and how much is validated, in micro-batches of this number of ranks."""
+    """Set accumulation and the interval and length of validation, in micro-batches for this number of ranks."""
     readers = trainer.strategy.layout.data
     trainer.accumulate_grad_batches = data.accumulation(readers)
     if cfg.validation_tokens is not None:
@@ -258,7 +259,8 @@ def set_lengths(cfg: DictConfig, trainer: lightning.Trainer, module: Training, d
 
 
 def first_failure(cfg: DictConfig, folder: Path) -> LambdaCallback:
-    """Writes down an error in training at once: what Lightning does next ends the other ranks, who would seem first."""
+    """Return a callback that records a training error at once, before Lightning ends the other ranks, which would then
+    appear to have failed first."""
 
     def record(trainer: lightning.Trainer, module: Training, error: BaseException) -> None:
         failures.record(folder, out_of_memory.explained(cfg, error))
@@ -267,7 +269,7 @@ def first_failure(cfg: DictConfig, folder: Path) -> LambdaCallback:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Keep the tokenizer in the run's folder, so that the run can generate by itself."""
+    """Save the tokenizer in the run's folder, so that the run can generate without other files."""
     if not folder.is_dir():
         with replace_atomically(folder) as partial:
             tokenizer.save_pretrained(partial)
@@ -276,20 +278,20 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 def add_loggers(
     trainer: lightning.Trainer, cfg: DictConfig, folder: Path, config: dict[str, Any], checkpoint: Path | None
 ) -> None:
-    """Give the trainer metrics.csv and the configured loggers, which go on where the checkpoint stands."""
+    """Add metrics.csv and the configured loggers to the trainer; they continue at the checkpoint's step."""
     if not trainer.is_global_zero:
         return
     metrics = MetricsCsv(folder)
     step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
     metrics.resume_from(step)
     settings = {**config, "commit": run_folder.commit(), "ranks": ranks(trainer)}
-    # the settings name targets themselves, which Hydra must not build: given after it
+    # passed after instantiation: Hydra must not build the targets that the settings name
     others = [hydra.utils.instantiate(logger, _partial_=True) for logger in cfg.logger.values()]
     trainer.loggers = [metrics, *(logger(folder=folder, settings=settings) for logger in others)]
 
 
 def describe(trainer: lightning.Trainer, module: Training, data: Any) -> str:
-    """What is about to be trained, in three lines."""
+    """Describe the training in three lines."""
     tokens = trainer.max_steps * module.batch_tokens
     passes = tokens / (data.train_sequences * data.sequence_length)
     return (
