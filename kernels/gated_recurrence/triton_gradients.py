@@ -40,7 +40,14 @@ from kernels.gated_recurrence.triton_gradients_strong import (
     tokens_of,
 )
 from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
-from kernels.gated_recurrence.triton_scores import Chunks, padded, precision, stored_dtype, strides_in_units
+from kernels.gated_recurrence.triton_scores import (
+    Chunks,
+    launch_options,
+    padded,
+    precision,
+    stored_dtype,
+    strides_in_units,
+)
 from kernels.rounding import cdiv, next_power_of_2
 
 
@@ -89,7 +96,7 @@ def gradients(
         "PRECISION": precision(y.dtype),
         "CHUNK": CHUNK,
         "FIELDS": FIELDS,
-        "num_warps": 4,
+        **launch_options(y.dtype),
     }
     x_strides, y_strides, z_strides, w_strides, gate_strides = (
         (0, 0, 0, 1) if t is None else strides_in_units(t) for t in (x, y, z, w, log_decay)
@@ -164,7 +171,7 @@ def _gradients_of_weak(
         dy = dy * tl.exp2(total - middle)[None, :]
         of_token = tl.zeros((CHUNK, BLOCK), tl.float32)
 
-    for member in tl.static_range(GROUP):
+    for member in (tl.static_range if IN_HALVES else tl.range)(GROUP):
         head_x = head * GROUP + member
         w_base = w_in + (batch_row * w_b + begin * w_t + head_x * w_h) * W_UNIT
         pairs = tl.zeros((CHUNK, CHUNK), tl.float32)

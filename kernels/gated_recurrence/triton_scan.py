@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, Plan
-from kernels.gated_recurrence.triton_scores import Chunks, precision, shared_memory, strides_in_units
+from kernels.gated_recurrence.triton_scores import Chunks, launch_options, precision, shared_memory, strides_in_units
 from kernels.rounding import cdiv, next_power_of_2
 
 STRIDES = ["z_stride_b", "z_stride_t", "z_stride_h"]
@@ -57,7 +57,7 @@ def scan(
     )
     # Matrix instructions have 64 rows; with fewer, Triton 3.6 makes kernels that read out of bounds.
     block_d = max(64 if z.dtype == torch.bfloat16 else 16, next_power_of_2(width))
-    block_e, num_warps, num_stages = _tile(block_d, width_e, heads_x // heads, z)
+    block_e, num_stages = _tile(block_d, width_e, heads_x // heads, z)
     z_strides = strides_in_units(z)
     kernel = _scan_backward if backward else _scan_forward
     slices = cdiv(width_e, block_e)
@@ -93,7 +93,7 @@ def scan(
             FIRST=FIRST,
             LAST=LAST,
             NUM_STAGES=num_stages,
-            num_warps=num_warps,
+            **launch_options(z.dtype),
         )
 
     start_strides, end_strides = strides_of_state(start), strides_of_state(results[2])
@@ -135,15 +135,15 @@ def join(joined: Tensor, totals: Tensor, start: Tensor | None, plan: Plan, *, ba
     )
 
 
-def _tile(block_d: int, width_e: int, group: int, x: Tensor) -> tuple[int, int, int]:
-    """BLOCK_E, warps, and as many stages, up to 3, as fit into shared memory. float32 is there for tests."""
+def _tile(block_d: int, width_e: int, group: int, x: Tensor) -> tuple[int, int]:
+    """BLOCK_E, and as many stages, up to 3, as fit into shared memory. float32 is there for tests."""
     largest_e = max(16, next_power_of_2(width_e))
     if x.dtype != torch.bfloat16:
-        return min(32 if block_d <= 128 else 16, largest_e), 4, 1
+        return min(32 if block_d <= 128 else 16, largest_e), 1
     block_e = min(64 if block_d <= 128 else 32, largest_e)
     stage = 2 * CHUNK * ((1 + group) * block_d + group * CHUNK + group * block_e)
     own = 2 * (block_d + CHUNK) * block_e
-    return block_e, 4, min(max((shared_memory(x.device) - own) // stage, 1), 3)
+    return block_e, min(max((shared_memory(x.device) - own) // stage, 1), 3)
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _scan_forward(
         if states is not None or out is not None:
             narrow = state.to(dtype)
         if out is not None:
-            for member in tl.static_range(GROUP):
+            for member in (tl.static_range if dtype == tl.bfloat16 else tl.range)(GROUP):
                 slot_x = slot * GROUP + member
                 read = _rows(x + slot_x * (CHUNK * WIDTH), channel, WIDTH, BLOCK_D, CHUNK)
                 inner = _rows(scores + slot_x * (CHUNK * CHUNK), token, CHUNK, CHUNK, CHUNK)
@@ -296,7 +296,7 @@ def _scan_backward(
             added = _rows(y + slot * (CHUNK * WIDTH), channel, WIDTH, BLOCK_D, CHUNK)
             result = tl.dot(added, narrow, input_precision=PRECISION)
         state = state * tl.exp2(decay)[:, None]
-        for member in tl.static_range(GROUP):
+        for member in (tl.static_range if dtype == tl.bfloat16 else tl.range)(GROUP):
             slot_x = slot * GROUP + member
             z_base = z + (row * z_stride_b + (head * GROUP + member) * z_stride_h) * Z_UNIT
             z_address = z_base + position[:, None].to(tl.int64) * (z_stride_t * Z_UNIT) + e[None, :]

@@ -141,6 +141,7 @@ class Compiler:
             record["dead_barriers"] = barriers_nobody_takes(compiled.asm["ttgir"])
             if self.driver.architecture == 90:
                 record["unset_registers"] = registers_nothing_sets(disassembled(compiled.asm["cubin"]))
+            record["instructions"] = compiled.asm["ptx"].count(";\n")
             record["serialized"] = "wgmma.mma_async instructions are serialized" in log.getvalue()
         self.records.append(record)
 

@@ -3,8 +3,8 @@
     python compile_recurrence_offline.py 90:key:128:bfloat16 89:head:64:float16 ...
 
 Each argument is an architecture, what gates are of ("alone": heads, each with a state of its own), the head_dim of keys
-and values, and their dtype. The kernels' own host code runs, forward and backward, on CPU tensors; where it would
-launch a kernel, the kernel is compiled instead.
+and values, their dtype, and a kernel if no other shall be compiled. The kernels' own host code runs, forward and
+backward, on CPU tensors; where it would launch a kernel, the kernel is compiled instead.
 """
 
 import json
@@ -26,6 +26,14 @@ SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 LENGTH, HEADS = 600, (4, 2)  # long enough for segments, with heads that share states
 
 
+class RecurrenceCompiler(Compiler):
+    only = ""
+
+    def compile(self, kernel, args: tuple, kwargs: dict) -> None:
+        if self.only in ("", kernel.__name__):
+            super().compile(kernel, args, kwargs)
+
+
 def compile_case(gate: str, head_dim: int, dtype: torch.dtype) -> None:
     query_heads = HEADS[gate == "alone"]
     q, k, v = (torch.zeros(1, LENGTH, heads, head_dim, dtype=dtype) for heads in (query_heads, HEADS[1], HEADS[1]))
@@ -37,13 +45,13 @@ def compile_case(gate: str, head_dim: int, dtype: torch.dtype) -> None:
 
 
 def main(cases: list[str]) -> None:
-    compiler = Compiler(for_hopper_alone=True)
+    compiler = RecurrenceCompiler(for_hopper_alone=True)
     for module in (triton_scores, triton_scan, triton_per_head):
         module.shared_memory = lambda device: SHARED[compiler.driver.architecture]
     hopper_per_head._is_hopper = lambda device: compiler.driver.architecture == 90
     for case in cases:
-        architecture, gate, head_dim, dtype = case.split(":")
-        compiler.driver.architecture = int(architecture)
+        architecture, gate, head_dim, dtype, *only = case.split(":")
+        compiler.driver.architecture, compiler.only = int(architecture), "".join(only)
         compile_case(gate, int(head_dim), getattr(torch, dtype))
         for record in compiler.records:
             record.setdefault("case", case)
