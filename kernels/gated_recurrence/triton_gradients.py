@@ -48,6 +48,7 @@ from kernels.gated_recurrence.triton_scores import (
     stored_dtype,
     strides_in_units,
 )
+from kernels.launching import on_grid
 from kernels.rounding import cdiv, next_power_of_2
 
 
@@ -104,7 +105,7 @@ def gradients(
     inner = (*z_strides[:3], *w_strides[:3], *gate_strides[:3], length)
     units = {"Z_UNIT": z_strides[3], "W_UNIT": w_strides[3], "GATE_UNIT": gate_strides[3]}
     decayed_x = None if x is None else chunks.x
-    _gradients_of_weak[grid](
+    on_grid(_gradients_of_weak, grid)(
         decayed_x, chunks.y, z, w, log_decay, chunks.total, chunks.middle, chunks.levels, states, grad_states,
         *results, sum_matrices(y.device), plan.chunks, scale, *inner, **units, **sizes,
     )  # fmt: skip
@@ -113,7 +114,7 @@ def gradients(
     # With narrow heads, to launch programs that find nothing costs more than that those which find something wait.
     run = RUN if width <= 64 else 1
     for of_x, of_y in [(True, False)] if x is None else [(True, False), (False, True)]:
-        gradients_of_strong[(slices, heads_y, cdiv(plan.chunks.shape[0], run))](
+        on_grid(gradients_of_strong, (slices, heads_y, cdiv(plan.chunks.shape[0], run)))(
             x, y, z, w, log_decay, chunks.levels, states, grad_states, *results, sum_matrices(y.device), plan.chunks,
             plan.chunks.shape[0], scale, *outer, OF_X=of_x, OF_Y=of_y, RUN=run, **units, **sizes,
         )  # fmt: skip

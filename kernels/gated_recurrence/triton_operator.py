@@ -8,6 +8,7 @@ decays. With x, y (which decay), z and w as in the kernels' files:
                                                                      scans; dv by gradients
 """
 
+import contextlib
 import math
 
 import torch
@@ -27,9 +28,10 @@ from kernels.gated_recurrence.triton_per_head import (
     segment_per_head,
     sum_gates,
 )
-from kernels.gated_recurrence.triton_plan import LEAST_SEGMENT, Plan, make_plan
+from kernels.gated_recurrence.triton_plan import LEAST_SEGMENT, make_plan
 from kernels.gated_recurrence.triton_scan import scan
 from kernels.gated_recurrence.triton_scores import Chunks, decay_chunks, padded, stored_dtype
+from kernels.launching import compiled_side_by_side
 from kernels.operation import empty_gradients, register_operation
 from kernels.rounding import cdiv
 
@@ -53,13 +55,21 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _plan(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> Plan:
-    batch, length, heads, _ = k.shape
+def _segment_of(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> int:
     if log_decay.ndim == 3:
-        segment = segment_per_head(k, v)
-    else:
-        segment = _segment(batch, length, heads, min(k.shape[3], v.shape[3]), cu_seqlens is not None)
-    return make_plan(batch, length, cu_seqlens, segment, k.device)
+        return segment_per_head(k, v)
+    batch, length, heads, _ = k.shape
+    return _segment(batch, length, heads, min(k.shape[3], v.shape[3]), cu_seqlens is not None)
+
+
+def _kernels_ready(q: Tensor, k: Tensor, v: Tensor, per_head: bool, *options) -> contextlib.AbstractContextManager:
+    """For what launches kernels: those for gates per channel, of which some take seconds, are compiled side by side.
+
+    options: what they depend on besides devices, widths and dtypes.
+    """
+    if per_head or not q.is_cuda:
+        return contextlib.nullcontext()
+    return compiled_side_by_side((q.device, q.dtype, k.dtype, q.shape[2:], k.shape[2:], v.shape[2:], *options))
 
 
 def _state_in(state: Tensor | None, by_value: bool) -> Tensor | None:
@@ -149,8 +159,10 @@ def _recurrence(
     per_head = log_decay.ndim == 3
     if per_head:
         q = q.to(k.dtype)
-    with torch.cuda.device_of(q):
-        plan = _plan(k, v, log_decay, cu_seqlens)
+    segment = _segment_of(k, v, log_decay, cu_seqlens)
+    options = "forward", decay_axis, keeps, wide, initial_state is None, segment < k.shape[1]
+    with torch.cuda.device_of(q), _kernels_ready(q, k, v, per_head, *options):
+        plan = make_plan(*k.shape[:2], cu_seqlens, segment, k.device)
         start = _state_in(initial_state, by_value)
         if per_head:
             before = sum_gates(log_decay, plan, q.dtype)
@@ -238,10 +250,12 @@ def _recurrence_backward(
         q = q.to(k.dtype)
     q, k, v, log_decay, grad_out = (_readable(x) for x in (q, k, v, log_decay.float(), grad_out))
     heads = k.shape[2]
-    with torch.cuda.device_of(q):
-        plan = _plan(k, v, log_decay, cu_seqlens)
+    wants_start, kept = initial_state is not None, states if states.numel() else None
+    segment = _segment_of(k, v, log_decay, cu_seqlens)
+    options = "backward", decay_axis, kept is None, wants_start, grad_final is None, segment < k.shape[1]
+    with torch.cuda.device_of(q), _kernels_ready(q, k, v, per_head, *options):
+        plan = make_plan(*k.shape[:2], cu_seqlens, segment, k.device)
         start, grad_end = _state_in(initial_state, by_value), _state_in(grad_final, by_value)
-        wants_start = initial_state is not None
         if per_head:
             before = total if states.numel() else sum_gates(log_decay, plan, q.dtype)
             if not states.numel():
@@ -261,7 +275,6 @@ def _recurrence_backward(
                 )
         elif by_value:
             chunks = decay_chunks(grad_out, v, log_decay, plan, scale)
-            kept = states if states.numel() else None
             dq, again, _ = scan(chunks, k, plan, start, heads=heads, states=kept is None, end=False)
             states = again if kept is None else kept
             dk, grad_states, grad_start = scan(chunks, q, plan, grad_end, backward=True, heads=heads, end=wants_start)

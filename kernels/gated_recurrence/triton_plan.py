@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gated_recurrence.triton_decays import CHUNK
+from kernels.launching import on_grid
 from kernels.rounding import cdiv
 
 FIRST, LAST = 1, 2  # flags of a segment: of its sequence's segments
@@ -58,7 +59,7 @@ def make_plan(batch: int, length: int, cu_seqlens: Tensor | None, segment: int, 
         offsets = F.pad(pieces.cumsum(1, dtype=torch.int32), (1, 0))
     tables = [torch.empty(count, FIELDS, dtype=torch.int32, device=device) for count in counts]
     block = 256
-    _fill_tables[(cdiv(max(counts), block),)](
+    on_grid(_fill_tables, (cdiv(max(counts), block),))(
         *tables,
         cu_seqlens,
         offsets,

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_plan import FIELDS, FIRST, LAST, Plan
 from kernels.gated_recurrence.triton_scores import Chunks, launch_options, precision, shared_memory, strides_in_units
+from kernels.launching import on_grid
 from kernels.rounding import cdiv, next_power_of_2
 
 STRIDES = ["z_stride_b", "z_stride_t", "z_stride_h"]
@@ -63,7 +64,7 @@ def scan(
     slices = cdiv(width_e, block_e)
 
     def launch(out, states, start, end, start_strides, end_strides, totals, LOCAL):
-        kernel[(slices, heads, plan.segments.shape[0])](
+        on_grid(kernel, (slices, heads, plan.segments.shape[0]))(
             chunks.x,
             chunks.y,
             chunks.scores,
@@ -120,7 +121,7 @@ def join(joined: Tensor, totals: Tensor, start: Tensor | None, plan: Plan, *, ba
     """
     _, heads, width, width_e = joined.shape
     block = 1024
-    _join[(cdiv(width * width_e, block), heads, plan.num_sequences)](
+    on_grid(_join, (cdiv(width * width_e, block), heads, plan.num_sequences))(
         joined,
         totals,
         start,

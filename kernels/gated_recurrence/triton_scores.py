@@ -38,6 +38,7 @@ from kernels.gated_recurrence.triton_decays import (
     weighted_sums,
 )
 from kernels.gated_recurrence.triton_plan import FIELDS, RUN, Plan
+from kernels.launching import on_grid
 from kernels.rounding import cdiv
 
 
@@ -131,7 +132,7 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
     slices = cdiv(width, block)
     # Two kernels, each for its own chunks: one for all would take the registers of both.
     for strong in (False, True):
-        _decay_chunks[(heads_x, cdiv(plan.chunks.shape[0], RUN if strong else 1))](
+        on_grid(_decay_chunks, (heads_x, cdiv(plan.chunks.shape[0], RUN if strong else 1)))(
             x,
             y,
             log_decay,

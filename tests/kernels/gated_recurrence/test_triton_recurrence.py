@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels import gated_recurrence, gated_slot_attention
+from kernels import gated_recurrence, gated_slot_attention, launching
 from kernels.gated_recurrence import gated_recurrence_reference, gated_slot_attention_reference, triton_operator
 from kernels.gated_recurrence.triton_decays import CHUNK
 from kernels.gated_recurrence.triton_operator import triton_recurrence
+from kernels.gated_recurrence.triton_plan import make_plan
 
 # The interpreter's products of bfloat16 are wrong.
 HALVES = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
@@ -90,7 +91,8 @@ def num_segments(inputs, cu_seqlens=None):
     """How many segments sequences are cut into, all together."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     k, v, log_decay = (inputs[name].to(device) for name in ("k", "v", "log_decay"))
-    plan = triton_operator._plan(k, v, log_decay, None if cu_seqlens is None else cu_seqlens.to(device))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(device)
+    plan = make_plan(*k.shape[:2], cu_seqlens, triton_operator._segment_of(k, v, log_decay, cu_seqlens), device)
     return int((plan.segments[:, 3] > 0).sum()) if plan.in_segments else plan.num_sequences
 
 
@@ -342,6 +344,22 @@ def test_what_is_kept_for_the_backward_pass_changes_no_bit(
     for name in results[0]:
         assert torch.equal(results[0][name], results[1][name]), name
         assert torch.equal(results[0][name], results[2][name]), name
+
+
+@pytest.mark.parametrize("form", ["key", "value"])
+def test_launches_that_wait_for_each_others_kernels_change_no_bit(
+    make_inputs, out_and_gradients, on_device, form, monkeypatch
+):
+    monkeypatch.setattr(triton_operator, "LEAST_SEGMENT", CHUNK)
+    inputs = make_inputs(1, 2 * CHUNK + 9, (2, 1), (5, 3), form=form, states=3, dtype=torch.float32)
+    options = {**axis(form), "cu_seqlens": int32(0, 9, 9, 2 * CHUNK + 9), "memory_budget": 0}
+    at_once, numbers = out_and_gradients(on_device(by_kernels), inputs, **options), []
+    monkeypatch.setattr(launching, "_compile", lambda launches: numbers.append(len(launches)))
+    monkeypatch.setattr(triton_operator, "_kernels_ready", lambda *_: launching.compiled_side_by_side(object()))
+    waited = out_and_gradients(on_device(by_kernels), inputs, **options)
+    assert numbers == ([6, 12] if form == "key" else [8, 12])
+    for name in at_once:
+        assert torch.equal(at_once[name], waited[name]), name
 
 
 @pytest.mark.parametrize("form", FORMS)
