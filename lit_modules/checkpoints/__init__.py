@@ -1,8 +1,8 @@
-"""Checkpoints that appear whole or not at all, that are checked before they are loaded, and that bring everything back.
+"""Checkpoints that appear atomically, are verified before loading, and restore the complete state.
 
-One format for every strategy and any number of ranks, written in the background by torch.distributed.checkpoint:
-`folders` has its layout. `Checkpoints` says when one is written, `Checkpointed` makes a Lightning strategy write it,
-`newest_whole` finds the one to go on from, `consolidated` gives its weights to who has one device.
+One format for every strategy and any number of ranks, written in the background by torch.distributed.checkpoint; see
+`folders` for its layout. `Checkpoints` decides when to write, `Checkpointed` makes a Lightning strategy write,
+`newest_whole` finds the checkpoint to resume from, `consolidated` loads the weights on one device.
 """
 
 from lit_modules.checkpoints.folders import (

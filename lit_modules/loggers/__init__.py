@@ -1,1 +1,1 @@
-"""Where a run's numbers and pictures go: wandb, metrics.csv and the run's folder."""
+"""Loggers and figures of a run: wandb, metrics.csv and PNG files."""

@@ -1,4 +1,4 @@
-"""`metrics.csv`, where a run's metrics always go."""
+"""Log every run's metrics to `metrics.csv`."""
 
 import csv
 import io
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class MetricsCsv(Logger):
-    """`metrics.csv` in the run's folder: a row each time something is logged, on the disk at once.
+    """Write `metrics.csv` in the run's folder: one row per log call, written at once.
 
-    Lightning's own CSV logger removes the file when a run is resumed. This one keeps it, and drops only the rows of
-    steps that the resumed run does again. A new metric adds a column.
+    Lightning's own CSV logger deletes the file when a run is resumed. This one keeps it, and drops only the rows of
+    steps that the resumed run repeats. A new metric adds a column.
 
     Args:
         folder: the run's folder.
@@ -42,11 +42,12 @@ class MetricsCsv(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `config.yaml` in the same folder has them."""
+        """Do nothing: `config.yaml` in the same folder has them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append a row: the optimizer step, then the metrics by column. A full disk costs the row, not the run."""
+        """Append a row: the optimizer step, then the metrics by column. On a full disk the row is lost, but the run
+        continues."""
         try:
             self.append({"step": step, **metrics})
         except OSError as error:
@@ -60,7 +61,7 @@ class MetricsCsv(Logger):
             csv.writer(handle).writerow([row.get(column, "") for column in self.columns])
 
     def resume_from(self, step: int) -> None:
-        """Drop the rows of later steps than `step`, and a last row that a kill has cut."""
+        """Drop the rows after `step`, and a last row that a kill truncated."""
         if self.path.is_file():
             rows = self.rows()[1:]
             if rows and len(rows[-1]) < len(self.columns):
@@ -68,14 +69,14 @@ class MetricsCsv(Logger):
             self.rewrite(self.columns, [row for row in rows if int(row[0]) <= step])
 
     def rows(self) -> list[list[str]]:
-        """All rows of the file, the header first."""
+        """Return all rows of the file, header first."""
         if not self.path.is_file():
             return [[]]
         with open(self.path, encoding="utf-8", newline="") as handle:
             return list(csv.reader(handle)) or [[]]
 
     def rewrite(self, columns: list[str], rows: list[list[str]]) -> None:
-        """Put `rows`, filled up to `columns`, in place of the file's."""
+        """Replace the file's rows by `rows`, padded to `columns`."""
         text = io.StringIO(newline="")
         csv.writer(text).writerows([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)])
         write_atomic(self.path, text.getvalue())

@@ -1,4 +1,4 @@
-"""The pictures of a run, as PNG files, drawn without a display."""
+"""Draw the figures of a run as PNG files, without a display."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ TRAIN, HELD_OUT, MARK = "#4c72b0", "#c44e52", "#555555"
 
 
 def moving_average(values: np.ndarray, weights: np.ndarray, window: int) -> np.ndarray:
-    """The weighted mean of `values` over a centred window (shorter at the ends); NaN where no weight is."""
+    """Return the weighted mean of `values` over a centred window (shorter at the ends); NaN without weight."""
     half = window // 2
     total = np.concatenate([[0.0], np.cumsum(np.where(weights > 0, values, 0.0) * weights)])
     weight = np.concatenate([[0.0], np.cumsum(weights)])
@@ -25,7 +25,7 @@ def moving_average(values: np.ndarray, weights: np.ndarray, window: int) -> np.n
 
 
 def draw_loss(train: Sequence[tuple[float, float]], held_out: Sequence[tuple[float, float]], path: Path) -> Path:
-    """Loss in nats per token against tokens: `train` and `held_out` are (tokens, loss) pairs."""
+    """Draw loss in nats per token over tokens: `train` and `held_out` are (tokens, loss) pairs."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(*zip(*train, strict=True), color=TRAIN, label="training")
@@ -42,14 +42,14 @@ def draw_loss(train: Sequence[tuple[float, float]], held_out: Sequence[tuple[flo
 def draw_position_loss(
     loss: np.ndarray, tokens: np.ndarray, window: int, training_length: int, path: Path, least: int = 32
 ) -> Path:
-    """The loss L(i) with i tokens of context, smoothed, and the perplexity P(l) up to l of them (FoX, figure 2).
+    """Draw the loss L(i) with i tokens of context, smoothed, and the perplexity P(l) up to l of them (FoX, figure 2).
 
     Args:
-        loss: [positions], mean loss in nats after 1, 2, ... tokens of a document's part within one sequence: what the
-            model sees. Where a sequence ends within a document, the rest begins without context.
-        tokens: [positions], how many held-out tokens each mean is of.
+        loss: [positions], mean loss in nats after 1, 2, ... tokens of a document's part within one sequence: the
+            context that the model sees. If a sequence ends within a document, the rest starts without context.
+        tokens: [positions], number of held-out tokens in each mean.
         window: tokens of the moving average.
-        training_length: where the dashed line stands.
+        training_length: position of the dashed line.
         least: positions past the last one with this many tokens are noise, and are not drawn.
     """
     enough = np.flatnonzero(tokens >= least)
@@ -62,7 +62,7 @@ def draw_position_loss(
     left.set_ylabel(f"loss (nats, {window}-token average)")
     left.set_xlabel("tokens of context i (of the document, within its sequence)")
     seen = np.cumsum(np.where(tokens > 0, loss, 0.0) * tokens) / np.maximum(np.cumsum(tokens), 1)
-    from_start = slice(min(window, shown) // 2, None)  # before, it is the perplexity of a handful of tokens
+    from_start = slice(min(window, shown) // 2, None)  # earlier values average only a few tokens
     right.plot(position[from_start], np.exp(seen)[from_start], color=HELD_OUT)
     right.set_ylabel("perplexity with up to l tokens of context")
     right.set_xlabel("tokens of context l")
@@ -75,7 +75,7 @@ def draw_position_loss(
 
 
 def draw_gates(maps: Sequence[tuple[str, np.ndarray | None, np.ndarray]], path: Path) -> Path:
-    """The forget-gate matrix F and the attention A of chosen heads (FoX, figure 3).
+    """Draw the forget-gate matrix F and the attention A of chosen heads (FoX, figure 3).
 
     Args:
         maps: for each head its title, F [tokens, tokens] with F_ij = prod of f_l for j < l <= i (None without a gate),

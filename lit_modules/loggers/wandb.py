@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases, where it is asked for."""
+"""Log metrics to Weights & Biases, if configured."""
 
 import html
 import logging
@@ -17,23 +17,25 @@ from lit_modules.loggers.wandb_sync import RUN_ID, UNSENT, no_answer, no_key, se
 
 log = logging.getLogger(__name__)
 
-BEGIN_SECONDS = 30.0  # that wandb may take to begin a run; it asks its server
-END_SECONDS = 20.0  # that it may take to send the rest: less than SLURM gives a job that it preempts
+BEGIN_SECONDS = 30.0  # timeout for wandb to start a run, which queries its server
+END_SECONDS = 20.0  # timeout for sending the rest: less than SLURM's grace time for preempted jobs
 
 
 class Wandb(WandbLogger):
-    """Weights & Biases with steps given by us, so that a resumed run goes on in the same run, also offline.
+    """Weights & Biases with our own steps, so that a resumed run continues in the same wandb run, also offline.
 
-    Everything is written below the run's folder first, and sent from there by a process of wandb's own: a server that
-    cannot be reached for a while, or until the end, neither stops nor slows the training. What it has not taken then,
-    `palimpsest job=sync` sends later.
+    Everything is written below the run's folder first; wandb's own process sends it from there. An unreachable server
+    neither stops nor slows training. `palimpsest job=sync` later sends what the server did not receive.
 
     Args:
-        folder: the run's folder; it keeps the id of the wandb run, which a resume goes on with.
+        folder: the run's folder; it keeps the id of the wandb run, which a resume continues.
         settings: the resolved configuration, the commit and the ranks, which become wandb's config.
-        mode: "online", "offline", or "auto": as the environment's WANDB_MODE says, and offline where there is no key or
-            the server does not answer.
+        mode: "online", "offline", or "auto": the environment's WANDB_MODE, and offline without a key or if the server
+            does not answer.
         project, entity, group, tags: as in wandb.init.
+
+    Raises:
+        ValueError: `mode` is unknown.
     """
 
     def __init__(
@@ -68,10 +70,10 @@ class Wandb(WandbLogger):
 
     @property
     def experiment(self) -> Any:
-        """wandb's run, begun when it is first asked for (a run that is refused before leaves none).
+        """wandb's run, started on first access, so that a run refused earlier leaves none.
 
         Raises:
-            ValueError: with mode "online", wandb could not begin it.
+            ValueError: with mode "online", wandb could not start it.
         """
         if self._experiment is None and rank_zero_only.rank == 0:
             try:
@@ -86,19 +88,19 @@ class Wandb(WandbLogger):
                     f"wandb could not begin ({one_line(error)}), so the run is kept offline for `palimpsest job=sync`"
                 )
                 self._wandb_init["mode"] = "offline"
-                wandb.teardown()  # its process holds the id of the run that could not begin
+                wandb.teardown()  # wandb's process holds the id of the failed run
                 self.begin()
         return super().experiment
 
     def begin(self) -> None:
-        """Begin or go on with wandb's run; where it has earlier parts that were not sent, send these first."""
+        """Start or continue wandb's run, after sending its earlier unsent parts."""
         if self._wandb_init["mode"] == "online" and (left := send(unsent_parts(self.folder))):
             raise OSError(f"{len(left)} earlier parts of the run could not be sent, and come first")
         super().experiment  # noqa: B018 (Lightning's property begins it)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log with wandb's own step set: an offline run that is resumed would otherwise begin again at step 0."""
+        """Log with wandb's own step set: otherwise a resumed offline run would restart at step 0."""
         self.going_on(lambda: self.experiment.log({**metrics, "trainer/global_step": step}, step=step))
 
     @rank_zero_only
@@ -113,11 +115,11 @@ class Wandb(WandbLogger):
     def log_text(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
     ) -> None:
-        """Log rows of text as a page. (wandb's own table is an artifact, and beginning one waits for the server.)"""
+        """Log rows of text as an HTML page. wandb's own table is an artifact, whose creation waits for the server."""
         self.going_on(lambda: self.experiment.log({key: wandb.Html(page_of(columns, data))}, step=step))
 
     def going_on(self, call: Callable[[], None]) -> None:
-        """Call wandb; where it fails (its process is gone, the disk is full) that costs one line, not the run."""
+        """Call wandb; log its first failure (process gone, disk full) instead of ending the run."""
         try:
             call()
         except (wandb.Error, OSError) as error:
@@ -127,10 +129,13 @@ class Wandb(WandbLogger):
 
     @rank_zero_only
     def close(self, exit_code: int, preempted: bool = False) -> None:
-        """Send or write what is pending and end wandb's part of the run.
+        """Send or write pending data and finish wandb's part of the run. Only the first call counts.
 
-        0 ends it as finished, another code as failed; `preempted` (with another code than 0) says that it will go on.
-        What the server does not take within seconds stays on the disk, and a line says so. Only the first call counts.
+        Data that the server does not take in time stays on disk, and a warning says so.
+
+        Args:
+            exit_code: 0 marks the run as finished, any other code as failed.
+            preempted: with a code other than 0: the run will be resumed.
         """
         begun = self._experiment
         if begun is None or self.is_closed:
@@ -146,7 +151,7 @@ class Wandb(WandbLogger):
 
 
 def run_id(folder: Path) -> str:
-    """The id of the wandb run of a run's folder, made when it is first asked for."""
+    """Return the id of the wandb run for a run's folder, created on first use."""
     path = folder / "wandb" / RUN_ID
     if not path.is_file():
         write_atomic(path, secrets.token_hex(4))
@@ -154,20 +159,19 @@ def run_id(folder: Path) -> str:
 
 
 def page_of(columns: Sequence[str], data: Sequence[Sequence[Any]]) -> str:
-    """An HTML table of texts, which are shown as they are: markup and line breaks in them, too."""
+    """Return an HTML table that shows texts verbatim, including markup and line breaks."""
     rows = [("th", columns), *(("td", row) for row in data)]
     cells = ("".join(f"<{tag}>{html.escape(str(text))}</{tag}>" for text in row) for tag, row in rows)
     return f'<table style="white-space: pre-wrap">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, without its line breaks."""
+    """Return an error's message without line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def found_mode() -> str:
-    """wandb's mode where none is asked for: the environment's, or offline without a key or an answer of its server,
-    and the log says so."""
+    """Return wandb's mode for "auto": the environment's, or offline, with a log line, without a key or server."""
     asked = os.environ.get("WANDB_MODE", "online")
     if asked != "online":
         return asked

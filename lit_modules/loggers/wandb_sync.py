@@ -1,11 +1,11 @@
-"""`job=sync`: send to wandb what runs without a network have kept on the disk.
+"""`job=sync`: send the wandb data of offline runs from disk.
 
-A run leaves a folder in `<run>/wandb/` each time it starts: `offline-run-...`, or `run-...` where it could send at
-once. All of them have the id of the one wandb run that they are parts of. `wandb sync` sends the parts of a run in the
-order in which they began, each one behind the rows that are there, and writes `.wandb.synced` beside what it has sent.
-A part that was being sent, and of which wandb did not take the rest at the end, has the file `unsent`; it is sent from
-its beginning, so that rows which had arrived are there twice, the same at the same step. A part that was killed while
-it was being sent is left as it is: all but its last seconds have arrived, and the resumed run does these again.
+Each start of a run creates a folder in `<run>/wandb/`: `offline-run-...`, or `run-...` if it could send at once. All
+are parts of one wandb run and share its id. `wandb sync` sends the parts of a run in order of their start, appends each
+after the existing rows, and marks a sent part with a `.wandb.synced` file. A part whose remaining data wandb did not
+take at the end has the file `unsent`; it is sent from its start, so rows that had arrived appear twice, identical at
+the same step. A part that was killed while sending online is left alone: all but its last seconds have arrived, and the
+resumed run repeats those.
 """
 
 import netrc
@@ -24,17 +24,17 @@ from lit_modules.launching import run_folder
 
 RUN_ID = "run-id.txt"  # in <run>/wandb: the id of the wandb run
 UNSENT = "unsent"  # in a part's folder
-# Tries of a request. wandb's own numbers are meant for a run, which has hours: it would go on for many minutes.
+# Most retries of a request. wandb's own numbers suit a run that lasts hours: it would retry for many minutes.
 FEW_TRIES = {f"WANDB__{kind}_RETRY_MAX": "4" for kind in ("GRAPHQL", "FILE_STREAM", "FILE_TRANSFER")}
 
 
 def run(cfg: DictConfig) -> None:
-    """Send the unsent parts of all runs below `runs_dir`, or of the one run's folder `run`, and print what was sent.
+    """Send the unsent parts of all runs below `runs_dir`, or of the run's folder `run`, and print the result.
 
-    A run that is going on is left for later: wandb would take the part that is there for the whole.
+    A run that is still running is skipped: wandb would take its current part as complete.
 
     Raises:
-        ValueError: `run` is no run's folder, there is no `runs_dir`, or no key for wandb.
+        ValueError: `run` is not a run's folder, `runs_dir` does not exist, or there is no key for wandb.
         RunFailed: wandb's server does not answer, or did not take everything.
     """
     waiting = {folder: parts for folder in run_folders(cfg.run, cfg.runs_dir) if (parts := unsent_parts(folder))}
@@ -59,10 +59,10 @@ def run(cfg: DictConfig) -> None:
 
 
 def run_folders(run: str | None, runs_dir: str) -> list[Path]:
-    """The folders of the runs that have something of wandb's, by name.
+    """Return the folders of the runs with wandb data, by name.
 
     Raises:
-        ValueError: `run` has nothing of wandb's, or `runs_dir` is not there.
+        ValueError: `run` has no wandb data, or `runs_dir` does not exist.
     """
     if run is not None:
         if not (Path(run) / "wandb" / RUN_ID).is_file():
@@ -76,14 +76,14 @@ def run_folders(run: str | None, runs_dir: str) -> list[Path]:
 
 
 def run_id(folder: Path) -> str:
-    """The id of the wandb run of a run's folder."""
+    """Return the id of the wandb run for a run's folder."""
     return (folder / "wandb" / RUN_ID).read_text(encoding="utf-8").strip()
 
 
 def unsent_parts(folder: Path) -> list[Path]:
-    """The parts of a run that wandb does not have, or not whole, in the order in which they began.
+    """Return the parts of a run that wandb lacks or has only in part, in order of their start.
 
-    A part that was killed before wandb wrote anything holds a few bytes, and is left out.
+    A part killed before wandb wrote any record holds a few bytes, and is left out.
     """
     offline = folder.glob("wandb/offline-run-*")
     online = (mark.parent for mark in folder.glob(f"wandb/run-*/{UNSENT}"))
@@ -92,24 +92,23 @@ def unsent_parts(folder: Path) -> list[Path]:
 
 
 def holds_records(part: Path) -> bool:
-    """Whether anything stands behind the head of the part's record."""
+    """Return whether the part's file holds more than its header."""
     return any(file.stat().st_size > 7 for file in part.glob("*.wandb"))
 
 
 def is_synced(part: Path) -> bool:
-    """Whether `wandb sync` has sent the part."""
+    """Return whether `wandb sync` has sent the part."""
     return any(part.glob("*.wandb.synced"))
 
 
 def send(parts: list[Path]) -> list[Path]:
-    """Call `wandb sync`, which puts the parts in order, and return those that could not be sent. What it says goes to
-    stderr."""
+    """Run `wandb sync`, which orders the parts, and return those that could not be sent. Its output goes to stderr."""
     if not parts:
         return []
     command = [sys.executable, "-m", "wandb", "sync", "--include-online", *map(str, parts)]
-    with tempfile.TemporaryDirectory() as logs:  # of its own, which it would leave in the current folder
+    with tempfile.TemporaryDirectory() as logs:  # otherwise wandb leaves its logs in the current folder
         environment = {**FEW_TRIES, **os.environ, "WANDB_MODE": "online", "WANDB_DIR": logs}
-        subprocess.run(command, env=environment, stdout=sys.stderr, check=False)  # what it has sent, it marks
+        subprocess.run(command, env=environment, stdout=sys.stderr, check=False)  # sent parts are marked
     return [part for part in parts if not is_synced(part)]
 
 
@@ -118,12 +117,12 @@ def server_url() -> str:
 
 
 def no_key() -> str | None:
-    """What to say where there is no key for wandb's server; None where there is one."""
+    """Return the error message if there is no key for wandb's server, else None."""
     host = urllib.parse.urlsplit(server_url()).hostname or ""
     if os.environ.get("WANDB_API_KEY"):
         return None
     try:
-        if netrc.netrc().authenticators(host) is not None:  # where `wandb login` puts it
+        if netrc.netrc().authenticators(host) is not None:  # written by `wandb login`
             return None
     except (OSError, netrc.NetrcParseError):
         pass
@@ -131,12 +130,12 @@ def no_key() -> str | None:
 
 
 def no_answer() -> str | None:
-    """What to say where wandb's server does not answer within seconds; None where it does."""
+    """Return the error message if wandb's server does not answer within seconds, else None."""
     try:
-        # wandb itself would wait for minutes; proxies in the environment are used as wandb uses them
+        # wandb itself would wait for minutes; urllib uses the environment's proxies as wandb does
         urllib.request.urlopen(server_url(), timeout=5).close()
     except urllib.error.HTTPError as error:
-        # an answer, if not to this question; but what stands in front of a server answers for one that is down
+        # a client error is an answer; a 5xx may come from a proxy in front of a server that is down
         return None if error.code < 500 else f"{server_url()} does not answer ({error})"
     except (OSError, ValueError) as error:
         return f"{server_url()} does not answer ({error})"
