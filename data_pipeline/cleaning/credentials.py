@@ -1,7 +1,7 @@
-"""Where a text has credentials: private keys, tokens of known form, passwords in addresses, settings and headers.
+"""Find credentials in text: private keys, tokens of known form, passwords in URLs, settings and headers.
 
-Every expression runs in time linear in the text: each repetition is bounded, or its end can be told from its next
-character, and none can begin within another's run.
+Every expression runs in time linear in the text: each repetition is bounded, or its next character decides its end, and
+no match can start within another one's run.
 """
 
 import itertools
@@ -13,15 +13,15 @@ from collections.abc import Iterator
 Span = tuple[int, int]
 
 KEY_MARK = re.compile(r"-{4,5} ?(BEGIN|END) ([A-Z0-9]{1,12}[ ]){0,4}PRIVATE KEY( BLOCK)? ?-{4,5}")
-KEY_BODY = re.compile(r"[A-Za-z0-9+/=]{16}")  # a key that says "..." or "your key here" needs no mask
+KEY_BODY = re.compile(r"[A-Za-z0-9+/=]{16}")  # "..." or "your key here" as a key needs no mask
 KEY_CHARACTERS = 65_536  # the longest private key with its headers
-# What follows a BEGIN whose END is cut off: lines of base64, quoted or with \n in them as in JSON and Python strings.
+# Text after a BEGIN without END: lines of base64, quoted or with \n in them as in JSON and Python strings.
 KEY_REST = re.compile(r"(?:[A-Za-z0-9+/=:,>#|*\"' \t\r\n-]|\\[nrt\\])*")
 PUTTY_KEY = re.compile(r"PuTTY-User-Key-File-\d:[^\n]{0,80}\n(?:[^\n]{0,200}\n){0,80}?Private-MAC: ?[0-9a-f]{8,128}")
 
 BREAK = r"(?:\\?\r?\n[ \t>#]{0,16})"  # a long token may be wrapped
 WRAPPED_WORD = rf"[\w-]{{8,}}+(?:{BREAK}[\w-]{{16,}}+){{0,32}}+"
-# name: (what every match has one of, expression). A match with a group is masked in the group alone.
+# name: (literals of which every match contains one, expression). If the expression has a group, only that is masked.
 TOKENS: dict[str, tuple[str, str]] = {
     "aws_key_id": ("AKIA ASIA ABIA ACCA", r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA)[A-Z2-7]{16}(?![A-Za-z0-9])"),
     "google_api_key": ("AIza", r"(?<![\w-])AIza[\w-]{35}(?![\w-])"),
@@ -78,13 +78,13 @@ AUTHORIZATION = re.compile(
     re.IGNORECASE,
 )
 BEARER = re.compile(r"(?<![A-Za-z])(?:bearer|basic)[ \t]{1,4}([A-Za-z0-9+/_.~-]{12,1024}={0,2})", re.IGNORECASE)
-# Passwords without an equals sign: files for programs that log in, options of commands, statements of databases.
+# Passwords without an equals sign: login files of programs, command options, database statements.
 GIVEN = [
     ("password", re.compile(r"(?<!\S)(?:login|user|account)\s{1,8}\S{1,128}\s{1,8}password\s{1,8}(\S{1,128})")),
     (":", re.compile(r"(?m)^[\w.*-]{1,128}:(?:\d{2,5}|\*):[\w.*-]{1,64}:[\w.*-]{1,64}:(\S{4,128})$")),
     ("-u", re.compile(r"(?<!\S)(?:-u|--user|--proxy-user)[ =]{1,2}['\"]?[^\s:'\"]{1,128}:([^\s'\"]{4,256})")),
     (
-        "=",  # the environment: a value may have any sign
+        "=",  # environment variables: a value may have any character
         re.compile(
             r"(?m)^[ \t]{0,16}(?:export[ ]|set[ ]|-[ ])?[A-Z0-9_]{0,64}(?:PASSWORD|PASSWD|PASSPHRASE|PWD|_PASS)="
             r"([^\s\"'`]{6,512})[ \t]{0,16}$"
@@ -102,8 +102,8 @@ GIVEN = [
 ]
 SQL = re.compile(r"(identified[ ]by|password)[ ]{1,4}'([^'\n]{4,128})'", re.IGNORECASE)
 
-# Settings are found by the ends of their names, in lower case: an equals sign or colon, and a value follow, quoted or
-# up to a space, maybe on the next line.
+# Settings are found by the ends of their names, in lower case, followed by an equals sign or colon and a value, quoted
+# or up to a space, possibly on the next line.
 NAME = re.compile(
     r"passw(?:or)?d|passwrd|passphrase|pwd|secret|token|credentials?|_auth|userpass|"
     r"(?<=[a-z_.-])(?<!public)(?<!public[_.-])key"
@@ -116,9 +116,9 @@ VALUE = re.compile(
     r"|([^\s\"'`<>(){}\[\],;&|\\]{6,512}+)(?![(\[]))"
 )
 UNQUOTED = 5  # the group of a value without quotes
-# What belongs to a long value: the rest of it, and lines of base64 that it is wrapped to.
+# Continuation of a long value: the rest of it, and lines of base64 that it is wrapped to.
 REST = re.compile(r"[A-Za-z0-9+/=_.~-]*+(?:\\?\r?\n[ \t>#]{0,16}[A-Za-z0-9+/]{24,}+={0,2}(?=[\s\"',;]|\Z))*+")
-JUDGED_CHARACTERS = 64  # of a value
+JUDGED_CHARACTERS = 64  # per value
 PASSWORD_NAMES = ("pass", "pwd", "_auth", "userpass")
 
 EXAMPLE_MARK = re.compile(
@@ -134,7 +134,7 @@ EXAMPLE_WORDS = frozenset(
     1 2 12 123 1234 12345 123456 12345678
     """.split()  # noqa: SIM905
 )
-# Variables, templates, names with dots, addresses, paths, regular expressions.
+# Variables, templates, dotted names, URLs, paths, regular expressions.
 CODE = re.compile(
     r"\$\{|\$\(|^\$(?:[A-Z_][A-Z0-9_]*|[A-Za-z_]+)$|^%\w+%$|\{\{|\{\w*\}|%[sdr](?![0-9a-fA-F])|%\(|\w\(\)$|"
     r"^<|^[\[({][\w .-]+[\])}]$|^[&*!@][A-Za-z_]+$|^--[a-z]|^https?://|^\^.*[$*+]$|\\[wds]|\[\^?[a-z0-9]-|"
@@ -144,7 +144,7 @@ CODE = re.compile(
 
 
 def credentials(text: str) -> Iterator[tuple[Span, str]]:
-    """Yield ((start, end), kind) of every credential found, in no order; they may overlap."""
+    """Yield ((start, end), kind) of every credential found, unordered; they may overlap."""
     for span in _private_keys(text):
         yield span, "private_key"
     for literals, expression in COMPILED:
@@ -163,7 +163,7 @@ def credentials(text: str) -> Iterator[tuple[Span, str]]:
 
 
 def _private_keys(text: str) -> Iterator[Span]:
-    """Yield private keys from BEGIN to END; where END is missing, as far as the text looks like a key."""
+    """Yield private keys from BEGIN to END, or without END, as far as the text looks like a key."""
     if "PRIVATE KEY" in text:
         begin = None
         for mark in KEY_MARK.finditer(text):
@@ -219,12 +219,12 @@ def _in_settings(text: str) -> Iterator[tuple[Span, str]]:
                 if _secret_in_setting("password", match[1], quoted=False):
                     yield match.span(1), "setting"
     for match in SQL.finditer(text) if " '" in text else ():
-        if _secret_in_setting("password", match[2], quoted=match[1].isupper()):  # in lower case it may be prose
+        if _secret_in_setting("password", match[2], quoted=match[1].isupper()):  # lower case may be prose
             yield match.span(2), "setting"
 
 
 def _lower(text: str) -> str:
-    """Return a text in lower case, each character in its place."""
+    """Return a text in lower case with every character at its original index."""
     lower = text.lower()
     if len(lower) == len(text):
         return lower
@@ -232,12 +232,12 @@ def _lower(text: str) -> str:
 
 
 def _is_documented_example(token: str) -> bool:
-    """Whether a token of known form is one that documentation shows on purpose, such as AKIAIOSFODNN7EXAMPLE."""
+    """Return whether a token is a documented example, such as AKIAIOSFODNN7EXAMPLE."""
     return "EXAMPLE" in token.upper() or len(set(token[-16:].lower())) < 5
 
 
 def _is_placeholder(value: str) -> bool:
-    """Whether a value says what belongs in its place (your-password, $TOKEN, config.secret), and is none itself."""
+    """Return whether a value is a placeholder for a secret (your-password, $TOKEN, config.secret)."""
     value = value[:JUDGED_CHARACTERS]
     if EXAMPLE_MARK.search(value) or CODE.search(value):
         return True
@@ -245,7 +245,7 @@ def _is_placeholder(value: str) -> bool:
 
 
 def _secret_in_setting(name: str, value: str, quoted: bool) -> bool:
-    """Whether the value of a setting called `name` is a credential, and not an example, a word or a piece of code."""
+    """Return whether the value of setting `name` is a credential, not an example, a word or a piece of code."""
     value = value[:JUDGED_CHARACTERS].strip()
     if " " in value:
         return False
@@ -257,14 +257,14 @@ def _secret_in_setting(name: str, value: str, quoted: bool) -> bool:
 
 
 def _mixed(value: str) -> bool:
-    """Whether a value has letters, and digits or the signs that passwords are told to have."""
+    """Return whether a value has letters, and digits or the special characters of typical passwords."""
     return any(map(str.isalpha, value)) and any(
         character.isdigit() or not (character.isalnum() or character in "_-./:") for character in value
     )
 
 
 def looks_random(value: str, minimum: int) -> bool:
-    """Whether a value of at least `minimum` characters has the letters, digits and entropy of a key."""
+    """Return whether a value of at least `minimum` characters has the letters, digits and entropy of a key."""
     body = value.rstrip("=")
     if len(value) < minimum or not any(map(str.isalpha, body)):
         return False
@@ -274,7 +274,7 @@ def looks_random(value: str, minimum: int) -> bool:
 
 
 def _changes_case(value: str) -> bool:
-    """Whether letters alone are a key: they change case every second time; in namesLikeThis, every third at most."""
+    """Return whether letters alone are a key: case changes about every second letter; in namesLikeThis, every third."""
     if len(value) < 20 or value.islower() or value.isupper():
         return False
     changes = sum(before.isupper() != after.isupper() for before, after in itertools.pairwise(value))
@@ -282,6 +282,6 @@ def _changes_case(value: str) -> bool:
 
 
 def entropy(value: str) -> float:
-    """Return the Shannon entropy of a value's characters, in bits a character."""
+    """Return the Shannon entropy of a value's characters, in bits per character."""
     counts = Counter(value).values()
     return math.log2(len(value)) - sum(count * math.log2(count) for count in counts) / len(value)

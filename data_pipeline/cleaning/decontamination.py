@@ -1,4 +1,4 @@
-"""Decontamination: documents that hold parts of an evaluation set, found by n-grams, and told one by one."""
+"""Decontamination: drop documents that contain parts of an evaluation set, found by n-grams, and report each."""
 
 import json
 import os
@@ -18,15 +18,15 @@ from data_pipeline.identity import file_identity
 ENDINGS = (".json", ".jsonl", ".txt", ".md")
 JSON_BYTES = 512 * 1024 * 1024  # a .json file is parsed whole
 KEY = "corpus.cleaning.decontamination"
-SHORT_WORDS = 5  # short items are found by their first words, then compared whole
+SHORT_WORDS = 5  # short items are found by their first words, then compared completely
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
     """Files of an evaluation set: `path` is a file or a folder of .json, .jsonl, .txt and .md files.
 
-    `fields`: names of the fields to use (`answer`, `messages.content`: through lists and objects), or None for every
-    string. In text files each paragraph is an item.
+    `fields`: names of the fields to use (`answer`, `messages.content`: through lists and objects), or None for all
+    strings. In text files each paragraph is an item.
     """
 
     name: str
@@ -34,7 +34,7 @@ class EvaluationSet:
     fields: list[str] | None = None
 
     def files(self) -> list[Path]:
-        """Return the files, sorted. Raises ValueError where there is none."""
+        """Return the files, sorted; raise ValueError if there are none."""
         path = Path(self.path).expanduser()
         found = sorted(path.rglob("*")) if path.is_dir() else [path]
         files = [file for file in found if file.is_file() and file.name.lower().endswith(ENDINGS)]
@@ -44,7 +44,7 @@ class EvaluationSet:
         return files
 
     def items(self) -> Iterator[tuple[str, str]]:
-        """Yield (where it is, text) of every item. Raises ValueError for a broken file, or where no field is there."""
+        """Yield (location, text) of every item; raise ValueError for a broken file, or if no field is found."""
         empty = True
         for file in self.files():
             for place, text in self._read(file):
@@ -115,16 +115,20 @@ def _field(record: object, names: list[str]) -> Iterator[object]:
 
 
 class Decontamination(BaseFilter):
-    """Drop documents that share `ngram` words in a row with an item of an evaluation set.
+    """Drop documents that share `ngram` consecutive words with an item of an evaluation set.
 
-    Words are compared in lower case without punctuation. An item of fewer words counts where it occurs whole, if it
-    has at least `short_characters` characters (and 5 words): shorter ones ("yes", "ls -l") are anywhere. `sets`:
-    {name: {"path", "fields"}}. `ignore`: passages whose n-grams do not count, such as a licence that an item quotes.
-    The index is built once, under `folder`, by whichever task comes first. Each dropped document is a line in
-    `report`/<task>.jsonl: document, set, item, n-gram, the word and the byte at which it begins in the document (both
-    in its normalized form), and how many n-grams were found in all.
+    Words are compared in lower case without punctuation. An item of fewer words must occur completely, and counts only
+    if it has at least `short_characters` characters (and 5 words): shorter ones ("yes", "ls -l") occur everywhere.
+    The first task builds the index, once. Each dropped document is a line in `report`/<task>.jsonl: document, set,
+    item, n-gram, the word and byte offset of the match (both in the normalized document), and the number of n-grams
+    found.
 
-    datatrove's NGramsDecontFilter wants lighteval to make its index, and does not tell which item was found.
+    datatrove's NGramsDecontFilter needs lighteval to build its index, and does not report the item it found.
+
+    Args:
+        sets: {name: {"path", "fields"}}.
+        folder: parent of the index.
+        ignore: passages whose n-grams do not count, such as a licence that an item quotes.
     """
 
     name = "decontamination"
@@ -150,14 +154,14 @@ class Decontamination(BaseFilter):
                 raise ValueError(f"{KEY}.sets.{name}: give path, and maybe fields; found {settings}")
         self.sets = [_set(name, settings) for name, settings in sets.items()]
         for evaluation in self.sets:
-            evaluation.files()  # a wrong path is told now, not in a task
+            evaluation.files()  # report a wrong path here, not in a task
         self.folder, self.report = str(folder), None if report is None else str(report)
         self.ngram, self.short_characters, self.ignore = ngram, short_characters, list(ignore)
         self._index: _Index | None = None
         self._lines: object | None = None
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Yield the documents that hold nothing of the sets; the report appears whole when the last one is read."""
+        """Yield the documents without parts of the sets; the report appears complete after the last one."""
         if self.report is None:
             yield from super().run(data, rank, world_size)
             return
@@ -186,7 +190,7 @@ class Decontamination(BaseFilter):
         return False, found["set"]
 
     def build_index(self) -> Path:
-        """Return the folder of the index, building it where it is missing."""
+        """Return the folder of the index; build it if it is missing."""
         identity = {
             "sets": [asdict(evaluation) for evaluation in self.sets],
             "files": [file_identity(evaluation.files()) for evaluation in self.sets],
@@ -229,7 +233,7 @@ def _set(name: str, settings: dict) -> EvaluationSet:
 
 
 class _Index:
-    """The n-grams of evaluation sets, by hash; arrays stay on disk and are mapped."""
+    """Hashed n-grams of evaluation sets, in memory-mapped arrays."""
 
     def __init__(self, folder: Path) -> None:
         self.hashes = np.load(folder / "hashes.npy", mmap_mode="r")
@@ -243,7 +247,7 @@ class _Index:
         self.short_hashes = np.array(sorted(self.short), np.uint64)
 
     def find(self, text: bytes, ngram: int) -> dict | None:
-        """Return what of the sets is first found in a normalized text, and how much of them in all, or None."""
+        """Return the first match in a normalized text and the number of all matches, or None."""
         result, count, words_before = None, 0, 0
         for block in windows(text, ngram) if len(self.hashes) else ():
             places = np.searchsorted(self.hashes, block.hashes)
@@ -279,7 +283,7 @@ def _told(name: str, place: str, passage: bytes, word: int, byte: int) -> dict[s
 
 
 def _hashes_of(texts: Iterable[str], length: int, first: bool = False) -> np.ndarray:
-    """Return the hashes of all windows of texts, sorted and each once; or of the first window alone."""
+    """Return the unique hashes of all windows of the texts, sorted; with `first`, of the first window only."""
     found = [block.hashes for text in texts for block in windows(normalized(text), length)]
     hashes = np.concatenate(found or [np.empty(0, np.uint64)])
     return hashes[:1] if first else np.unique(hashes)

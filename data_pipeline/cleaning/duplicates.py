@@ -1,7 +1,7 @@
-"""Duplicates across all sources: documents that are equal, and documents that are nearly equal (MinHash).
+"""Duplicates across all sources: equal documents, and nearly equal documents (MinHash).
 
-Both are datatrove's. They take several pipelines, one after the other, and count documents: the stages that read must
-read the same documents in the same order, by the same number of tasks.
+Both use datatrove's steps in several consecutive pipelines. These count documents: all reading stages must read the
+same documents in the same order, with the same number of tasks.
 """
 
 from dataclasses import dataclass, field
@@ -23,19 +23,19 @@ from datatrove.utils.hashing import HashConfig
 from data_pipeline.cleaning.windows import normalized, windows
 from data_pipeline.cleaning.words import Words
 
-HASHES = HashConfig(precision=64, hash_fc="sha1")  # datatrove's default is xxhash before version 4 only
+HASHES = HashConfig(precision=64, hash_fc="sha1")  # datatrove before version 4 has xxhash as its default
 PRIME = np.uint64((1 << 61) - 1)
 SHINGLES_AT_ONCE = 1024
 DIGITS = b"0123456789"
-LINES_BUFFERED = 10_000  # of signatures, for each file that is merged
+LINES_BUFFERED = 10_000  # signatures per merged file
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One of several pipelines: all tasks of a stage end before the next begins.
+    """One of several pipelines: all tasks of a stage finish before the next starts.
 
-    `steps`: what the pipeline has after its reader, where `reads` says that documents are read; a stage that does not
-    read begins with these steps. `tasks`: of the executor. `gives`: whether documents come out of it.
+    `steps`: the pipeline, after its reader if `reads`. `tasks`: number of the executor's tasks. `gives`: whether it
+    yields documents.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Stage:
 
 
 def exact_documents(folder: str, tasks: int) -> list[Stage]:
-    """Return the stages that leave one of each set of equal documents: the earliest within its task.
+    """Return the stages that keep one of each set of equal documents: the earliest within its task.
 
-    Documents are equal when their texts are, but for space at either end. `folder`: for what the stages tell each
-    other; it starts empty.
+    Equal texts may differ in leading and trailing white space. `folder` holds the data that the stages exchange; it
+    starts empty.
     """
     config = ExactDedupConfig(content_getter=stripped_bytes, hash_config=HASHES)
     signatures, found = str(Path(folder, "signatures")), str(Path(folder, "duplicates"))
@@ -63,12 +63,12 @@ def exact_documents(folder: str, tasks: int) -> list[Stage]:
 def near_duplicates(
     folder: str, tasks: int, ngram: int = 5, buckets: int = 14, hashes_per_bucket: int = 8, seed: int = 1
 ) -> list[Stage]:
-    """Return the stages that leave one of each cluster of nearly equal documents.
+    """Return the stages that keep one of each cluster of nearly equal documents.
 
-    Documents share a bucket, and then a cluster, when `hashes_per_bucket` least hashes of their n-grams of words are
-    equal: with similarity s, with probability 1 - (1 - s^hashes_per_bucket)^buckets (14 and 8: 92% at 0.8, 56% at
-    0.7). Words are compared without case, punctuation and digits. `folder`: as for `exact_documents`.
-    Clusters are made by one task in memory that grows with the number of duplicates.
+    Documents share a bucket, and then a cluster, if `hashes_per_bucket` minimum hashes of their word n-grams are equal:
+    at similarity s, with probability 1 - (1 - s^hashes_per_bucket)^buckets (14 and 8: 92% at 0.8, 56% at 0.7). Words
+    are compared without case, punctuation and digits. `folder`: as for `exact_documents`. One task forms the clusters,
+    in memory that grows with the number of duplicates.
     """
     for name, value in (("ngram", ngram), ("buckets", buckets), ("hashes_per_bucket", hashes_per_bucket)):
         if value < 1:
@@ -85,7 +85,7 @@ def near_duplicates(
 
 
 class NearDuplicateSignature(MinhashDedupSignature):
-    """datatrove's signatures, with n-grams hashed all at once: six times as fast, and in bounded memory."""
+    """datatrove's signatures with vectorized hashing of n-grams: six times as fast, in bounded memory."""
 
     def get_shingles(self, text: str) -> np.ndarray:
         """Return the hashes of all n-grams of words, uint64 `[n, 1]`."""
@@ -94,7 +94,7 @@ class NearDuplicateSignature(MinhashDedupSignature):
         return np.concatenate(hashes or [np.empty(0, np.uint64)]).reshape(-1, 1)
 
     def get_signature(self, shingles: np.ndarray) -> list[list[int]]:
-        """Return the least hash under each of the random functions, by bucket."""
+        """Return the minimum hash under each of the random functions, by bucket."""
         factors, terms = self.parameters
         least = np.full(self.num_hashes, np.iinfo(np.uint64).max, np.uint64)
         for start in range(0, len(shingles), SHINGLES_AT_ONCE):
@@ -104,15 +104,15 @@ class NearDuplicateSignature(MinhashDedupSignature):
 
 
 class ExactDocumentsFilter(ExactDedupFilter):
-    """datatrove's filter, without the count of duplicates that it writes to every document's metadata."""
+    """datatrove's filter, without the duplicate count it adds to every document's metadata."""
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Yield the documents that are no duplicates."""
+        """Yield the documents that are not duplicates."""
         for document in super().run(data, rank, world_size):
             document.metadata.pop("duplicate_count", None)
             yield document
 
 
 def stripped_bytes(document: Document) -> bytes:
-    """Return what equal documents have in common."""
+    """Return the bytes by which documents are compared."""
     return document.text.strip().encode(errors="replace")

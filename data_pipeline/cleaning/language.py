@@ -1,4 +1,4 @@
-"""Language: identified on the prose alone, since code, commands and logs look like no language or like a wrong one."""
+"""Language, identified on prose alone: code, commands and logs look like no language or a wrong one."""
 
 import functools
 from pathlib import Path
@@ -10,12 +10,12 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from data_pipeline.cleaning.prose import plain_words, split_prose
 
-READ_CHARACTERS = 200_000  # of a document, in search of prose
-JUDGED_CHARACTERS = 1_300  # of prose, from its beginning, middle and end each: more changes no verdict
+READ_CHARACTERS = 200_000  # of a document, searched for prose
+JUDGED_CHARACTERS = 1_300  # of prose, from each of its beginning, middle and end: more does not change the result
 
 
 class Identifier(Protocol):
-    """What tells languages: a probability for each code it knows."""
+    """Interface of a language identifier."""
 
     def probabilities(self, text: str) -> dict[str, float]:
         """Return {language code: probability}."""
@@ -33,7 +33,7 @@ class Langid:
 
 
 class FastText:
-    """A fastText model given by path, such as lid.176.bin (codes as `en`) or GlotLID's (as `eng_Latn`)."""
+    """A fastText model file, such as lid.176.bin (codes like `en`) or GlotLID's (like `eng_Latn`)."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -55,11 +55,11 @@ class FastText:
 
 
 class Language(BaseFilter):
-    """Keep documents whose prose is in one of `languages`: their probabilities together reach `threshold`.
+    """Keep documents whose prose is in one of `languages`: the sum of their probabilities reaches `threshold`.
 
-    Documents with less than `minimum_bytes` of prose are kept, since that is too little to tell: a command with its
-    output has no language. `model`: a fastText language identification model, or None for py3langid. What is found is
-    written to metadata "language" (the likeliest) and "language_score".
+    Documents with less than `minimum_bytes` of prose are kept, as too short to identify: a command with its output has
+    no language. `model`: a fastText language identification model, or None for py3langid. The result is written to
+    metadata "language" (the most probable) and "language_score".
     """
 
     name = "language"
@@ -81,10 +81,10 @@ class Language(BaseFilter):
             raise ValueError(f"corpus.cleaning.language.model={model}: no such file; give a fastText model, or null")
         self.languages, self.threshold = tuple(languages), threshold
         self.minimum_bytes, self.model = minimum_bytes, model
-        self._identifier: Identifier | None = None  # loaded where the step runs, not sent there
+        self._identifier: Identifier | None = None  # loaded in the worker, not pickled
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Return whether the document stays, or (False, the language it is in)."""
+        """Return whether the document stays, or (False, its language)."""
         words = " ".join(plain_words(split_prose(doc.text[:READ_CHARACTERS])[0]))
         prose = _excerpt(words)
         if len(prose.encode(errors="replace")) < self.minimum_bytes:
@@ -103,7 +103,7 @@ class Language(BaseFilter):
         return self._identifier.probabilities(text)
 
     def _check_codes(self) -> None:
-        """Raise ValueError for a code that py3langid does not know: nothing would be kept."""
+        """Raise ValueError for a code unknown to py3langid, which would drop everything."""
         if isinstance(self._identifier, Langid):
             unknown = set(self.languages) - set(self._identifier.probabilities("a text"))
             if unknown:

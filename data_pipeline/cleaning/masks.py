@@ -1,4 +1,4 @@
-"""Personal data masked: mail addresses, public IP addresses, and credentials."""
+"""Mask personal data: mail addresses, public IP addresses, and credentials."""
 
 import ipaddress
 import re
@@ -15,12 +15,12 @@ EMAIL, IP_ADDRESS, SECRET = "EMAIL", "IP_ADDRESS", "SECRET"
 MAIL = re.compile(
     r"(?<![\w.+%-])[\w+%-][\w.+%'-]{0,127}@((?:[^\W_](?:[\w-]{0,61}[^\W_])?\.){1,8}([^\W\d_]{2,24}))(?![\w@-])"
 )
-# Domains of RFC 2606 and 6761, which documents use on purpose, and addresses of services, not of people.
+# Domains of RFC 2606 and 6761, meant for documentation, and addresses of services, not of people.
 EXAMPLE_DOMAIN = re.compile(
     r"(?:^|\.)(?:example(?:\.(?:com|org|net|edu))?|test|invalid|localhost|local)$", re.IGNORECASE
 )
 SERVICE_USERS = frozenset({"git", "hg", "svn"})  # git@host:path
-# What follows an @ but is no domain: instances of systemd units, pictures at two sizes, versions of packages.
+# Words after an @ that are not domains: systemd unit instances, images at two sizes, package versions.
 FILE_ENDINGS = frozenset(
     """
     service socket target timer mount automount slice scope device swap path conf png jpg jpeg gif svg webp js ts css
@@ -36,24 +36,24 @@ VERSION_BEFORE = re.compile(
     re.IGNORECASE,
 )
 TITLE_AFTER = re.compile(r"\.?[ \t]{1,4}[A-Z][a-z]")
-SECTION_NUMBER = 30  # sections are not numbered higher, in four levels
+SECTION_NUMBER = 30  # section numbers of four levels stay below this
 PUBLIC_SERVERS = {"8.8.8.8", "8.8.4.4", "1.1.1.1", "1.0.0.1", "9.9.9.9", "208.67.222.222", "208.67.220.220"}
 
 
 class Masks(PipelineStep):
-    """Put `<EMAIL>`, `<IP_ADDRESS>` and `<SECRET>` for mail addresses, public IP addresses and credentials.
+    """Replace mail addresses, public IP addresses and credentials by `<EMAIL>`, `<IP_ADDRESS>` and `<SECRET>`.
 
-    Within a document equal values get equal placeholders: the second one of a kind is `<EMAIL_2>`. Addresses that
-    documents show on purpose stay (user@example.com, 192.0.2.1, 10.0.0.1, AKIAIOSFODNN7EXAMPLE), as do placeholders and
-    code where a password would be (`password=$PASSWORD`). The metadata "url" and "origin" are masked too. What was
-    masked is counted by kind.
+    Within a document equal values get equal placeholders; the second value of a kind becomes `<EMAIL_2>`. Addresses
+    meant for documentation stay (user@example.com, 192.0.2.1, 10.0.0.1, AKIAIOSFODNN7EXAMPLE), and so do placeholders
+    and code in place of a password (`password=$PASSWORD`). The metadata "url" and "origin" are masked too. Masked
+    values are counted by kind.
     """
 
     type = "MASKS"
     name = "masks"
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Yield the documents, masked."""
+        """Yield the masked documents."""
         for document in data:
             with self.track_time():
                 document.text, counts = mask(document.text)
@@ -67,7 +67,7 @@ class Masks(PipelineStep):
 
 
 def mask(text: str) -> tuple[str, Counter[str]]:
-    """Return the text with placeholders, and how many of each kind: "email", "ip_address", or a kind of credential."""
+    """Return the masked text, and the counts by kind: "email", "ip_address", or a kind of credential."""
     spans = _without_overlaps(text)
     if not spans:
         return text, Counter()
@@ -89,7 +89,7 @@ def mask(text: str) -> tuple[str, Counter[str]]:
 
 
 def _without_overlaps(text: str) -> list[tuple[Span, str, str]]:
-    """Return ((start, end), kind, placeholder), in order. Credentials that overlap are one; other overlaps yield."""
+    """Return ((start, end), kind, placeholder), in order. Overlapping credentials merge; others yield to them."""
     secrets: list[list] = []
     for (start, end), kind in sorted(credentials(text)):
         if secrets and start < secrets[-1][1]:
@@ -101,7 +101,7 @@ def _without_overlaps(text: str) -> list[tuple[Span, str, str]]:
     if not others:
         return found
     merged: list[tuple[Span, str, str]] = []
-    # At each place the credential comes first; what overlaps the one before it, or the credential after it, is left.
+    # At equal starts the credential comes first; what overlaps an earlier span or a later credential is dropped.
     ordered = sorted(found + others, key=lambda entry: (entry[0][0], entry[2] != SECRET))
     for entry in ordered:
         while merged and entry[2] == SECRET and merged[-1][0][1] > entry[0][0] and merged[-1][2] != SECRET:
@@ -133,7 +133,7 @@ def _ip(text: str) -> Iterator[Span]:
 
 
 def _is_public(address: str) -> bool:
-    """Whether an address can be somebody's: not private, loopback, for documentation, multicast or a network's own."""
+    """Return whether an address is public: not private, loopback, documentation, multicast or a network address."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:  # 256.1.1.1, 01.2.3.4
@@ -142,7 +142,7 @@ def _is_public(address: str) -> bool:
 
 
 def _is_version(text: str, match: re.Match) -> bool:
-    """Whether four numbers are a version, or number a section: small ones that begin a line, before a title."""
+    """Return whether four numbers are a version or a section number: small, at the start of a line, before a title."""
     before = text[max(0, match.start() - 24) : match.start()]
     if VERSION_BEFORE.search(before):
         return True

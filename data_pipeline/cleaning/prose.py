@@ -1,21 +1,21 @@
-"""Prose told from code, commands, logs and tables, line by line: each is judged by rules of its own."""
+"""Split text line by line into prose and the rest (code, commands, logs, tables), to apply different rules."""
 
 import re
 
 FENCE = re.compile(r" {0,8}(?:```|~~~)")
-# Letters (of base64 there would be more at once), with the punctuation that sentences have around and within words.
+# Letters (base64 has longer runs), with the punctuation that sentences have around and within words.
 PLAIN_WORD = re.compile(
     r"""(?<!\S)["'“‘«(\[*]{0,3}[^\W\d_]{1,60}(?:['’，、：；·-][^\W\d_]{1,60})*"""
     r"""[\])"'”’»*]{0,2}[.,;:!?。，、！？；：…)"'”’»*]{0,3}(?!\S)"""
 )
-PROSE_SHARE = 0.6  # of a line's words that are plain: a sentence may well have a path and a number in it
-SHORT_LINE = 3  # words; shorter lines (ends of paragraphs, `else`, `}`) are what the line before them is
+PROSE_SHARE = 0.6  # least share of plain words in a prose line: a sentence may contain a path and a number
+SHORT_LINE = 3  # words; shorter lines (ends of paragraphs, `else`, `}`) get the kind of the line before them
 
 
 def split_prose(text: str) -> tuple[str, str]:
-    """Return the lines of `text` that are prose, and those that are not (code, commands, logs, tables).
+    """Return the lines of `text` that are prose, and the others (code, commands, logs, tables).
 
-    Fenced code is never prose. One blank line ends a paragraph in both.
+    Fenced code is never prose. In both results one blank line ends a paragraph.
     """
     prose: list[str] = []
     other: list[str] = []
@@ -44,5 +44,5 @@ def split_prose(text: str) -> tuple[str, str]:
 
 
 def plain_words(prose: str) -> list[str]:
-    """Return the plain words of prose, without paths, numbers, flags and identifiers among them."""
+    """Return the plain words of prose, without paths, numbers, flags and identifiers."""
     return PLAIN_WORD.findall(prose)

@@ -1,4 +1,4 @@
-"""Quality: the rules of Gopher, C4 and FineWeb, each on the part of a document that it was made for."""
+"""Quality: the rules of Gopher, C4 and FineWeb, each on the part of a document that it was designed for."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -16,14 +16,14 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from data_pipeline.cleaning.prose import split_prose
 from data_pipeline.cleaning.words import Words
 
-JUDGED_CHARACTERS = 1_000_000  # from the beginning: a longer document is no different after that, and costs memory
+JUDGED_CHARACTERS = 1_000_000  # from the beginning: the rest of a longer document is alike, and costs memory
 PARTS = ("text", "prose", "code")
 
 
 class EncodedData(BaseFilter):
     """Drop texts that are mostly base64, minified code and the like.
 
-    More than `max_share` of the characters are in words (what whitespace parts) of over `word_length` characters.
+    More than `max_share` of their characters are in whitespace-separated words of over `word_length` characters.
     """
 
     name = "encoded data"
@@ -50,11 +50,14 @@ FILTERS: dict[str, Callable[..., BaseFilter]] = {
 class Quality(BaseFilter):
     """Drop documents that break a rule.
 
-    `rules`: {name: settings}. Each has `filter` (a name in FILTERS), `part` ("text", or "prose" or "code" alone: the
-    lines that are, and that are not, sentences), `minimum_characters` (a part with less is not judged) and that
-    filter's own arguments; None switches the rule off. `by_category`: {category: {name: settings or None}}, laid over
-    the rules for documents whose metadata "category" it is. The reason for dropping is "rule: what the filter says".
-    The filters judge copies: no line of a document is changed.
+    The reason for dropping is "rule: the filter's reason". The filters work on copies: no line of a document changes.
+
+    Args:
+        rules: {name: settings}. Each has `filter` (a name in FILTERS), `part` ("text", or only its sentence lines,
+            "prose", or the other lines, "code"), `minimum_characters` (shorter parts pass) and that filter's arguments;
+            None switches the rule off.
+        by_category: {category: {name: settings or None}}, merged over the rules for documents with that metadata
+            "category".
     """
 
     name = "quality"
@@ -87,7 +90,7 @@ class Quality(BaseFilter):
         return True
 
     def verdicts(self, doc: Document) -> Iterator[str | None]:
-        """Yield for each rule in turn what is wrong, or None."""
+        """Yield for each rule in turn the reason it fails, or None."""
         text = doc.text[:JUDGED_CHARACTERS]
         prose, code = split_prose(text)
         parts = {"text": text, "prose": prose, "code": code}
@@ -96,7 +99,7 @@ class Quality(BaseFilter):
 
 
 class _Rule:
-    """A filter of datatrove's with its settings, and the part of a document it judges."""
+    """A datatrove filter with its settings, and the part of a document it applies to."""
 
     def __init__(self, name: str, settings: dict, place: str) -> None:
         key = f"corpus.cleaning.quality.{place}.{name}"
@@ -116,7 +119,7 @@ class _Rule:
             raise ValueError(f"{key}: {str(error).partition(') ')[2]}; see datatrove's {kind} filter") from error
 
     def verdict(self, text: str) -> str | None:
-        """Return what is wrong with a text, or None."""
+        """Return the reason a text fails, or None."""
         if len(text) < self.minimum_characters or sum(map(len, text.split())) < max(1, self.minimum_characters):
             return None
         result = self.filter.filter(Document(text, ""))

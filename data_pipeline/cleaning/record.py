@@ -1,4 +1,4 @@
-"""The record of what each cleaning step removed, and why: counts and samples, a JSON file a task, merged at the end."""
+"""Record of what each cleaning step removed, and why: counts and samples, a JSON file per task, merged at the end."""
 
 import hashlib
 import heapq
@@ -14,21 +14,20 @@ from common.atomic_files import write_atomic
 from data_pipeline.cleaning.masks import mask
 from data_pipeline.executors.timed_step import PROCESSOR_SECONDS, Clock
 
-SAMPLE_CHARACTERS = 2_000  # kept of a sampled document, from its beginning
+SAMPLE_CHARACTERS = 2_000  # kept of a sampled document, from the beginning
 BYTES_PER_TOKEN = 4.0  # of English text with code, in common vocabularies
-# Known already, or of no use here.
+# Statistics that are known already, or not useful here.
 UNCOUNTED = ("total", "forwarded", "dropped", "doc_len", "doc_len_tokens", PROCESSOR_SECONDS)
 
 
 class Recorded(PipelineStep):
-    """A step of datatrove's or ours, and the record of what it does: `folder/name/<task>.json`.
+    """Wrapper of a step that records what it does in `folder/name/<task>.json`; the step's behaviour does not change.
 
-    Nothing about the step changes. Documents and bytes that come in and go out are counted by metadata "source", those
-    dropped by reason too: metadata "filter_reason" as datatrove's filters write it, or else the step's name. Steps tell
-    what they drop through `exclusion_writer`, which is still written to where the step has one. Of the documents kept
-    and of those dropped, `samples` each are written down, with credentials and addresses masked: those whose ids have
-    the least hashes, so that the choice depends neither on order nor on the number of tasks. `position`: the step's
-    place in the report.
+    Incoming and outgoing documents and bytes are counted by metadata "source", dropped ones also by reason: metadata
+    "filter_reason" as datatrove's filters write it, else the step's name. Steps report dropped documents through
+    `exclusion_writer`; a step's existing writer is still called. Of the kept and of the dropped documents, `samples`
+    each are recorded, with credentials and addresses masked: those whose ids have the lowest hashes, so that the
+    selection depends neither on order nor on the number of tasks. `position`: the step's position in the report.
     """
 
     type = "RECORDED"
@@ -39,11 +38,11 @@ class Recorded(PipelineStep):
             raise ValueError(f"corpus.cleaning.record: {name!r} cannot name a folder; give a plain word")
         self.step, self.folder, self.name = step, str(folder), name
         self.position, self.samples = position, samples
-        self.stats = step.stats  # what the executor reports is the step's own, by the name it has here
+        self.stats = step.stats  # the executor reports the step's statistics, under the name given here
         self.stats.name = f"{step.type}: {name}"
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Run the step, and write the record when it has seen every document."""
+        """Run the step, and write the record after the last document."""
         tally, before = _Tally(self.name, self.samples), _counts(self.step)
         waited, passed = Clock(), Clock()
         writer = getattr(self.step, "exclusion_writer", None)
@@ -101,7 +100,7 @@ class _Tally:
 
 
 class _Exclusions:
-    """Stands where a filter expects its exclusion writer, and hands on to the one it had."""
+    """Exclusion writer for a filter: counts each document, and forwards it to the filter's previous writer."""
 
     def __init__(self, tally: _Tally, writer: object | None) -> None:
         self._tally, self._writer = tally, writer
@@ -122,11 +121,11 @@ class _Exclusions:
 
 
 class _Samples:
-    """The `count` documents whose ids have the least hashes."""
+    """The `count` documents whose ids have the lowest hashes."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name, self.count = name, count
-        self._heap: list[tuple[int, str, dict]] = []  # the negative hash: the greatest goes first
+        self._heap: list[tuple[int, str, dict]] = []  # negative hash: the highest hash is popped first
 
     def offer(self, document: Document, reason: str | None = None) -> None:
         rank = -int.from_bytes(hashlib.sha256(f"{self.name}\0{document.id}".encode(errors="replace")).digest()[:8])
@@ -136,7 +135,7 @@ class _Samples:
         sample = {"id": document.id, "source": _source(document), "category": document.metadata.get("category")}
         if reason is not None:
             sample["reason"] = reason
-        # Twice the length, so that a key is not cut to what no pattern knows before it is masked.
+        # Twice the length: a cut key would escape the patterns that mask it.
         sample["text"] = mask(document.text[: 2 * SAMPLE_CHARACTERS])[0][:SAMPLE_CHARACTERS]
         sample["length"] = len(document.text)
         entry = (rank, document.id, {"hash": f"{-rank:016x}", **sample})
@@ -152,7 +151,9 @@ def merge_records(folder: str | Path, samples: int = 20, bytes_per_token: float 
     {"steps": [{"name", "in", "out": {"documents", "bytes", "tokens"}, "sources": {source: {"in", "out"}},
     "reasons": {reason: {"documents", "bytes", "tokens", "sources": {source: ...}}}, "counts": {label: number},
     "kept_samples", "dropped_samples"}]}, steps by position. Tokens are estimated from bytes.
-    Raises ValueError where a task has left no record.
+
+    Raises:
+        ValueError: the record of a task is missing.
     """
     steps = [_merge_step(path, samples, bytes_per_token) for path in sorted(Path(folder).iterdir()) if path.is_dir()]
     steps.sort(key=lambda step: (step["position"], step["name"]))
@@ -210,7 +211,7 @@ def _least(samples: list[dict], count: int) -> list[dict]:
 
 
 def _summed(counter: Counter, prefix: tuple[str, ...], bytes_per_token: float) -> dict[str, int]:
-    """Return documents, bytes and tokens of all keys that begin with `prefix`."""
+    """Return documents, bytes and tokens of all keys that start with `prefix`."""
     chosen = [(keys[-1], count) for keys, count in counter.items() if keys[: len(prefix)] == prefix]
     sums = {unit: sum(count for kind, count in chosen if kind == unit) for unit in ("documents", "bytes")}
     return {**sums, "tokens": round(sums["bytes"] / bytes_per_token)}
@@ -236,7 +237,7 @@ def _flat(nested: dict, prefix: tuple[str, ...] = ()) -> dict:
 
 
 def _counts(step: PipelineStep) -> dict[str, int]:
-    """Return what else the step has counted: `stat_update` labels, as numbers."""
+    """Return the step's other counters: `stat_update` labels and their totals."""
     return {
         label: stat.total
         for label, stat in step.stats.stats.items()

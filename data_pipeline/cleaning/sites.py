@@ -1,4 +1,4 @@
-"""Rules on where a document is from: hosts and paths of its url."""
+"""Rules on a document's origin: host and path of its url."""
 
 import fnmatch
 import re
@@ -11,13 +11,17 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 
 class Sites(BaseFilter):
-    """Drop documents by the host and path of metadata "url"; those without a url stay.
+    """Drop documents by the host and path of metadata "url"; those without a url stay. Case is ignored.
 
-    `allow_hosts`: only these and their subdomains, or None for all. `deny_hosts`: these and their subdomains go, even
-    where allowed. `deny_paths`: patterns with `*` and `?` matched against path and query, from the first `/`
-    (`/tag/*`), or against host and path where they begin with a host (`forum.example.org/users/*`, `*.example.org/*`).
-    `allow_paths`: exceptions from `deny_paths`. Case does not matter. datatrove's URLFilter is of no use here: it
-    stops at a document without a url, looks up public suffixes on the network, and knows no paths.
+    datatrove's URLFilter does not fit: it stops at a document without a url, looks up public suffixes on the network,
+    and ignores paths.
+
+    Args:
+        allow_hosts: keep only these and their subdomains; None for all.
+        deny_hosts: drop these and their subdomains, even if allowed.
+        deny_paths: patterns with `*` and `?` for path and query, from the first `/` (`/tag/*`), or for host and path if
+            they start with a host (`forum.example.org/users/*`, `*.example.org/*`).
+        allow_paths: exceptions from `deny_paths`.
     """
 
     name = "sites"
@@ -37,7 +41,7 @@ class Sites(BaseFilter):
         self.allow_paths = _patterns("allow_paths", allow_paths)
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
-        """Return whether the document stays, or (False, which rule it breaks)."""
+        """Return whether the document stays, or (False, the rule it breaks)."""
         url = doc.metadata.get("url")
         if not url:
             self.stat_update("no_url")
@@ -71,7 +75,7 @@ def _hosts(key: str, hosts: Iterable[str]) -> frozenset[str]:
 
 
 def _suffixes(host: str) -> list[str]:
-    """Return a host and the domains it is in: a.b.c, b.c, c."""
+    """Return a host and its parent domains: a.b.c, b.c, c."""
     labels = host.split(".")
     return [".".join(labels[start:]) for start in range(len(labels))]
 

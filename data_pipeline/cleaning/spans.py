@@ -1,10 +1,10 @@
-"""Exact substrings: spans of text that occur earlier in the corpus are cut out.
+"""Exact substrings: cut out spans of text that occur earlier in the corpus.
 
-Every window of n words of every document is hashed, and its hash and place written to disk, in buckets by hash. Each
-bucket is then sorted: all places but the first of a hash are repeats. Windows that repeat are put together to spans,
-which so have the exact ends of what is repeated, and these are cut. Disk: 16 bytes a word, about 2.5 times the text;
-memory is bounded by a setting. datatrove's own ExactSubstr steps leave the search to a program in Rust, to be built
-apart; its SentenceDedup holds all hashes of a task in memory, and has no place for more than 65,535 lines a document.
+Every window of n words of every document is hashed; hash and position are written to disk, in buckets by hash. Each
+bucket is then sorted: all positions of a hash but the first are repeats. Repeated windows are merged into spans, whose
+ends are the exact ends of the repetition, and the spans are cut. Disk: 16 bytes per word, about 2.5 times the text; a
+setting bounds the memory. datatrove's own ExactSubstr steps need a Rust program that is built separately; its
+SentenceDedup holds all hashes of a task in memory, and is limited to 65,535 lines per document.
 """
 
 import os
@@ -22,8 +22,8 @@ from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.cleaning.windows import windows, word_places
 
 WINDOW = np.dtype([("hash", "<u8"), ("document", "<u4"), ("start", "<u4")])
-PLACE = np.dtype("<u8")  # the document's number above 32 bits, the window's start below
-WINDOWS_HELD = 1 << 19  # before they are sorted into buckets
+PLACE = np.dtype("<u8")  # the document's number in the upper 32 bits, the window's start in the lower
+WINDOWS_HELD = 1 << 19  # windows in memory before they are sorted into buckets
 
 
 def exact_spans(
@@ -37,9 +37,14 @@ def exact_spans(
 ) -> list[Stage]:
     """Return the stages that cut out spans of at least `words` words and `minimum_bytes` bytes that occur earlier.
 
-    Earlier is in a task of a lower number, in an earlier document, or before in the same document. Documents left with
-    fewer than `keep_characters` characters are dropped. `buckets` tasks search, in about `memory` bytes each. `folder`:
-    for what the stages tell each other; it starts empty. The stages that read must read the same documents.
+    Earlier means: in a task of a lower number, in an earlier document, or before in the same document. All reading
+    stages must read the same documents.
+
+    Args:
+        folder: holds the data that the stages exchange; it starts empty.
+        keep_characters: documents left with fewer are dropped.
+        buckets: number of tasks that search.
+        memory: bytes per searching task, approximately.
     """
     for name, value, least in (("words", words, 2), ("buckets", buckets, 1), ("memory", memory, 1 << 20)):
         if value < least:
@@ -63,7 +68,7 @@ class SpanWindows(PipelineStep):
         self.folder, self.words, self.buckets = folder, words, buckets
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> None:
-        """Read all documents; nothing comes out."""
+        """Read all documents; yield none."""
         paths = [Path(self.folder, f"{bucket:03d}", f"{rank:05d}.windows") for bucket in range(self.buckets)]
         partial = [path.with_suffix(".partial") for path in paths]
         for path in paths:
@@ -88,7 +93,7 @@ class SpanWindows(PipelineStep):
             return
         together = np.concatenate(held)
         self.stat_update("windows", value=len(together))
-        # The high bits choose the bucket, the low ones the pass in it.
+        # The high bits select the bucket, the low bits the pass within it.
         bucket = (together["hash"] >> np.uint64(40)) % np.uint64(self.buckets)
         order = np.argsort(bucket, kind="stable")
         ends = np.searchsorted(bucket[order], np.arange(self.buckets), side="right")
@@ -97,7 +102,7 @@ class SpanWindows(PipelineStep):
 
 
 class SpanFinder(PipelineStep):
-    """Write the places of repeated windows of one bucket to `output/<task>/<bucket>.places`, sorted."""
+    """Write the positions of a bucket's repeated windows to `output/<task>/<bucket>.places`, sorted."""
 
     type = "DEDUP"
     name = "exact spans: find"
@@ -107,7 +112,7 @@ class SpanFinder(PipelineStep):
         self.folder, self.output, self.memory = folder, output, memory
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Search the bucket that has the task's number, in as many passes as memory asks for."""
+        """Search the bucket with the task's number, in as many passes as the memory limit requires."""
         files = sorted(Path(self.folder, f"{rank:03d}").glob("*.windows"))
         total = sum(file.stat().st_size for file in files)
         passes = max(1, -(-8 * total // self.memory))  # sorting takes several times the windows themselves
@@ -127,7 +132,7 @@ class SpanFinder(PipelineStep):
 
 
 class SpanFilter(BaseFilter):
-    """Cut the spans that `SpanFinder` found, and drop the documents of which little is left."""
+    """Cut the spans that `SpanFinder` found, and drop documents with little text left."""
 
     type = "DEDUP"
     name = "exact spans"
@@ -182,7 +187,7 @@ def _windows(hashes: np.ndarray, document: int, starts: np.ndarray) -> np.ndarra
 
 
 def _repeats(files: list[Path], number: int, passes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (task, place) of all windows of one pass whose hash occurs at an earlier place."""
+    """Return (task, position) of all windows of one pass whose hash occurs earlier."""
     tasks, parts = [], []
     for path in files:
         with path.open("rb") as file:
@@ -193,7 +198,7 @@ def _repeats(files: list[Path], number: int, passes: int) -> tuple[np.ndarray, n
     if not parts:
         return np.empty(0, np.uint32), np.empty(0, PLACE)
     every, task = np.concatenate(parts), np.concatenate(tasks)
-    order = np.argsort(every["hash"], kind="stable")  # files and what is in them are in the order of the corpus
+    order = np.argsort(every["hash"], kind="stable")  # files and their windows are in corpus order
     hashes = every["hash"][order]
     later = order[1:][hashes[1:] == hashes[:-1]]
     places = every["document"][later].astype(PLACE) << np.uint64(32) | every["start"][later]
@@ -201,7 +206,7 @@ def _repeats(files: list[Path], number: int, passes: int) -> tuple[np.ndarray, n
 
 
 def _by_document(paths: list[Path]) -> Iterator[np.ndarray]:
-    """Yield, for each document of a task in turn, where its repeated windows start, in order."""
+    """Yield, for each document of a task in turn, the sorted starts of its repeated windows."""
     files = [np.memmap(path, PLACE, "r") for path in paths if path.stat().st_size]
     cursors = [0] * len(files)
     following = [int(file[0]) >> 32 for file in files]
@@ -219,10 +224,10 @@ def _by_document(paths: list[Path]) -> Iterator[np.ndarray]:
 
 
 def _spans(text: bytes, starts: np.ndarray, words: int) -> list[tuple[int, int]]:
-    """Return (start, end) of the spans that windows starting at `starts` cover together."""
+    """Return (start, end) of the spans covered by windows that start at `starts`."""
     word_starts, word_ends = word_places(text)
     first = np.searchsorted(word_starts, starts)
-    last = first + words  # windows that touch are one span
+    last = first + words  # touching windows form one span
     breaks = np.flatnonzero(first[1:] > last[:-1])
     begins = first[np.concatenate([[0], breaks + 1])]
     ends = last[np.concatenate([breaks, [len(last) - 1]])]
@@ -230,7 +235,7 @@ def _spans(text: bytes, starts: np.ndarray, words: int) -> list[tuple[int, int]]
 
 
 def _without(text: bytes, spans: list[tuple[int, int]]) -> bytes:
-    """Return a text without spans; where one is whole lines, their indentation and ends go too."""
+    """Return a text without spans; a span of whole lines goes with its indentation and line ends."""
     parts, done = [], 0
     for start, end in spans:
         indentation = text[done:start].rpartition(b"\n")[2]

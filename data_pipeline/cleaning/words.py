@@ -1,4 +1,4 @@
-"""Words and sentences by regular expressions: what datatrove's filters need of a language, without a download."""
+"""Words and sentences by regular expressions: datatrove's language interface without a download."""
 
 import re
 
@@ -9,9 +9,10 @@ SENTENCE_END = re.compile(r"[.!?。！？][\"'”’)\]]*\s|\n\s*\n")
 
 
 class Words(WordTokenizer):
-    """Words are runs of letters and digits, or of punctuation; a sentence ends at . ! ? or a blank line.
+    """Word and sentence splitter for datatrove's steps, given as `language`.
 
-    Given to datatrove's steps as `language`. Any two are equal, so that datatrove's cache of split texts is shared.
+    Words are runs of letters and digits, or of punctuation; a sentence ends at . ! ? or a blank line. All instances are
+    equal, so that datatrove's cache of split texts is shared.
     """
 
     def word_tokenize(self, text: str) -> list[str]:
@@ -19,11 +20,11 @@ class Words(WordTokenizer):
         return WORD.findall(text)
 
     def sent_tokenize(self, text: str) -> list[str]:
-        """Return the sentences of a text, without the space around them."""
+        """Return the sentences of a text, without surrounding white space."""
         return [sentence for start, end in self.span_tokenize(text) if (sentence := text[start:end].strip())]
 
     def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-        """Return (start, end) of the sentences: together they cover the text."""
+        """Return (start, end) of the sentences, which together cover the text."""
         ends = [match.end() for match in SENTENCE_END.finditer(text)]
         if not ends or ends[-1] < len(text):
             ends.append(len(text))
