@@ -1,7 +1,7 @@
-"""Labels: an LLM judges a sample of the documents, a small classifier learns from it and judges the rest.
+"""Labels: an LLM labels a sample of the documents; a small classifier learns from it and labels the rest.
 
-`rubric` is the question, `sample` what it is asked about, `asking` and `store` have it answered once and for all,
-`training` and `classifier` learn from the answers, `agreement` and `report` say how far to trust them, `filter` drops.
+`rubric` is the question, `sample` selects documents, `asking` and `store` get each answer once, `training` and
+`classifier` learn from the answers, `agreement` and `report` measure their reliability, `filter` drops documents.
 """
 
 from collections.abc import Mapping
@@ -35,11 +35,16 @@ def labels(
     thresholds: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> list[Stage]:
-    """Return the stages that give every document a quality, and drop those with too little of it.
+    """Return the stages that give every document a quality, and drop those below a threshold.
 
-    A sample of `documents` is labelled by `backend`, as `rubric` says; the answers stay in the folder `store` for later
-    corpora. `folder`: for what the stages tell each other; it starts empty, and has the report in `folder`/report.
-    The other arguments are those of the steps. Raises ValueError, naming the key, for a setting that cannot work.
+    `backend` labels a sample of `documents` according to `rubric`. The other arguments are those of the steps.
+
+    Args:
+        folder: holds the data that the stages exchange, and the report in `folder`/report; it starts empty.
+        store: folder that keeps the answers for later corpora.
+
+    Raises:
+        ValueError: a setting cannot work; the line names the key.
     """
     require_scikit_learn()
     question, pieces = read_rubric(rubric), read_excerpt(excerpt or {})
@@ -59,7 +64,7 @@ def labels(
 
 
 def _thresholds(given: Mapping[str, float] | None, set_category: bool, known: Mapping[str, str]) -> dict[str, float]:
-    """Return the thresholds with a default, 0 where none is given. Raises ValueError for what is none."""
+    """Return the thresholds with a default of 0; raise ValueError for an invalid one."""
     for category, value in (given or {}).items():
         key = f"corpus.cleaning.labels.thresholds.{category}"
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""How well the classifier agrees with the LLM on labelled documents that it has not learned from."""
+"""Agreement of the classifier with the LLM on held-out labelled documents."""
 
 import math
 from collections import Counter
@@ -18,11 +18,11 @@ def agreement(
     categories: Sequence[str],
     quality: np.ndarray,
 ) -> dict:
-    """Return the agreement of predictions with the labels of `held_out`, beside what guessing gives.
+    """Return the agreement of predictions with the labels of `held_out`, with baselines.
 
-    `categories`, `quality`: predicted, of the documents held out; categories are "" where none was learned. Guesses:
-    the most frequent label among `learned`; for a category also the one that the document came with, for quality the
-    most frequent label of learned documents that came with the same category.
+    `categories`, `quality`: predictions for the held-out documents; categories are "" if none was learned. Baselines:
+    the most frequent label among `learned`; for a category also the document's original one, for quality the most
+    frequent label of learned documents with the same original category.
     """
     names = sorted({label.category for _, label in (*learned, *held_out)})
     found = {
@@ -52,7 +52,7 @@ def _category_agreement(
         "most_frequent": {"label": guess, **_share("accuracy", true, [guess] * len(true))},
         "confusion": [[pairs[row, column] for column in names] for row in names],
     }
-    if set(names).intersection(came_with):  # else sources have names of their own, which say nothing here
+    if set(names).intersection(came_with):  # else the sources' categories are not the rubric's
         found["came_with"] = _share("accuracy", true, came_with)
     return found
 
@@ -89,13 +89,13 @@ def _ordinal(true: np.ndarray, predicted: np.ndarray) -> dict:
 
 
 def weighted_kappa(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Return Cohen's kappa with quadratic weights: 1 for full agreement, 0 for what chance gives."""
-    expected = float(true.var() + predicted.var() + (true.mean() - predicted.mean()) ** 2)  # of independent ones
+    """Return Cohen's kappa with quadratic weights: 1 for full agreement, 0 for chance agreement."""
+    expected = float(true.var() + predicted.var() + (true.mean() - predicted.mean()) ** 2)  # if independent
     return 1 - float(((true - predicted) ** 2).mean()) / expected if expected else 0.0
 
 
 def _share(name: str, true: Sequence, predicted: Sequence) -> dict:
-    """Return the share of equal labels, and its 95% interval (Wilson's)."""
+    """Return the share of equal labels, and its 95% interval (Wilson)."""
     total = len(true)
     share = sum(bool(t == p) for t, p in zip(true, predicted, strict=True)) / total
     spread = NORMAL_95**2 / total
@@ -113,6 +113,6 @@ def _macro_f1(true: Sequence[str], predicted: Sequence[str]) -> float:
 
 
 def _most_frequent(labels: object) -> object:
-    """Return the label that occurs most; of several, the least."""
+    """Return the most frequent label; of several, the lowest."""
     counts = Counter(labels)
     return min(counts, key=lambda label: (-counts[label], label))

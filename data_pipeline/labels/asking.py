@@ -1,4 +1,4 @@
-"""Labels from the LLM: asked for once, document by document, through the backends that rewriting has."""
+"""Labels from the LLM: requested once per document, through the backends of rewriting."""
 
 import asyncio
 import hashlib
@@ -23,16 +23,18 @@ from data_pipeline.rewriting.runner import first_error
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
-SYNC_EVERY_S = 1.0  # what a machine that loses power may lose; the death of this process loses nothing
+SYNC_EVERY_S = 1.0  # at most this is lost on a power failure; the death of this process loses nothing
 INVALID = "invalid_answer"
 
 
 class LabelSample(PipelineStep):
-    """Has the sample labelled, by one task, and writes `folder`/labelled.jsonl and asked.json.
+    """Label the sample in one task, and write `folder`/labelled.jsonl and asked.json.
 
-    A document is asked about up to `attempts` times until an answer holds a label; with none it stays unlabelled, and
-    is counted. The backend is started here, and only where something is to be asked. Raises ValueError, naming the key,
-    where the run ends early; what was answered stays in `store`.
+    A document is asked about up to `attempts` times until an answer has a valid label; without one it stays unlabelled,
+    and is counted. The backend is started here, and only if there is something to ask.
+
+    Raises:
+        ValueError: the run ends early; the line names the key. Answers so far stay in `store`.
     """
 
     type = "LABELS"
@@ -47,7 +49,7 @@ class LabelSample(PipelineStep):
         self.attempts, self.seed = attempts, seed
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Merge the tasks' samples, ask, and write what came out."""
+        """Merge the tasks' samples, ask, and write the results."""
         sample, seen = merged(str(Path(self.folder, "sample")), self.tasks, self.size)
         asking = Asking(self.rubric, self.backend, self.store, self.attempts, self.seed, self.folder)
         with self.track_time():
@@ -63,26 +65,27 @@ class LabelSample(PipelineStep):
 
 
 class Asking:
-    """Asks the store about documents, then a backend. `folder`: for the log of a server that the backend starts."""
+    """Get answers from the store, else from a backend. `folder`: for the log of a server that the backend starts."""
 
     def __init__(
         self, rubric: Rubric, backend: Backend, store: str, attempts: int, seed: int, folder: Path | str
     ) -> None:
         self.rubric, self.backend, self.seed, self.folder = rubric, backend, seed, Path(folder)
-        self.attempts = attempts if rubric.temperature > 0 else 1  # else it would be the same answer again
+        self.attempts = attempts if rubric.temperature > 0 else 1  # at temperature 0 the answer would be the same
         self._place = store
         self._store = Store(store, rubric, backend.model, dict(getattr(backend, "extra", {})))
         self._payer = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
-        self._found: dict[str, Label | str] = {}  # by excerpt: its label, or why it has none
+        self._found: dict[str, Label | str] = {}  # by excerpt: its label, or the reason for having none
         self._counts: Counter[str] = Counter()
         self._spent: BudgetSpent | None = None
         self._of = 0
         self._logged = self._synced = time.monotonic()
 
     def labels(self, sample: list[Sampled]) -> tuple[list[tuple[Sampled, Label]], dict]:
-        """Return the documents that have a label now, in order, and the counts: documents, answers, tokens.
+        """Return the labelled documents, in order, and the counts of documents, answers and tokens.
 
-        Raises ValueError as `LabelSample` says.
+        Raises:
+            ValueError: the run ends early, as in `LabelSample`.
         """
         excerpts = list(dict.fromkeys(sampled.excerpt for sampled in sample))
         self._of = len(excerpts)
@@ -116,7 +119,7 @@ class Asking:
         )
 
     def _first_unanswered(self, excerpt: str, stored: dict[str, tuple[Answer, str]]) -> int | None:
-        """Take what stored answers say of an excerpt; return the attempt to go on with, or None where all is said."""
+        """Apply stored answers to an excerpt; return the next attempt to ask, or None if it is settled."""
         for attempt in range(self.attempts):
             known = stored.get(self._store.key(excerpt, attempt))
             if known is None:
@@ -126,7 +129,7 @@ class Asking:
         return None
 
     def _settle(self, excerpt: str, attempt: int, answer: Answer) -> bool:
-        """Take an answer; return whether it is the last word on the excerpt: a label, or why there is none."""
+        """Apply an answer; return whether the excerpt is settled: it has a label, or a reason for having none."""
         label = None if answer.problem else self.rubric.read(answer.text)
         self._counts["invalid_answers"] += label is None
         if label is None and not answer.problem and attempt + 1 < self.attempts:
@@ -135,7 +138,7 @@ class Asking:
         return True
 
     def _ask(self, unsettled: list[tuple[str, int]], paid: list[Answer]) -> None:
-        """Ask about (excerpt, first attempt), as many at once as the backend takes. `paid`: by an earlier run."""
+        """Ask about (excerpt, first attempt), as many at once as the backend allows. `paid`: by an earlier run."""
         try:
             asyncio.run(self._ask_all(iter(unsettled), paid))
         except BaseExceptionGroup as group:
@@ -147,7 +150,7 @@ class Asking:
         if is_full_disk(failed):
             words = f"corpus.cleaning.labels.store={self._place}: the disk takes no more ({failed.strerror})"
         elif isinstance(failed, ValueError):
-            words = str(failed).replace("rewrite.backend", "corpus.cleaning.labels.backend")  # the key it has here
+            words = str(failed).replace("rewrite.backend", "corpus.cleaning.labels.backend")  # the key in this job
         else:
             raise failed
         if isinstance(failed, RewritingStopped | OSError):
@@ -176,12 +179,12 @@ class Asking:
                     if self._settle(excerpt, attempt, await self._answer(excerpt, attempt)):
                         break
             except BudgetSpent as spent:
-                self._spent = spent  # the others may end: they are paid for
+                self._spent = spent  # requests in flight may finish: they are paid for
                 return
             self._tell()
 
     async def _answer(self, excerpt: str, attempt: int) -> Answer:
-        """Ask once, and put the answer into the store first of all."""
+        """Ask once, and store the answer before anything else."""
         key = self._store.key(excerpt, attempt)
         seed = int.from_bytes(hashlib.sha256(f"{self.seed} {key}".encode()).digest()[:4], "big") >> 1
         sampling = (self.rubric.temperature, self.rubric.top_p, self.rubric.max_tokens)

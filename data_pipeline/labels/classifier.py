@@ -1,4 +1,4 @@
-"""The small classifier: hashed words and marks, and linear models on them, kept as plain arrays."""
+"""Small classifier: hashed words and punctuation, and linear models on them, stored as plain arrays."""
 
 import functools
 import importlib.util
@@ -16,26 +16,26 @@ from common.atomic_files import write_atomic
 from data_pipeline.labels.rubric import HIGHEST, Label
 
 FEATURES = 2**18
-# Runs of marks (--, ](, ```, &&) tell code, tables and menus from prose. With them single words do better than pairs of
-# words or n-grams of characters do, on kinds of manual pages and documentation, and on the faults of damaged copies.
+# Runs of punctuation (--, ](, ```, &&) separate code, tables and menus from prose. With them, single words beat word
+# pairs and character n-grams, on kinds of manual pages and documentation, and on the faults of damaged copies.
 WORD = r"\w+|[^\w\s]+"
 MARGIN = 1.0  # C of the support vector machine
 SHRINKING = 0.3  # alpha of the ridge regression
-FORM = 1  # of the file; another one cannot be read
+FORM = 1  # file format version; others cannot be read
 
 
 def require_scikit_learn() -> None:
-    """Raise ValueError, with the mend, where scikit-learn is not installed."""
+    """Raise ValueError, with the install command, if scikit-learn is not installed."""
     if importlib.util.find_spec("sklearn") is None:
         raise ValueError("corpus.cleaning.labels: scikit-learn is not installed: pip install 'palimpsest-lm[corpus]'")
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """Linear models on a text's hashed features, `FEATURES` of them.
+    """Linear models on a text's `FEATURES` hashed features.
 
-    `categories`: names, [c]; none where no category was learned. `weights`, `biases`: float32 `[FEATURES, c + 1]` and
-    `[c + 1]`, the last of them for quality. `scales`: float32 `[FEATURES]`, the inverse document frequencies.
+    `categories`: names, [c]; empty if no category was learned. `weights`, `biases`: float32 `[FEATURES, c + 1]` and
+    `[c + 1]`, the last column for quality. `scales`: float32 `[FEATURES]`, the inverse document frequencies.
     """
 
     categories: tuple[str, ...]
@@ -44,7 +44,7 @@ class Classifier:
     scales: np.ndarray
 
     def predict(self, texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
-        """Return the category of each text ("" where none was learned) and its quality, from 0 to 5."""
+        """Return the category of each text ("" if none was learned) and its quality, from 0 to 5."""
         scores = _scaled(hashed(texts), self.scales) @ self.weights + self.biases
         quality = np.clip(scores[:, -1], 0, HIGHEST)
         if not self.categories:
@@ -52,7 +52,7 @@ class Classifier:
         return [self.categories[best] for best in scores[:, :-1].argmax(axis=1)], quality
 
     def save(self, path: Path) -> None:
-        """Write arrays and names to one file, which appears whole or not at all."""
+        """Write arrays and names to one file, atomically."""
         content = io.BytesIO()
         about = json.dumps({"form": FORM, "categories": self.categories})
         np.savez_compressed(content, about=about, weights=self.weights, biases=self.biases, scales=self.scales)
@@ -60,9 +60,10 @@ class Classifier:
 
 
 def load(path: Path) -> Classifier:
-    """Return a saved classifier; the file is read as arrays, and nothing in it is run.
+    """Return a saved classifier; the file is read as arrays, and no code in it runs.
 
-    Raises ValueError for a file that is none.
+    Raises:
+        ValueError: the file is not a classifier.
     """
     try:
         with np.load(path, allow_pickle=False) as arrays:
@@ -78,10 +79,10 @@ def load(path: Path) -> Classifier:
 
 
 def train(texts: Sequence[str], labels: Sequence[Label]) -> Classifier:
-    """Return a classifier that has learned categories and quality.
+    """Train a classifier of categories and quality.
 
-    Category: a linear support vector machine, one category against the rest; left out where all labels have the same.
-    Quality: ridge regression, since 3 for a 4 is a smaller fault than 0 for a 4.
+    Category: a linear support vector machine, one-vs-rest; omitted if all labels have the same category. Quality: ridge
+    regression, since predicting 3 for a 4 is a smaller error than 0 for a 4.
     """
     from sklearn.feature_extraction.text import TfidfTransformer
     from sklearn.linear_model import Ridge
@@ -96,7 +97,7 @@ def train(texts: Sequence[str], labels: Sequence[Label]) -> Classifier:
     if len(categories) > 1:
         model = LinearSVC(C=MARGIN, random_state=0)
         model.fit(features, [categories.index(label.category) for label in labels])
-        two = len(categories) == 2  # then one column, for the second against the first
+        two = len(categories) == 2  # sklearn then has one column, for the second against the first
         columns = [*([-model.coef_[0]] if two else []), *model.coef_, *columns]
         biases = [*([-model.intercept_[0]] if two else []), *model.intercept_, *biases]
     weights, offsets = np.stack(columns, axis=1).astype(np.float32), np.array(biases, np.float32)
@@ -116,7 +117,7 @@ def _vectorizer() -> Any:
 
 
 def _scaled(counts: Any, scales: np.ndarray) -> Any:
-    """Return counts as tf-idf of length 1, a count as 1 + its logarithm."""
+    """Return L2-normalized tf-idf rows, with 1 + log(count) as term frequency."""
     from sklearn.preprocessing import normalize
 
     scaled = counts.copy()

@@ -1,4 +1,4 @@
-"""The classifier at work: every document gets a quality, and those under their category's threshold go."""
+"""Apply the classifier: give every document a quality, and drop those below their category's threshold."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +10,16 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from data_pipeline.labels.classifier import Classifier, load
 from data_pipeline.labels.sample import Excerpt
 
-BATCH = 32  # documents judged at once: more are no faster, and take memory
+BATCH = 32  # documents per prediction: larger batches are no faster, and take memory
 DEFAULT = "default"
 
 
 class LabelFilter(BaseFilter):
-    """Write metadata "quality" (from 0 to 5), and drop documents with less than the threshold of their category.
+    """Write metadata "quality" (from 0 to 5), and drop documents below the threshold of their category.
 
     `model`: the classifier's file. `thresholds`: {category: least quality}, "default" for the others. With
-    `set_category` a document's category becomes the one that the classifier gives it, before its threshold is looked
-    up. The reason for dropping is "quality under 2.5".
+    `set_category` the predicted category replaces a document's own before the threshold is looked up. The reason for
+    dropping is "quality under 2.5".
     """
 
     name = "labels"
@@ -35,7 +35,7 @@ class LabelFilter(BaseFilter):
         super().__init__(exclusion_writer, batch_size=BATCH)
         self.model, self.excerpt = str(model), excerpt
         self.thresholds, self.set_category = dict(thresholds), set_category
-        self._classifier: Classifier | None = None  # loaded where the step runs, not sent there
+        self._classifier: Classifier | None = None  # loaded in the worker, not pickled
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
         """Return whether the document stays, or (False, the reason)."""

@@ -1,4 +1,4 @@
-"""The report on the labels and the classifier: figures as JSON, a page of Markdown, and pictures."""
+"""Report on the labels and the classifier: numbers as JSON, a Markdown page, and pictures."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ QUALITIES = [str(points) for points in range(HIGHEST + 1)]
 
 
 def write_report(folder: Path, found: dict) -> None:
-    """Write agreement.json, agreement.md, quality.png and, where categories were learned, category.png."""
+    """Write agreement.json, agreement.md, quality.png and, if categories were learned, category.png."""
     if "category" in found:
         category = found["category"]
         draw(folder / "category.png", category["confusion"], category["names"], "category")
@@ -23,7 +23,7 @@ def write_report(folder: Path, found: dict) -> None:
 
 
 def page(found: dict) -> str:
-    """Return the report's page."""
+    """Return the report's Markdown page."""
     asked, quality = found["asked"], found["quality"]
     lines = [
         f"An LLM ({_code(asked['model'])}) labelled {asked['labelled']:,} of {asked['sampled']:,} sampled documents"
@@ -73,7 +73,7 @@ def _code(name: str) -> str:
 
 
 def draw(path: Path, confusion: list[list[int]], names: list[str], what: str) -> None:
-    """Draw how many documents of each label got each prediction, shaded by the share of the label."""
+    """Draw a confusion matrix: counts of each label by prediction, shaded by the label's share."""
     counts = np.array(confusion)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     size = max(3.2, 0.75 * len(names) + 1.6)

@@ -1,4 +1,4 @@
-"""The rubric: what an LLM is asked about a document, and how its answer is read."""
+"""Rubric: the question to the LLM about a document, and the parser of its answer."""
 
 import json
 import re
@@ -6,16 +6,16 @@ import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-HIGHEST = 5  # quality is a whole number from 0: a point for each criterion
+HIGHEST = 5  # quality is a whole number from 0: one point per criterion
 FIELDS = ("text", "categories", "criteria")
-CATEGORY_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")  # names a folder of the corpus
-ANSWER_CHARACTERS = 20_000  # looked through for JSON
+CATEGORY_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")  # also the name of a folder of the corpus
+ANSWER_CHARACTERS = 20_000  # searched for JSON
 KEY = "corpus.cleaning.labels.rubric"
 
 
 @dataclass(frozen=True)
 class Label:
-    """What a document is about, and how good it is: 0 to 5. `reason` is the LLM's."""
+    """Category and quality (0 to 5) of a document. `reason` is the LLM's."""
 
     category: str
     quality: int
@@ -24,7 +24,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Rubric:
-    """The question put to the LLM.
+    """The question to the LLM.
 
     `categories`: {name: description}. `criteria`: five, each worth one point of quality. `system` and `user`: templates
     with $text (the document), $categories and $criteria ($$ for a dollar). The answer is a JSON object with "category"
@@ -67,7 +67,7 @@ class Rubric:
             raise ValueError(f"{KEY}.user lacks the field $text: put it where the document goes")
 
     def messages(self, text: str) -> list[dict[str, str]]:
-        """Return the chat messages that ask about a text; nothing in the text is read as a template."""
+        """Return the chat messages that ask about a text; templates within the text are not expanded."""
         values = {
             "text": text.strip("\n"),
             "categories": "\n".join(f"- {name}: {what}" for name, what in self.categories.items()),
@@ -78,8 +78,11 @@ class Rubric:
         return [{"role": role, "content": content} for role, content in filled if content]
 
     def read(self, answer: str) -> Label | None:
-        """Return the label in an answer: the first JSON object there with a category and a quality. None where there is
-        no such object, or where it holds no category of the rubric's or no whole number from 0 to 5."""
+        """Return the label in an answer: its first JSON object with a category and a quality.
+
+        None if there is no such object, the category is not in the rubric, or the quality is no whole number from 0 to
+        5.
+        """
         found = next((entry for entry in _objects(answer) if "category" in entry and "quality" in entry), None)
         if found is None or not isinstance(found["category"], str):
             return None
@@ -90,7 +93,7 @@ class Rubric:
 
 
 def read_rubric(settings: Mapping) -> Rubric:
-    """Return the rubric that a configuration describes. Raises ValueError, naming the key, for a wrong setting."""
+    """Return the rubric for a configuration; raise ValueError, naming the key, for a wrong setting."""
     known = {entry.name for entry in fields(Rubric)}
     for key in settings:
         if key not in known:
@@ -102,7 +105,7 @@ def read_rubric(settings: Mapping) -> Rubric:
 
 
 def _objects(answer: str) -> Iterator[dict]:
-    """Yield the JSON objects in an answer, whatever stands around them: a fence, a remark, a model's thoughts."""
+    """Yield the JSON objects in an answer, ignoring a fence, a remark or a model's thoughts around them."""
     answer, decoder = answer[:ANSWER_CHARACTERS], json.JSONDecoder()
     start = answer.find("{")
     while start >= 0:
@@ -116,7 +119,7 @@ def _objects(answer: str) -> Iterator[dict]:
 
 
 def _whole(value: object) -> int | None:
-    """Return a whole number, also out of "4" or 4.0; None for anything else."""
+    """Return a whole number, also from "4" or 4.0; None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"\s*\d\s*", value):
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value not in range(10):

@@ -1,4 +1,4 @@
-"""The sample that the LLM labels: excerpts of few documents of each category, the same ones whatever the tasks."""
+"""Sample that the LLM labels: excerpts of few documents of each category, independent of the number of tasks."""
 
 import hashlib
 import heapq
@@ -14,12 +14,12 @@ from datatrove.pipeline.base import PipelineStep
 from common.atomic_files import write_atomic
 from common.settings import check_whole
 
-CUT = "\n[...]\n"  # stands where an excerpt leaves text out
+CUT = "\n[...]\n"  # marks text that an excerpt omits
 
 
 @dataclass(frozen=True)
 class Excerpt:
-    """How many characters are taken from the beginning, the middle and the end; a text no longer is taken whole."""
+    """Numbers of characters taken from beginning, middle and end; a text within their sum is taken whole."""
 
     beginning: int = 1500
     middle: int = 750
@@ -32,7 +32,7 @@ class Excerpt:
             raise ValueError(f"corpus.cleaning.labels.excerpt.beginning={self.beginning}: give 100 characters or more")
 
     def of(self, text: str) -> str:
-        """Return the excerpt of a text, without what no JSON or prompt can hold."""
+        """Return the excerpt of a text, without characters that JSON or a prompt cannot hold."""
         if len(text) > self.beginning + self.middle + self.end + 2 * len(CUT):
             middle = (len(text) - self.middle) // 2
             pieces = (text[: self.beginning], text[middle : middle + self.middle], text[len(text) - self.end :])
@@ -41,7 +41,7 @@ class Excerpt:
 
 
 def read_excerpt(settings: Mapping[str, int]) -> Excerpt:
-    """Return the excerpt that a configuration describes. Raises ValueError, naming the key, for a wrong setting."""
+    """Return the excerpt for a configuration; raise ValueError, naming the key, for a wrong setting."""
     known = [entry.name for entry in fields(Excerpt)]
     for key in settings:
         if key not in known:
@@ -51,9 +51,9 @@ def read_excerpt(settings: Mapping[str, int]) -> Excerpt:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Sampled:
-    """A document of the sample: its excerpt, and the category and source that it came with.
+    """A document of the sample: its excerpt, and its original category and source.
 
-    They have an order, so that of documents with one id the same ones are taken everywhere.
+    Ordered, so that the same ones of several documents with one id are taken everywhere.
     """
 
     id: str
@@ -63,11 +63,11 @@ class Sampled:
 
 
 class Sample(PipelineStep):
-    """Takes a task's documents and writes its part of the sample to `folder`; gives none.
+    """Read a task's documents and write its part of the sample to `folder`; yield none.
 
-    The sample is `size` documents in all, shared evenly among the categories that documents come with; what a rare
-    category does not fill goes to the others. Within a category those documents are in whose ids have the least
-    hashes. Each task keeps what may be in the whole sample, so `merged` gives the same one for any number of tasks.
+    The sample has `size` documents in total, shared evenly among the documents' categories; what a rare category does
+    not fill goes to the others. Within a category the documents whose ids have the lowest hashes are taken. Each task
+    keeps every candidate for the whole sample, so `merged` gives the same result for any number of tasks.
     """
 
     type = "LABELS"
@@ -78,7 +78,7 @@ class Sample(PipelineStep):
         self.folder, self.size, self.excerpt = folder, size, excerpt
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Read every document; the file is written when all have been seen."""
+        """Read every document, then write the file."""
         strata, seen = Strata(self.size), Counter()
         for document in data:
             with self.track_time():
@@ -98,15 +98,15 @@ class Sample(PipelineStep):
 
 
 class Strata:
-    """At most `size` documents: the least hashes of each category, no category ahead of another that has more."""
+    """At most `size` documents: those with the lowest hashes of each category, balanced over the categories."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._total = 0
-        self._heaps: dict[str, list[tuple[int, Sampled]]] = {}  # the negative hash: the greatest goes first
+        self._heaps: dict[str, list[tuple[int, Sampled]]] = {}  # negative hash: the highest hash is popped first
 
     def would_take(self, category: str, identity: str) -> bool:
-        """Return whether a document would be kept if it were put in now."""
+        """Return whether `put` would keep a document now."""
         if self._total < self.size:
             return True
         heap = self._heaps.get(category, ())
@@ -115,7 +115,7 @@ class Strata:
         return bool(heap) and _rank(identity) > heap[0][0]
 
     def put(self, category: str, sampled: Sampled) -> None:
-        """Put a document in; where there are too many then, the last of the fullest category goes."""
+        """Add a document; above `size`, drop the one with the highest hash of the fullest category."""
         heapq.heappush(self._heaps.setdefault(category, []), (_rank(sampled.id), sampled))
         self._total += 1
         if self._total > self.size:
@@ -126,13 +126,13 @@ class Strata:
         return max((len(heap), category) for category, heap in self._heaps.items())
 
     def sampled(self) -> list[Sampled]:
-        """Return the documents, category by category, least hashes first."""
+        """Return the documents, category by category, lowest hashes first."""
         heaps = (sorted(self._heaps[category], reverse=True) for category in sorted(self._heaps))
         return [sampled for heap in heaps for _, sampled in heap]
 
 
 def merged(folder: str, tasks: int, size: int) -> tuple[list[Sampled], dict[str, int]]:
-    """Return the sample out of all tasks' parts, and how many documents of each category there were."""
+    """Return the sample merged from all tasks' parts, and the number of documents seen of each category."""
     strata, seen = Strata(size), Counter()
     for rank in range(tasks):
         content = json.loads(_part(folder, rank).read_text(encoding="utf-8"))

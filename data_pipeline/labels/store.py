@@ -1,4 +1,4 @@
-"""Answers that are paid for, kept for every later corpus with the same documents."""
+"""Paid answers, stored for every later corpus with the same documents."""
 
 import contextlib
 import hashlib
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Store:
-    """The answers of one model to one question, in a folder of their own under `path`; one process has it at a time.
+    """Answers of one model to one question, in a folder under `path`; one process holds it at a time.
 
     The folder's name is a hash of all that shapes an answer but the text: prompt, categories and criteria, sampling,
-    model and what else is told to it (`extra`). Answers are named by the excerpt's hash and the attempt's number. No
-    text of a document is kept. Each answer is on the disk as soon as it is there, and a torn end does no harm.
+    model and its `extra` settings. An answer's key is the excerpt's hash and the attempt's number. No text of a
+    document is stored. Each answer is written immediately, and a torn last line does no harm.
     """
 
     def __init__(self, path: str, rubric: Rubric, model: str, extra: dict) -> None:
@@ -35,9 +35,10 @@ class Store:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the store; waits while another run has it, since that one may pay for the same documents.
+        """Lock the store; wait while another run holds it, since that one may pay for the same documents.
 
-        Raises ValueError where it cannot be written to.
+        Raises:
+            ValueError: the store cannot be written to.
         """
         try:
             write_atomic(self.folder / "question.json", self._about)
@@ -60,7 +61,7 @@ class Store:
             lock.release()
 
     def answers(self, texts: Iterable[str], attempts: int) -> dict[str, tuple[Answer, str]]:
-        """Return {key: (answer, who paid)} of what there is for these texts."""
+        """Return {key: (answer, payer)} of the stored answers for these texts."""
         wanted = {self.key(text, attempt) for text in texts for attempt in range(attempts)}
         found = (record for record in self._journal.read() if record["key"] in wanted)
         return {
@@ -68,14 +69,14 @@ class Store:
         }
 
     def put(self, key: str, answer: Answer, payer: str) -> None:
-        """Keep an answer. Raises OSError where the disk does not take it."""
+        """Store an answer; raise OSError if the disk refuses it."""
         self._journal.append({"key": key, "payer": payer, **{name: getattr(answer, name) for name in Answer.__slots__}})
 
     def sync(self) -> None:
-        """Take what was kept to the disk."""
+        """Flush stored answers to the disk."""
         self._journal.sync()
 
     @staticmethod
     def key(text: str, attempt: int) -> str:
-        """Return the name of an answer."""
+        """Return the key of an answer."""
         return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{attempt}"

@@ -1,4 +1,4 @@
-"""The classifier is trained on a part of the labelled sample, and measured on the other."""
+"""Training of the classifier on one part of the labelled sample, and its evaluation on the other."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from data_pipeline.labels.sample import Sampled
 
 logger = logging.getLogger(__name__)
 
-LEAST_LABELS = 50  # and at least LEAST_HELD_OUT among them that are measured on
+LEAST_LABELS = 50  # including at least LEAST_HELD_OUT for evaluation
 LEAST_HELD_OUT = 10
 MODEL = "classifier.npz"
 
@@ -23,11 +23,13 @@ Labelled = list[tuple[Sampled, Label]]
 
 
 class TrainClassifier(PipelineStep):
-    """Reads `folder`/labelled.jsonl, and writes the classifier and, in `folder`/report, how far it can be trusted.
+    """Read `folder`/labelled.jsonl; write the classifier and, in `folder`/report, its agreement with the LLM.
 
-    The documents held out are those whose excerpts' hash, read as a fraction of 1, is under `held_out`: they are never
-    learned from, and a text that occurs twice is on one side. With `set_category`, categories must be learned.
-    Raises ValueError where there are too few labels, or all are the same.
+    Documents are held out if the hash of their excerpt, as a fraction of 1, is below `held_out`: they are never learned
+    from, and a text that occurs twice is on one side. With `set_category`, categories must be learned.
+
+    Raises:
+        ValueError: there are too few labels, or all are the same.
     """
 
     type = "LABELS"
@@ -38,7 +40,7 @@ class TrainClassifier(PipelineStep):
         self.folder, self.held_out, self.set_category = folder, held_out, set_category
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Train, measure, and write both."""
+        """Train, evaluate, and write the classifier and the report."""
         from data_pipeline.labels.report import write_report
 
         folder = Path(self.folder)
@@ -58,7 +60,7 @@ class TrainClassifier(PipelineStep):
         yield
 
     def _sides(self, labelled: Labelled, asked: dict) -> tuple[Labelled, Labelled]:
-        """Return what is learned from, and what is held out. Raises ValueError where either will not do."""
+        """Return the learned and the held-out documents; raise ValueError if either is insufficient."""
         learned: Labelled = []
         held_out: Labelled = []
         for sampled, label in labelled:
