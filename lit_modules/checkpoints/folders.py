@@ -1,11 +1,11 @@
-"""A run's `checkpoints/`: whole checkpoints by step, `best`, and what tells a whole one from a damaged one.
+"""Manage a run's `checkpoints/`: complete checkpoints by step, the link `best`, and verification.
 
-step_00000016/           there once every rank has written its part
-    __0_0.distcp ...     the tensors, a file or more of each rank (torch.distributed.checkpoint)
-    .metadata            which tensor lies where in them
+step_00000016/           appears once every rank has written its part
+    __0_0.distcp ...     the tensors, one or more files per rank (torch.distributed.checkpoint)
+    .metadata            the location of each tensor in them
     trainer.pt           everything else: loops, callbacks, schedulers
     manifest.json        written last: the size and SHA-256 of every other file
-best -> step_00000016    the one with the best validation loss
+best -> step_00000016    the checkpoint with the best validation loss
 .step_00000020.partial/  being written, or left by a kill
 """
 
@@ -31,38 +31,38 @@ FORMAT = 1
 
 
 def name_of(step: int) -> str:
-    """The name of the folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The optimizer step of a checkpoint's folder name."""
+    """Return the optimizer step in a checkpoint's folder name."""
     return int(STEP.fullmatch(path.name).group(1))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is a checkpoint, whole or damaged, at `path`: a folder with the name of a step, or `best`."""
+    """Return whether `path` is a checkpoint, complete or damaged: a folder named after a step, or `best`."""
     return path.is_dir() and STEP.fullmatch(path.resolve().name) is not None
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints of a run by step, oldest first: (optimizer step, folder)."""
+    """Return (optimizer step, folder) of each checkpoint of a run, oldest first."""
     return sorted((step_of(f), f) for f in Path(folder).glob("step_*") if STEP.fullmatch(f.name) and f.is_dir())
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint in a run's `checkpoints/`, whole or damaged; None where there is none."""
+    """Return the newest checkpoint in a run's `checkpoints/`, complete or damaged; None without one."""
     return next((path for _, path in reversed(step_folders(folder))), None)
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The newest undamaged checkpoint in a run's `checkpoints/`; each damaged one is named in the log and passed over.
+    """Return the newest undamaged checkpoint in a run's `checkpoints/`; log and skip damaged ones. None without any.
 
-    It reads the newest checkpoint from end to end, with several threads: one rank is to call it, and to tell the others
-    (a strategy's `load_checkpoint` takes the first rank's path on every rank). `newest` is None where this is.
+    This reads the newest checkpoint completely, with several threads. Only one rank should call it; the strategy's
+    `load_checkpoint` broadcasts that rank's path. `newest` is None exactly if this is.
 
     Raises:
-        ValueError: there are checkpoints, and every one is damaged.
+        ValueError: there are checkpoints, but all are damaged.
     """
     found = step_folders(folder)
     for _, path in reversed(found):
@@ -79,7 +79,7 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, beginning with the name of the file, or None if every file is as written."""
+    """Return a checkpoint's damage, starting with the file's name; None if every file is as written."""
     try:
         files = read_manifest(path)["files"]
     except ValueError as error:
@@ -88,10 +88,10 @@ def damage(path: Path) -> str | None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: format, step, world_size, and by name the bytes and sha256 of its files.
+    """Return a checkpoint's manifest: format, step, world_size, and the bytes and sha256 of each file by name.
 
     Raises:
-        ValueError: there is none, or it is not one that this version wrote.
+        ValueError: it is missing, or this version did not write it.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -109,24 +109,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def partial_of(path: Path) -> Path:
-    """Where a checkpoint is written before it has its name."""
+    """Return the folder in which a checkpoint is written before it gets its name."""
     return path.with_name(f".{path.name}.partial")
 
 
 def publish(path: Path, files: dict[str, dict[str, Any]], world_size: int) -> None:
-    """Give a checkpoint whose files are all written its manifest and its name."""
+    """Write the manifest of a checkpoint whose files are complete, and give it its name."""
     partial = partial_of(path)
     manifest = {"format": FORMAT, "step": step_of(path), "world_size": world_size, "files": files}
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     flush_folder(partial)
-    if path.exists():  # a damaged one of the same step, which the run has passed over
+    if path.exists():  # a damaged one of the same step, which the run has skipped
         remove(path)
     os.replace(partial, path)
     flush_folder(path.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; if it is interrupted, what is left has no checkpoint's name."""
+    """Remove a checkpoint; an interruption leaves nothing under a checkpoint's name."""
     aside = path.with_name(f".{path.name}.removed.partial")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(path, aside)
@@ -134,7 +134,7 @@ def remove(path: Path) -> None:
 
 
 def clear_partials(folder: Path) -> None:
-    """Remove what a kill in mid-write has left."""
+    """Remove the remains of interrupted writes."""
     for left in Path(folder).glob(".*.partial"):
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)
@@ -143,7 +143,7 @@ def clear_partials(folder: Path) -> None:
 
 
 def link_best(path: Path) -> None:
-    """Let `best` be another name of the checkpoint at `path`."""
+    """Point the link `best` to the checkpoint at `path`."""
     beside = path.with_name(f".{BEST}.partial")
     beside.unlink(missing_ok=True)
     beside.symlink_to(path.name)
@@ -151,7 +151,7 @@ def link_best(path: Path) -> None:
 
 
 def best_of(folder: Path) -> str | None:
-    """The name of the checkpoint that `best` is; None where there is none."""
+    """Return the name of the checkpoint that `best` points to; None without one."""
     try:
         return os.readlink(folder / BEST)
     except OSError:
@@ -159,8 +159,10 @@ def best_of(folder: Path) -> str | None:
 
 
 def keep_newest(folder: Path, count: int, step: int) -> None:
-    """Remove the checkpoints up to `step` except the newest `count` and the best. Later ones are not this run's past:
-    they are damaged, and it will come to them again."""
+    """Remove the checkpoints up to `step` except the newest `count` and the best.
+
+    Later ones are damaged: the run was resumed before them, and will overwrite them.
+    """
     past = [path for number, path in step_folders(folder) if number <= step]
     for old in past[:-count]:
         if old.name != best_of(folder):
@@ -168,7 +170,7 @@ def keep_newest(folder: Path, count: int, step: int) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a crash of the machine."""
+    """Flush a folder, so that a rename in it survives a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Random generators that go on after a resume as if nothing had been."""
+"""Save and restore the random generators, so that a resumed run continues exactly."""
 
 import random
 from typing import Any
@@ -10,8 +10,11 @@ from lightning.pytorch.callbacks import Callback
 
 
 class RandomState(Callback):
-    """The state of every random generator of this rank, which Lightning does not save: dropout and sampling go on as
-    they would. A resume with as many ranks gives each its own back, another number the first rank's to all."""
+    """Save every random generator of this rank, which Lightning does not, so that dropout and sampling continue
+    exactly.
+
+    A resume with the same number of ranks restores each rank's own state; any other number restores rank 0's on all.
+    """
 
     def __init__(self) -> None:
         self.restored: dict[str, Any] | None = None
@@ -28,7 +31,7 @@ class RandomState(Callback):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.restored = state  # what comes between loading and the first step may draw numbers: set at the first step
+        self.restored = state  # set at the first step: code between loading and that step may draw numbers
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
         if self.restored is None:

@@ -1,4 +1,4 @@
-"""Tensors out of a checkpoint, into whatever holds them now, and without running anything that is written in it."""
+"""Read tensors from a checkpoint into any distribution, without executing code from its files."""
 
 import pickle
 import warnings
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from lit_modules.checkpoints.folders import METADATA, TRAINER, step_folders
 
-WEIGHTS, OPTIMIZER, RANDOM = "weights.", "optimizer.", "random."  # what the names of tensors begin with
+WEIGHTS, OPTIMIZER, RANDOM = "weights.", "optimizer.", "random."  # prefixes of tensor names
 
 METADATA_NAMES = {
     ("torch", "Size"),
@@ -32,13 +32,13 @@ METADATA_NAMES = {
         )
     ),
 }
-"""What a metadata file of tensors may name. Anything else would be run by the pickle that it is: not read."""
+"""Names that a metadata file of tensors may contain. It is a pickle, which would execute any other name."""
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is a choice, and not a mistake
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is intended
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Knows METADATA_NAMES and torch's dtypes, and nothing else."""
+    """Unpickler that accepts METADATA_NAMES and torch's dtypes only."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in METADATA_NAMES or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
@@ -47,13 +47,13 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """Torch's reader of a checkpoint's folder, with a metadata file that can name nothing but tensors."""
+    """Torch's reader of a checkpoint's folder, restricted to metadata that names tensors only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The names, shapes and places of all tensors.
+        """Read the names, shapes and locations of all tensors.
 
         Raises:
-            ValueError: the file is not there, damaged, or names what is no tensor.
+            ValueError: the file is missing or damaged, or names anything but tensors.
         """
         path = Path(self.path) / METADATA
         try:
@@ -68,28 +68,28 @@ class Reader(FileSystemReader):
 
 
 def sizes(path: Path) -> dict[str, torch.Size]:
-    """The shape of every tensor of a checkpoint. Raises ValueError where its metadata cannot be read."""
+    """Return the shape of every tensor of a checkpoint; raise ValueError if its metadata cannot be read."""
     return {name: entry.size for name, entry in Reader(path).read_metadata().state_dict_metadata.items()}
 
 
 def read_into(tensors: dict[str, Tensor], path: Path, *, alone: bool = False) -> None:
-    """Fill tensors, which may be spread over ranks, with those of the same names in a checkpoint of any spread.
+    """Fill tensors, sharded or not, with the tensors of the same names in a checkpoint of any sharding.
 
     Args:
-        alone: only this process reads; else every rank of the process group, if there is one, calls this.
+        alone: only this process reads; otherwise every rank of the process group, if any, must call this.
 
     Raises:
-        ValueError: a file of it cannot be read.
+        ValueError: a file cannot be read.
     """
     try:
         dcp.load(tensors, storage_reader=Reader(path), no_dist=alone)
-    except CheckpointException as failure:  # it is no Exception, and has a traceback of every rank for its text
+    except CheckpointException as failure:  # not an Exception subclass; its text is every rank's traceback
         rank, (error, _) = min(failure.failures.items())
         raise ValueError(f"{path} cannot be read by rank {rank}: {str(error).splitlines()[0]}") from failure
 
 
 def read_trainer(path: Path) -> dict[str, Any]:
-    """Lightning's part of a checkpoint: loops, callbacks, schedulers, and the module's own entries.
+    """Read Lightning's part of a checkpoint: loops, callbacks, schedulers, and the module's own entries.
 
     Raises:
         ValueError: the file cannot be read, or holds more than plain values and tensors.
@@ -101,7 +101,7 @@ def read_trainer(path: Path) -> dict[str, Any]:
 
 
 def data_fingerprint(folder: Path) -> str | None:
-    """The fingerprint of the data that a run was begun with; None where no checkpoint of it says one.
+    """Return the fingerprint of the data that a run started with; None if no checkpoint has one.
 
     Args:
         folder: the run's `checkpoints/`.
@@ -109,19 +109,19 @@ def data_fingerprint(folder: Path) -> str | None:
     for _, path in step_folders(folder):
         try:
             return read_trainer(path)["palimpsest"]["data_fingerprint"]
-        except (ValueError, KeyError):  # damaged: the next one says the same
+        except (ValueError, KeyError):  # damaged: the next one has the same fingerprint
             continue
     return None
 
 
 def consolidated(path: Path) -> dict[str, Tensor]:
-    """The whole weights of a checkpoint in main memory, by the names that the trained module has for them.
+    """Return the unsharded weights of a checkpoint in main memory, by the trained module's names.
 
     Args:
         path: a checkpoint's folder, of any strategy and number of ranks.
 
     Raises:
-        ValueError: a file of it cannot be read.
+        ValueError: a file cannot be read.
     """
     entries = Reader(path).read_metadata().state_dict_metadata
     weights = {

@@ -1,4 +1,4 @@
-"""When checkpoints are written, and which are kept."""
+"""Decide when to write checkpoints, and which to keep."""
 
 import logging
 import math
@@ -19,21 +19,21 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints(Checkpoint):
-    """Save every `every_tokens`, keep the last few and the best by validation loss.
+    """Save every `every_tokens`; keep the last few and the best by validation loss.
 
-    Training goes on while a checkpoint is written, and waits only if the next is due before. An older one is removed
-    only after a newer one is whole. When one cannot be written (a full disk), a line says so, the ones before it stay,
-    and training goes on to the next. Its strategy has to be a `Checkpointed`.
+    Training continues while a checkpoint is written, and waits only if the next one is due earlier. An older checkpoint
+    is removed only after a newer one is complete. If one cannot be written (a full disk), an error is logged, earlier
+    ones remain, and training continues. The strategy must be a `Checkpointed`.
 
     Args:
         every_tokens: tokens between two checkpoints; rounded to whole steps, at least one.
-        keep_last: how many of the newest to keep.
+        keep_last: number of newest checkpoints to keep.
 
     Attributes:
-        checkpoint_seconds: how long training has waited for checkpoints.
+        checkpoint_seconds: total time that training waited for checkpoints.
 
     Raises:
-        ValueError: `keep_last` is under 1, or `every_tokens` not positive.
+        ValueError: `keep_last` is under 1, or `every_tokens` is not positive.
     """
 
     def __init__(self, every_tokens: int, keep_last: int = 2) -> None:
@@ -45,9 +45,9 @@ class Checkpoints(Checkpoint):
         self.best_step: int | None = None
         self.due = False
         self.checkpoint_seconds = 0.0
-        self.saved_step: int | None = None  # of the last checkpoint, or of the one under way
-        self._best_before: tuple[float | None, int | None] = (None, None)  # if the one under way is not written
-        self._waited = 0.0  # for the one under way
+        self.saved_step: int | None = None  # of the last or the pending checkpoint
+        self._best_before: tuple[float | None, int | None] = (None, None)  # restored if the pending one is not written
+        self._waited = 0.0  # for the pending one
 
     def state_dict(self) -> dict[str, Any]:
         return {"best_loss": self.best_loss, "best_step": self.best_step}
@@ -67,17 +67,17 @@ class Checkpoints(Checkpoint):
         step = trainer.global_step
         self.due = self.due or step % module.steps_of(self.every_tokens) == 0 or step == trainer.max_steps
         if self.due and (batch_idx + 1) % trainer.val_check_batch != 0:
-            self.save(trainer)  # else after the validation: a run killed while it validates does it again
+            self.save(trainer)  # else after the validation, which a run killed during it repeats
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if self.due or self.is_best(module.validation.loss):
-            self.wait(trainer)  # whether the one before was written decides which is the best
+            self.wait(trainer)  # which one is the best depends on whether the previous one was written
             self.save(trainer, module.validation.loss)
 
     def is_best(self, loss: float) -> bool:
-        """Whether no checkpoint has a lower validation loss."""
+        """Return whether no checkpoint has a lower validation loss."""
         return math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
 
     def on_train_end(self, trainer: lightning.Trainer, module: Any) -> None:
@@ -88,14 +88,14 @@ class Checkpoints(Checkpoint):
     def on_exception(self, trainer: lightning.Trainer, module: Any, exception: BaseException) -> None:
         try:
             self.wait(trainer)
-        except Exception as error:  # the first error is the one to be seen
+        except Exception as error:  # the first error must remain visible
             log.error(f"the checkpoint under way could not be finished: {error}")
 
     def save(self, trainer: lightning.Trainer, loss: float | None = None) -> None:
-        """Begin to write this step's checkpoint, after the one before. Every rank takes part.
+        """Start writing this step's checkpoint, after the previous one is complete. Every rank takes part.
 
         Args:
-            loss: of the validation that was just made, if one was.
+            loss: of the validation at this step, if there was one.
         """
         self.due = False
         if self.saved_step == trainer.global_step:
@@ -104,7 +104,7 @@ class Checkpoints(Checkpoint):
         began = time.perf_counter()
         self._best_before = self.best_loss, self.best_step
         best = loss is not None and self.is_best(loss)
-        if best:  # before it is written: it has to know of itself that it is the best
+        if best:  # set before saving: the checkpoint itself records that it is the best
             self.best_loss, self.best_step = loss, trainer.global_step
         self.saved_step = trainer.global_step
         path = folder_of(trainer) / name_of(trainer.global_step)
@@ -112,8 +112,11 @@ class Checkpoints(Checkpoint):
         self._waited = time.perf_counter() - began
 
     def wait(self, trainer: lightning.Trainer) -> Path | None:
-        """Wait until the checkpoint under way is written. Every rank takes part. Its path; None if there was none under
-        way, or if it could not be written."""
+        """Wait until the pending checkpoint is written. Every rank takes part.
+
+        Returns:
+            Its path; None if none was pending or it could not be written.
+        """
         began = time.perf_counter()
         outcome = trainer.strategy.wait_for_checkpoint()
         if outcome is None:
@@ -125,7 +128,7 @@ class Checkpoints(Checkpoint):
         return outcome.path if outcome.error is None else None
 
     def account(self, trainer: lightning.Trainer, outcome: Outcome, waited: float) -> None:
-        """Log what a checkpoint took."""
+        """Log the time that a checkpoint took."""
         self.checkpoint_seconds += waited
         metrics = {
             "tokens": trainer.global_step * trainer.lightning_module.batch_tokens,
@@ -136,12 +139,12 @@ class Checkpoints(Checkpoint):
             logger.log_metrics(metrics, trainer.global_step)
 
     def tidy(self, path: Path, step: int, best: bool) -> None:
-        """Once a checkpoint is there: name it the best if it is, and remove those that are no longer kept."""
+        """Link a complete checkpoint as the best if it is, and remove those that are no longer kept."""
         if best:
             link_best(path)
         keep_newest(path.parent, self.keep_last, step)
 
 
 def folder_of(trainer: lightning.Trainer) -> Path:
-    """The run's `checkpoints/`."""
+    """Return the run's `checkpoints/`."""
     return Path(trainer.default_root_dir) / "checkpoints"

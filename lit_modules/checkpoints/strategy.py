@@ -1,4 +1,4 @@
-"""Checkpoints for Lightning's strategies: one format for all, so that each can go on from any other's."""
+"""Checkpoints for Lightning's strategies: one format, so that each can resume from any other."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,19 +22,19 @@ RANDOM_STATE = RandomState().state_key
 
 
 class Checkpointed:
-    """Comes before a Lightning strategy of one device, of DDP, or of FSDP2 among the bases of a class.
+    """Mixin for a Lightning strategy of one device, DDP or FSDP2; put it before the strategy in the bases.
 
-    A checkpoint has tensors by name, however they are spread; hyperparameters of the optimizer come from the
-    configuration, learning rates from the checkpoint. `save_checkpoint` returns while it is written.
+    A checkpoint stores tensors by name, independent of sharding. Optimizer hyperparameters come from the configuration,
+    learning rates from the checkpoint. `save_checkpoint` returns before the checkpoint is written.
     """
 
     restore_checkpoint_after_setup = True  # tensors are read in place
-    lightning_restore_optimizer = False  # they are by then
+    lightning_restore_optimizer = False  # already restored by then
     _writer: Writer | None = None
 
     @property
     def checkpoint_writer(self) -> Writer:
-        """What writes this strategy's checkpoints, made when it is first asked for."""
+        """The writer of this strategy's checkpoints, created on first access."""
         if self._writer is None:
             self._writer = Writer()
         return self._writer
@@ -48,11 +48,11 @@ class Checkpointed:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Path | str, storage_options: Callable[[], None] | None = None
     ) -> None:
-        """Copy this moment's state, and write it to the folder `filepath` in the background (`wait_for_checkpoint`).
+        """Copy the current state, and write it to the folder `filepath` in the background (`wait_for_checkpoint`).
 
         Args:
-            checkpoint: Lightning's, with tensors as this class gives them.
-            storage_options: called on the first rank, in the background, once the checkpoint is there.
+            checkpoint: Lightning's checkpoint, with tensors as this class returns them.
+            storage_options: called on rank 0, in the background, once the checkpoint is complete.
         """
         rank, world_size = ranks()
         state = {WEIGHTS + name: tensor for name, tensor in checkpoint.pop("state_dict").items()}
@@ -67,18 +67,18 @@ class Checkpointed:
         self.checkpoint_writer.begin(Path(filepath), mine, random, checkpoint, storage_options or (lambda: None))
 
     def wait_for_checkpoint(self) -> Outcome | None:
-        """How the checkpoint under way ended, once it has; None if none is under way."""
+        """Wait for the pending checkpoint and return its outcome; None if none is pending."""
         return self.checkpoint_writer.wait()
 
     def load_checkpoint(self, checkpoint_path: Path | str, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read the tensors of a checkpoint, of any strategy and number of ranks, in place; the rest is returned.
+        """Read the tensors of a checkpoint, of any strategy and number of ranks, in place, and return the rest.
 
         Args:
-            checkpoint_path: its folder; the first rank's counts.
-            weights_only: whatever it is, nothing but tensors and plain values is read.
+            checkpoint_path: its folder; rank 0's value is used.
+            weights_only: ignored: only tensors and plain values are ever read.
 
         Raises:
-            ValueError: it lacks what the model needs, or has it in another shape.
+            ValueError: a tensor that the model needs is missing or has another shape.
         """
         path = Path(self.broadcast(str(checkpoint_path)))
         module, fitting = self.lightning_module, self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -97,23 +97,23 @@ class Checkpointed:
         if fitting:
             tensors.restore_learning_rates(module, self.optimizers, checkpoint[RATES])
             for config, schedule in zip(module.trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
-                if "base_lrs" in schedule:  # for each group, which may be split otherwise now
+                if "base_lrs" in schedule:  # per group, and the groups may be split differently now
                     schedule["base_lrs"] = config.scheduler.base_lrs
                     schedule["_last_lr"] = [group["lr"] for group in config.scheduler.optimizer.param_groups]
         return checkpoint
 
     def _made_optimizer_states(self, found: dict[str, torch.Size]) -> dict[str, Tensor]:
-        """The optimizers' state tensors, made where the checkpoint has them."""
+        """Create the optimizers' state tensors that the checkpoint has."""
         state: dict[str, Tensor] = {}
         if not any(name.startswith(OPTIMIZER) for name in found):
-            return state  # every step before it was skipped
+            return state  # every earlier step was skipped
         names = tensors.parameter_names(self.lightning_module)
         for optimizer in self.optimizers:
             made = tensors.optimizer_tensors(self.lightning_module, optimizer, make=True)
             state |= {OPTIMIZER + name: tensor for name, tensor in made.items() if OPTIMIZER + name in found}
             for parameter in list(optimizer.state):
                 if not any(f"{OPTIMIZER}{names[parameter]}.{key}" in found for key in optimizer.state[parameter]):
-                    del optimizer.state[parameter]  # it has had no gradient yet
+                    del optimizer.state[parameter]  # it had no gradient yet
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -132,12 +132,12 @@ class Checkpointed:
 
 
 def ranks() -> tuple[int, int]:
-    """The number of this rank, and of all."""
+    """Return this rank's number and the world size."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def check_shapes(state: dict[str, Tensor], found: dict[str, torch.Size], path: Path) -> None:
-    """Raise ValueError for the first tensor that a checkpoint lacks, or has in another shape."""
+    """Raise ValueError for the first tensor that a checkpoint lacks or has in another shape."""
     for name, tensor in state.items():
         if name not in found:
             raise ValueError(f"{path} has no {name}: it is of another model")

@@ -1,4 +1,4 @@
-"""The tensors of a training by name, whatever strategy holds them, and who writes which."""
+"""Collect the tensors of a training by name under any strategy, and divide them among ranks for writing."""
 
 import io
 import math
@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 
 def model_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The module's parameters and buffers themselves, by name: the same names under DDP, FSDP2 and torch.compile.
+    """Return the module's own parameters and buffers by name: the same names under DDP, FSDP2 and torch.compile.
 
-    Of a module that says what is `checkpointed(name)`, only that.
+    If the module defines `checkpointed(name)`, only the tensors that it selects.
     """
     wanted = getattr(module, "checkpointed", lambda name: True)
     state = get_model_state_dict(module)
@@ -21,10 +21,10 @@ def model_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, make: bool = False) -> dict[str, Tensor]:
-    """The optimizer's state tensors themselves, named `<parameter>.<key>`.
+    """Return the optimizer's own state tensors, named `<parameter>.<key>`.
 
     Args:
-        make: make the state of an optimizer that has not taken a step; else such a one has none.
+        make: create the state of an optimizer that has not taken a step; otherwise return none for it.
     """
     if not optimizer.state and not make:
         return {}
@@ -38,19 +38,23 @@ def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, ma
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
-    """The names of parameters, without what torch.compile adds to those of a module that it wraps."""
+    """Return the names of parameters, without torch.compile's prefixes."""
     return {parameter: name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()}
 
 
 def learning_rates(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, float]:
-    """The learning rate of each parameter that an optimizer has."""
+    """Return the learning rate of each parameter that an optimizer has."""
     names = parameter_names(module)
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {names[parameter]: float(group["lr"]) for group in groups for parameter in group["params"]}
 
 
 def restore_learning_rates(module: nn.Module, optimizers: list[torch.optim.Optimizer], rates: dict[str, float]) -> None:
-    """Set each parameter group's learning rate to that of its parameters, however the groups were split before."""
+    """Set each group's learning rate from its parameters', even if the groups were split differently.
+
+    Raises:
+        ValueError: the parameters of one group had different learning rates.
+    """
     names = parameter_names(module)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -62,8 +66,11 @@ def restore_learning_rates(module: nn.Module, optimizers: list[torch.optim.Optim
 
 
 def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """The part of a state that this rank is to write: of what several ranks hold alike (all of it under DDP, the shards
-    of each copy under HSDP), one of them writes each tensor, so that each writes and stages about as much."""
+    """Return the part of a state that this rank writes.
+
+    Of each tensor that several ranks hold alike (all of the state under DDP, the shards of each copy under HSDP), one
+    of them writes it, so that all write and stage about as much.
+    """
     loads: dict[int, list[int]] = {}
     chosen = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].numel() * tensors[name].element_size(), name)):
@@ -78,7 +85,7 @@ def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, T
 
 
 def holders(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int | None]:
-    """How many ranks hold the same part of a tensor as this one, and which of them this one is (None: it has none)."""
+    """Return how many ranks hold the same part of a tensor, and this rank's index among them (None: it has none)."""
     if not isinstance(tensor, DTensor):
         return world_size, rank
     mesh = tensor.device_mesh
@@ -94,12 +101,12 @@ def holders(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int | None
 
 
 def packed(state: Any) -> Tensor:
-    """Plain values and tensors as one uint8 tensor."""
+    """Serialize plain values and tensors into one uint8 tensor."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def unpacked(tensor: Tensor) -> Any:
-    """What `packed` was given."""
+    """Return the input of `packed`."""
     return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: training waits while tensors are copied to main memory, and no longer."""
+"""Write checkpoints in the background: training waits only while tensors are copied to main memory."""
 
 import io
 import logging
@@ -27,17 +27,17 @@ APPEARS_WITHIN = 60.0  # seconds; a shared disk may show another node's files la
 
 
 class NotWritten(Exception):
-    """The disk did not take a checkpoint; the line says of which rank, and why."""
+    """The disk refused a checkpoint; the message names the rank and the reason."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the writing of a checkpoint ended: the same on every rank but for the seconds.
+    """The outcome of writing a checkpoint; equal on every rank except for `seconds`.
 
     Attributes:
         path: the checkpoint's folder.
-        error: why it is not there; None where it is.
-        seconds: what this rank took in the background.
+        error: why it was not written; None on success.
+        seconds: time that this rank spent in the background.
     """
 
     path: Path
@@ -46,12 +46,12 @@ class Outcome:
 
 
 class ShardWriter(FileSystemWriter):
-    """Torch's writer, which says what the disk said, and keeps the folder's own path out of the files."""
+    """Torch's writer, but it raises the disk's own error and keeps the folder's path out of the files."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().write_data(*args, **kwargs)
-        except RuntimeError as error:  # torch's archives answer the disk's error with one of their own
+        except RuntimeError as error:  # torch's archives replace the disk's error by their own
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
     def storage_meta(self) -> None:
@@ -59,10 +59,10 @@ class ShardWriter(FileSystemWriter):
 
 
 class Writer:
-    """Writes the checkpoints of a training, one at a time, with every rank taking part.
+    """Write the checkpoints of a training, one at a time, with every rank taking part.
 
-    All ranks call `begin` and `wait` in the same order. Ranks talk in the background over a gloo group of their own,
-    which does not meet the training's collectives.
+    All ranks call `begin` and `wait` in the same order. In the background, ranks communicate over a separate gloo
+    group, which does not interfere with the training's collectives.
     """
 
     def __init__(self) -> None:
@@ -80,14 +80,14 @@ class Writer:
         rest: dict[str, Any],
         then: Callable[[], None],
     ) -> None:
-        """Copy the state of this moment, and return while it is written.
+        """Copy the current state, and return while it is written.
 
         Args:
-            path: where the checkpoint's folder is to appear.
-            tensors: this rank's part of those that training changes.
-            copies: more tensors of this rank, which nobody changes.
-            rest: plain values, of which the first rank's are written.
-            then: called on the first rank, in the background, once the checkpoint is there.
+            path: the final folder of the checkpoint.
+            tensors: this rank's part of the tensors that training changes.
+            copies: further tensors of this rank that nothing changes.
+            rest: plain values; rank 0's are written.
+            then: called on rank 0, in the background, once the checkpoint is complete.
         """
         self.wait()
         if self.group is None and dist.is_initialized():
@@ -99,7 +99,7 @@ class Writer:
         self.pending = self.thread.submit(self.write, path, staged, record.getvalue(), then)
 
     def stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in main memory; where there are GPUs, in pinned memory that is kept for the next checkpoint."""
+        """Copy tensors to main memory; with GPUs, to pinned memory that is reused for the next checkpoint."""
         if not torch.cuda.is_available():
             return {name: tensor.detach().clone() for name, tensor in tensors.items()}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -108,9 +108,9 @@ class Writer:
         return self.stager.stage(tensors)
 
     def wait(self) -> Outcome | None:
-        """How the checkpoint under way ended, once it has; None if none is under way.
+        """Wait for the pending checkpoint and return its outcome; None if none is pending.
 
-        Raises what the background raised, unless the disk was at fault.
+        Errors of the background thread are raised here, except for disk errors.
         """
         if self.pending is None:
             return None
@@ -122,7 +122,7 @@ class Writer:
         return dist.get_rank() if dist.is_initialized() else 0
 
     def write(self, path: Path, staged: dict[str, Tensor], record: bytes, then: Callable[[], None]) -> Outcome:
-        """Write, check and publish one checkpoint (in the background). What the disk refuses is the outcome's error."""
+        """Write, check and publish one checkpoint (in the background). A disk error becomes the outcome's error."""
         began = time.perf_counter()
         error = None
         try:
@@ -136,7 +136,7 @@ class Writer:
         return Outcome(path, error, time.perf_counter() - began)
 
     def write_parts(self, path: Path, staged: dict[str, Tensor], record: bytes, then: Callable[[], None]) -> None:
-        """Write and publish a checkpoint step by step: no rank takes one before all have taken the one before it."""
+        """Write and publish a checkpoint in steps; all ranks complete each step before any starts the next."""
         partial = partial_of(path)
         together(self.group, lambda: prepare(partial, record) if self.rank == 0 else None)
         dcp.save(staged, storage_writer=ShardWriter(partial), process_group=self.group, no_dist=self.group is None)
@@ -146,23 +146,23 @@ class Writer:
         together(self.group, lambda: finish(path, parts, then) if self.rank == 0 else None)
 
     def own_files(self, partial: Path) -> list[str]:
-        """The names of the files that this rank has written."""
+        """Return the names of the files that this rank has written."""
         shards = [file.name for file in partial.glob(f"__{self.rank}_*.distcp")]
         return [*shards, METADATA, TRAINER] if self.rank == 0 else shards
 
 
 def prepare(partial: Path, record: bytes) -> None:
-    """An empty folder to write into, with Lightning's part in it."""
+    """Create an empty folder to write into, with Lightning's part in it."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     atomic_files.write_atomic(partial / TRAINER, record)
 
 
 def finish(path: Path, parts: list[tuple[str, dict[str, Any]]], then: Callable[[], None]) -> None:
-    """Publish a checkpoint of which every rank has written its part: (host, manifest entries) by rank.
+    """Publish a checkpoint after every rank has written its part; `parts` is (host, manifest entries) by rank.
 
     Raises:
-        NotWritten: the files of a rank do not appear here.
+        NotWritten: a rank's files do not appear here.
     """
     partial = partial_of(path)
     deadline = time.monotonic() + APPEARS_WITHIN
@@ -183,10 +183,10 @@ def finish(path: Path, parts: list[tuple[str, dict[str, Any]]], then: Callable[[
 
 
 def together(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> list[Any]:
-    """What `function` gives on every rank, by rank. It raises on all ranks if it does on one.
+    """Call `function` on every rank and return the results by rank. An error on one rank is raised on all.
 
     Raises:
-        NotWritten: the disk of a rank refused, or `function` raised this.
+        NotWritten: a rank's disk refused, or `function` raised this.
         RuntimeError: `function` raised something else.
     """
     value, refused, broken = None, None, None
@@ -211,7 +211,7 @@ def together(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> li
 
 
 def refusal(failure: CheckpointException) -> str:
-    """What the disk of the first rank that failed has said.
+    """Return the disk error of the first rank that failed.
 
     Raises:
         RuntimeError: something other than a disk failed.
@@ -223,5 +223,5 @@ def refusal(failure: CheckpointException) -> str:
 
 
 def because(error: OSError) -> str:
-    """The reason that the system gives, as in "No space left on device"."""
+    """Return the operating system's reason, as in "No space left on device"."""
     return error.strerror or str(error)
