@@ -1,4 +1,4 @@
-"""Rewriting: a corpus written anew by a language model, in YAML styles, screened, and paid for once."""
+"""Rewriting: a language model rewrites a corpus in YAML styles; answers are screened, and each is paid for once."""
 
 from data_pipeline.rewriting.job import run
 

@@ -1,7 +1,7 @@
-"""The facts of a technical text: what a rewriting must neither lose nor invent.
+"""Facts of a technical text: what a rewriting must neither lose nor invent.
 
-URLs, paths, flags, numbers with their units, identifiers, and the commands and words set as code. They are found by
-their form alone, so that the same rules hold for the source and for what a model made of it.
+URLs, paths, flags, numbers with units, identifiers, and commands and words set as code. They are recognized by form
+alone, so that the same rules apply to the source and to the model's text.
 """
 
 import re
@@ -15,7 +15,7 @@ UNITS = (
     r"|minutes?|mins?|hours?|days?|[kmM]?W|[m]?V|°?C|rpm|%|x|cores?|threads?|GPUs?|nodes?)"
 )
 NUMBER = re.compile(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)*)(?:[ \t]?({UNITS})(?![\w]))?(?!\w)|(?<!\w)0x[0-9A-Fa-f]+")
-FOUND_IN_ORDER = (  # each is cut out before the next is looked for: a path within a URL is no second fact
+FOUND_IN_ORDER = (  # each match is removed before the next search: a path within a URL is not a second fact
     ("url", re.compile(r"\b[a-z][a-z0-9+]*://[^\s<>\"'`)\]}|]+")),
     ("path", re.compile(r"(?<![\w./~<-])(?:~|\.{1,2})?(?:/[\w.+@%-]*\w)+/?|(?<!\w)[A-Za-z]:(?:\\[\w.+@%-]+)+")),
     ("flag", re.compile(r"(?<![\w-])(?:--[A-Za-z][\w-]*|-[A-Za-z]{1,3}(?![\w-]))")),
@@ -38,7 +38,7 @@ NO_FACT = {"", "e.g", "i.e", "a.k.a"}
 
 
 def facts(text: str) -> dict[tuple[str, str], str]:
-    """Return the facts of a Markdown text: (kind, the form that is compared) to the words as they stand there."""
+    """Return the facts of a Markdown text: (kind, normalized form) -> the words in the text."""
     found = {("command", command): command for command in _commands(text)}
     rest = text
     for kind, pattern in FOUND_IN_ORDER:
@@ -57,10 +57,12 @@ def facts(text: str) -> dict[tuple[str, str], str]:
 
 
 def kept_and_invented(source: str, rewritten: str, known: str = "") -> tuple[float, float, int, int]:
-    """Return the share of the source's facts that the rewriting keeps, the share of its own that are nowhere in the
-    source or in `known` (what else the model was told), and how many facts each of the two has.
+    """Compare the facts of a source and its rewriting.
 
-    A share of no facts is 1.0 kept, 0.0 invented.
+    Returns:
+        The share of the source's facts that the rewriting keeps; the share of the rewriting's facts found neither in
+        the source nor in `known` (other input of the model); and the number of facts in each of the two texts. Without
+        facts the shares are 1.0 and 0.0.
     """
     before, after = facts(source), facts(rewritten)
     kept = sum(_stands_in(fact, words, after, rewritten) for fact, words in before.items())
@@ -71,12 +73,12 @@ def kept_and_invented(source: str, rewritten: str, known: str = "") -> tuple[flo
 
 
 def _stands_in(fact: tuple[str, str], words: str, others: dict, text: str) -> bool:
-    """A number must be found as the same number; anything else anywhere in the text, in a longer name too."""
+    """Return whether a fact is found: a number as the same number, others anywhere, even in longer names."""
     return fact in others or (fact[0] != "number" and words in text)
 
 
 def _number(match: re.Match) -> str:
-    """Return a number's one form, "10gb" for "10 GB", or "" for a bare digit, which is as often a list's."""
+    """Return a number's normal form, "10gb" for "10 GB"; "" for a bare digit, which may be a list's."""
     if match.group(1) is None:
         return match.group().lower()
     digits = match.group(1).replace(",", "").rstrip(".")
@@ -87,7 +89,7 @@ def _number(match: re.Match) -> str:
 
 
 def _commands(text: str) -> Iterator[str]:
-    """Yield the first words of shell lines: in fenced blocks of a shell, and behind a prompt in any block."""
+    """Yield the first words of shell lines: in fenced shell blocks, and after a prompt in any block."""
     for block in blocks(text):
         if block.kind != "code":
             continue

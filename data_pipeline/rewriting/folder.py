@@ -1,8 +1,8 @@
-"""The folder of a rewriting: who holds it, what it was begun with, its journals, its shards, and its end.
+"""Folder of a rewriting: lock, settings, journals, shards, and manifest.
 
-`settings.json` is what the run began with. `journals/` holds what was paid for in chunks that are not whole yet. A
-chunk that is whole is one file in `shards/`, which has its counts in its own metadata, so that both appear at once;
-`left_out/` names its documents that were left out, and why. `manifest.json`, written last, says that all is done.
+`settings.json` holds the run's settings. `journals/` holds the paid answers of unfinished chunks. A finished chunk is
+one file in `shards/` with its counts in the file's metadata, so that both appear at once; `left_out/` names its dropped
+documents, and the reasons. `manifest.json`, written last, marks the rewriting as complete.
 """
 
 import json
@@ -24,8 +24,8 @@ PROVENANCE = (
     ("category", pa.string()),
     ("rewritten_from", pa.string()),  # the source document's id
     ("style", pa.string()),
-    ("parts", pa.string()),  # the numbers of the parts that the text is of, from 0: "0,1,3"
-    ("source_parts", pa.int64()),  # how many the source was cut into
+    ("parts", pa.string()),  # numbers of the parts in the text, from 0: "0,1,3"
+    ("source_parts", pa.int64()),  # number of parts of the source
     ("prompt_hash", pa.string()),
     ("model", pa.string()),
     ("sampling", pa.string()),  # JSON: temperature, top_p, max_tokens_ratio, and each part's seed
@@ -36,7 +36,7 @@ ROW_GROUP = 256
 
 
 class OutputFolder(JobFolder):
-    """The folder `path`; its methods keep every file of it whole or absent."""
+    """The folder `path`; every file is either complete or absent."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path, "rewrite")
@@ -45,13 +45,13 @@ class OutputFolder(JobFolder):
         self.journals = self.path / "journals"
 
     def begin(self, settings: dict, earlier: dict | None = None) -> None:
-        """As of every folder that is begun; and make the folders in it."""
+        """Begin as `JobFolder.begin` does, and create the subfolders."""
         super().begin(settings, earlier)
         for folder in (self.shards, self.left_out, self.journals):
             folder.mkdir(exist_ok=True)
 
     def shard(self, task: int, chunk: int) -> Path:
-        """Return the place of a chunk's shard."""
+        """Return the path of a chunk's shard."""
         return self.shards / f"train-{task:05d}-{chunk:06d}.parquet"
 
     def journal(self, task: int, chunk: int) -> Journal:
@@ -59,7 +59,7 @@ class OutputFolder(JobFolder):
         return Journal(self.journals / f"{task:05d}-{chunk:06d}.jsonl")
 
     def open_journals(self, task: int) -> Iterator[Journal]:
-        """Yield a task's journals, and remove those whose chunk was made whole just before a kill."""
+        """Yield a task's journals; remove those of chunks that were finished just before a kill."""
         for path in sorted(self.journals.glob(f"{task:05d}-*.jsonl")):
             if self.shard(task, int(path.stem.partition("-")[2])).exists():
                 path.unlink()
@@ -67,7 +67,7 @@ class OutputFolder(JobFolder):
                 yield Journal(path)
 
     def write_shard(self, task: int, chunk: int, rows: list[dict], left_out: list[dict], counts: dict) -> None:
-        """Write what became of a chunk; the shard's appearance is what makes the chunk whole."""
+        """Write the results of a chunk; the chunk counts as finished once the shard exists."""
         target = self.shard(task, chunk)
         if left_out:
             lines = "".join(json.dumps(entry, ensure_ascii=True) + "\n" for entry in left_out)
@@ -90,16 +90,16 @@ class OutputFolder(JobFolder):
             yield path, file.num_rows, json.loads(file.metadata[COUNTS_KEY])
 
     def end_task(self, task: int, totals: dict) -> None:
-        """Note that all chunks of a task are whole."""
+        """Record that all chunks of a task are finished."""
         write_atomic(self.path / "tasks" / f"{task:05d}.json", json.dumps(totals) + "\n")
 
     def ended_tasks(self) -> dict[int, dict]:
-        """Return the totals of the tasks that have ended."""
+        """Return the totals of the finished tasks."""
         found = sorted((self.path / "tasks").glob("*.json"))
         return {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in found}
 
     def clean(self) -> None:
-        """Remove what only an unfinished run needs."""
+        """Remove files that only an unfinished run needs."""
         shutil.rmtree(self.journals, ignore_errors=True)
         for partial in self.shards.glob(".*.partial"):
             partial.unlink()

@@ -1,4 +1,4 @@
-"""What is rewritten: a folder of Parquet shards or JSON lines, document by document, in an order that never changes."""
+"""Input of a rewriting: a folder of Parquet shards or JSON lines, read document by document in a fixed order."""
 
 import json
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ Unit = tuple[Path, int | None]  # a row group of a Parquet file, or a whole file
 
 
 class Corpus:
-    """The documents of a folder (or of one file): `text`, `id`, and every other column that holds text as metadata.
+    """The documents of a folder (or of one file): `text`, `id`, and every other text column as metadata.
 
-    The files are taken in the order of their names, those in folders below too. A document without an id has its place
-    as one. One that cannot be read is told to `problems` and stepped over.
+    Files are sorted by name, subfolders included. A document without an id gets its location as id. An unreadable
+    document is reported to `problems` and skipped.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Raises ValueError, naming the key, where there is nothing to read."""
+        """Find the files; raise ValueError, naming the key, if there is nothing to read."""
         self.path = Path(path).expanduser()
         names = [self.path] if self.path.is_file() else sorted(self.path.rglob("*")) if self.path.is_dir() else []
         hidden = {p for p in names if any(part.startswith(".") for part in p.relative_to(self.path).parts)}
@@ -37,11 +37,11 @@ class Corpus:
             raise ValueError(f"rewrite.input={path}: {found}; give a folder of documents, such as a corpus job writes")
 
     def identity(self, by: str = SAMPLE) -> str:
-        """Return a digest of the files, told apart as `by` says (`data_pipeline.identity.file_identity`)."""
+        """Return a digest of the files, identified as `by` says (`data_pipeline.identity.file_identity`)."""
         return file_identity(self.files, by)
 
     def units(self, problems: Problems) -> list[Unit]:
-        """Return the pieces that are dealt out to tasks, in order."""
+        """Return the units that are dealt to tasks, in order."""
         units: list[Unit] = []
         for path in self.files:
             if path.suffix != ".parquet":
@@ -54,7 +54,7 @@ class Corpus:
         return units
 
     def rows(self, tasks: int = 1, task: int = 0) -> int | None:
-        """Return the number of rows of a task, or None where only reading would tell."""
+        """Return the number of rows of a task, or None if only reading would tell."""
         units = self.units(Problems())[task::tasks]
         if any(group is None for _, group in units):
             return None
@@ -62,7 +62,7 @@ class Corpus:
         return sum(metadata[path].row_group(group).num_rows for path, group in units)
 
     def documents(self, problems: Problems, tasks: int = 1, task: int = 0) -> Iterator[Document]:
-        """Yield the documents of every `tasks`-th unit, from unit `task` on."""
+        """Yield the documents of every `tasks`-th unit, starting with unit `task`."""
         for path, group in self.units(problems)[task::tasks]:
             for where, record in self._records(path, group, problems):
                 place = f"{path}: {where}".encode(errors="replace").decode()
@@ -99,7 +99,7 @@ class Corpus:
 
 
 def _lines(path: Path, stream: BinaryIO, problems: Problems) -> Iterator[bytes]:
-    """Yield the lines of a stream; one of more than LONGEST_LINE is never held in memory, and becomes a blank one."""
+    """Yield the lines of a stream; one longer than LONGEST_LINE is replaced by a blank one, never held in memory."""
     number = 0
     while line := stream.readline(LONGEST_LINE):
         number += 1
@@ -112,7 +112,7 @@ def _lines(path: Path, stream: BinaryIO, problems: Problems) -> Iterator[bytes]:
 
 
 def _metadata(record: dict, place: str) -> dict[str, str]:
-    """Return the other columns that hold text; datatrove's writers put theirs into one named metadata."""
+    """Return the other text columns; datatrove's writers nest theirs in a column `metadata`."""
     inner = record.get("metadata")
     if isinstance(inner, str):
         try:

@@ -1,4 +1,4 @@
-"""`job=rewrite`: have a model write the documents of a corpus anew, in the styles that are chosen."""
+"""`job=rewrite`: have a model rewrite the documents of a corpus, in the chosen styles."""
 
 import json
 import logging
@@ -16,9 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def run(cfg: Any) -> None:
-    """Rewrite `rewrite.input` into `rewrite.output`. The same command goes on with what a killed one left.
+    """Rewrite `rewrite.input` into `rewrite.output`. The same command continues a killed run.
 
-    Raises ValueError of one line for a wrong setting, and where the run must end before its end.
+    Raises:
+        ValueError: a setting is wrong, or the run must stop early; in one line.
     """
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
@@ -31,12 +32,12 @@ def run(cfg: Any) -> None:
 
 
 def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: object | None = None) -> dict | None:
-    """Rewrite all tasks of a plan, and return the summary; None where they are submitted, and end later.
+    """Rewrite all tasks of a plan; return the summary, or None if they were submitted and finish later.
 
     executor: one of `data_pipeline.executors`; None: in this process, one task after the other.
     """
     folder = OutputFolder(plan.output)
-    source = Corpus(plan.input).path.resolve()  # a wrong input shall not leave an output
+    source = Corpus(plan.input).path.resolve()  # first, so that a wrong input leaves no output
     if folder.path.resolve().is_relative_to(source):
         raise ValueError(f"rewrite.output={plan.output} is in rewrite.input={plan.input}: give a folder beside it")
     with folder.held("run"):
@@ -45,7 +46,7 @@ def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: obje
             logger.info("rewrite.output=%s is finished: nothing is left to do", plan.output)
             return json.loads((folder.path / SUMMARY).read_text(encoding="utf-8"))
         if executor is not None:
-            from data_pipeline.rewriting.step import phase  # datatrove is for those who run tasks apart
+            from data_pipeline.rewriting.step import phase  # datatrove is only needed with an executor
 
             if not executor.run([phase(plan, backend, backend_settings)], folder.path / "logs", folder.key):
                 logger.info("%s is complete when it has a %s", folder.key, folder.manifest.name)

@@ -1,7 +1,7 @@
-"""A journal: what has been paid for, line by line, so that no kill at any moment makes it be paid for again.
+"""Append-only journal of paid answers, so that no kill at any moment makes a run pay twice.
 
-A record is on a line with its checksum, written with one call as soon as it exists: from then on it survives the death
-of this process. `sync` takes what was written to the disk, against the machine's own death; it is called for groups.
+A record is one line with its checksum, written with one call as soon as it exists: from then on it survives the death
+of this process. `sync` flushes to the disk, against a crash of the machine; it is called for groups of records.
 """
 
 import json
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """An append-only file of JSON records; one process has it at a time."""
+    """An append-only file of JSON records; one process holds it at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -24,8 +24,10 @@ class Journal:
         self._unsynced = False
 
     def read(self) -> Iterator[dict]:
-        """Yield the records that are whole, and cut off a torn end. A broken line between whole ones is passed over,
-        with a warning: what it recorded is asked for again."""
+        """Yield the complete records, and cut off a torn end.
+
+        A broken line between complete ones is skipped with a warning; its answer is requested again.
+        """
         if not self.path.exists():
             return
         good_end = offset = broken = 0
@@ -45,7 +47,7 @@ class Journal:
             os.truncate(self.path, good_end)
 
     def append(self, record: dict) -> None:
-        """Add a record. Raises OSError where the disk does not take it; no part of it then stays."""
+        """Append a record; raise OSError, leaving no part of it, if the disk refuses it."""
         if self._handle is None:
             self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             self._size = os.fstat(self._handle).st_size
@@ -62,7 +64,7 @@ class Journal:
         self._unsynced = True
 
     def sync(self) -> None:
-        """Take what was appended to the disk."""
+        """Flush appended records to the disk."""
         if self._handle is not None and self._unsynced:
             self._unsynced = False
             os.fsync(self._handle)
@@ -75,7 +77,7 @@ class Journal:
             self._handle = None
 
     def remove(self) -> None:
-        """Close and delete: what it holds is kept elsewhere now."""
+        """Close and delete the journal; its content is stored elsewhere by now."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -83,7 +85,7 @@ class Journal:
 
 
 def _parsed(line: bytes) -> dict | None:
-    """Return the record on a line, or None where it is not as it was written."""
+    """Return the record on a line, or None if the line is damaged."""
     checksum, _, body = line.rstrip(b"\n").partition(b" ")
     if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(body):
         return None

@@ -1,4 +1,4 @@
-"""The settings of a rewriting, checked."""
+"""Checked settings of a rewriting."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,11 +13,11 @@ from data_pipeline.rewriting.styles import Style, read_styles
 
 @dataclass(frozen=True)
 class Plan:
-    """What is rewritten, how, and where to.
+    """Settings of a rewriting.
 
-    Documents are cut into parts of about `part_characters`, which see `context_characters` of what precedes them.
-    A part is asked for up to `attempts` times until an answer passes the screens. `chunk_documents` go into a shard,
-    which is also how many are held in memory at once. `tasks` are the pieces that may be run apart, on several nodes.
+    Documents are cut into parts of about `part_characters`, each with `context_characters` of preceding text. A part is
+    requested up to `attempts` times until an answer passes the screens. `chunk_documents` documents form a shard, and
+    are held in memory at once. `tasks` is the number of pieces that can run separately, on several nodes.
     """
 
     input: str
@@ -35,9 +35,10 @@ class Plan:
     screen_settings: dict
 
     def identity(self, backend: Mapping[str, Any], model: str, by: str = SAMPLE) -> dict:
-        """Return what a run that goes on must have in common with the one that began: all that shapes the text.
+        """Return the settings that a continued run must share with its start: all that shapes the text.
 
-        Of the backend that is the model alone: a run may go on at another address, faster, or with a greater budget.
+        Of the backend only the model and `extra` count: a run may continue at another address, faster, or with a larger
+        budget.
         """
         keys = ("part_characters", "context_characters", "max_document_characters", "attempts", "chunk_documents")
         return {
@@ -50,9 +51,10 @@ class Plan:
 
 
 def read_plan(settings: Mapping[str, Any]) -> Plan:
-    """Return the plan that `rewrite` of a configuration describes, in plain containers.
+    """Return the plan for a configuration's `rewrite`, given in plain containers.
 
-    Raises ValueError, naming the key, for a setting that is missing or wrong.
+    Raises:
+        ValueError: a setting is missing or wrong; the line names the key.
     """
     whole = {}
     for key, least in (

@@ -1,4 +1,4 @@
-"""How a rewriting gets on: a bar on a terminal, elsewhere a log line now and then."""
+"""Progress of a rewriting: a bar on a terminal, elsewhere occasional log lines."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ LOG_EVERY_S = 30.0
 
 
 class Progress:
-    """Counts rewritings (a document in one style each), tokens both ways, and requests that had to be repeated."""
+    """Counter of rewritings (a document in one style each), tokens in both directions, and retried requests."""
 
     def __init__(self, documents: int | None, styles: int) -> None:
         self.styles = styles
@@ -24,7 +24,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         self._start = self._logged = time.monotonic()
-        # disable=None: tqdm is silent when stderr is no terminal.
+        # disable=None: tqdm is silent when stderr is not a terminal.
         self._bar = tqdm(desc="rewriting", unit=" rewritings", total=self.total, disable=None, leave=False)
         return self
 
@@ -34,14 +34,14 @@ class Progress:
         self._bar.update(documents * self.styles)
 
     def answered(self, answer: Answer) -> None:
-        """Count what an answer cost."""
+        """Count the cost of an answer."""
         self.requests += 1
         self.retries += answer.tries - 1
         self.tokens_in += answer.tokens_in
         self.tokens_out += answer.tokens_out
 
     def advance(self) -> None:
-        """Count one rewriting, kept or left out."""
+        """Count one rewriting, kept or dropped."""
         self.done += 1
         self._bar.update(1)
         now = time.monotonic()
@@ -57,12 +57,12 @@ class Progress:
         return max(time.monotonic() - self._start, 1e-9)
 
     def done_of_total(self) -> str:
-        """Return how many are done, as words."""
+        """Return the progress in words."""
         of = f" of {self.total:,}" if self.total is not None else ""
         return f"{self.before + self.done:,}{of} rewritings"
 
     def line(self) -> str:
-        """Return where things stand: how many, how fast, how much longer."""
+        """Return a progress line: count, rates, time left."""
         left = (
             ""
             if not self.done or not self.total or self.before + self.done >= self.total

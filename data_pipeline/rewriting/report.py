@@ -1,4 +1,4 @@
-"""The end of a rewriting: summary.json, samples.md, and the manifest that says that all is there."""
+"""End of a rewriting: summary.json, samples.md, and the manifest that marks it as complete."""
 
 import html
 import json
@@ -15,7 +15,7 @@ SUMMARY = "summary.json"
 
 
 def finish(plan: Plan, folder: OutputFolder) -> dict | None:
-    """Write the summary, the samples and the manifest once every task has ended; return the summary, or None before."""
+    """Write summary, samples and manifest, and return the summary; only return None while tasks are unfinished."""
     ended = folder.ended_tasks()
     if len(ended) < plan.tasks:
         return None
@@ -44,7 +44,7 @@ def finish(plan: Plan, folder: OutputFolder) -> dict | None:
 
 
 def samples_page(styles: dict[str, Tally]) -> str:
-    """Return a Markdown page with texts before and after, kept ones and those that each screen left out."""
+    """Return a Markdown page of texts before and after rewriting: kept ones, and those each screen rejected."""
     lines = ["# Samples", ""]
     for name, tally in styles.items():
         for kind in sorted(tally.samples, key=lambda kind: (kind != "kept", kind)):
@@ -57,7 +57,7 @@ def samples_page(styles: dict[str, Tally]) -> str:
 
 
 def summary_lines(summary: dict) -> list[str]:
-    """Return the summary as lines for a log."""
+    """Return the summary as log lines."""
     lines = []
     for name, style in summary["styles"].items():
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in style["left_out_by_reason"].items())
@@ -83,6 +83,6 @@ def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
 
 
 def _cell(text: str) -> str:
-    # A blank line would end the HTML block of a Markdown page: its entity does not.
+    # A blank line would end the HTML block of a Markdown page; its entity does not.
     escaped = html.escape(text, quote=False).strip("\n").replace("\n", "&#10;")
     return f'<td valign="top"><pre>{escaped}</pre></td>'

@@ -1,10 +1,10 @@
-"""The rewriting itself: documents in, requests out, answers to the journal, and whole chunks to shards.
+"""Rewriting of one task: documents to requests, answers to the journal, finished chunks to shards.
 
-datatrove's inference runner would carry requests to a server too, but does not keep what is promised here. It queues an
-answer for its cache and goes on, and only logs a write that fails, so a kill or a full disk loses answers that are paid
-for; a torn line at the end of a chunk's checkpoint spoils the next; its counter of finished chunks is rewritten in
-place after the chunk's answers are deleted, so a kill between the two repeats the chunk, and one during the write makes
-every later start fail; one document without an answer ends the task. So: a journal, and the rename of a shard.
+datatrove's inference runner also sends requests to a server, but loses work. It queues an answer for its cache without
+waiting, and only logs a failed write, so a kill or a full disk loses paid answers. A torn line at the end of a chunk's
+checkpoint spoils the next chunk. It deletes a chunk's answers, then rewrites its counter of finished chunks in place: a
+kill between the two repeats the chunk, and a kill during the write makes every later start fail. One document without
+an answer ends the task. Hence the journal here, and the rename of a shard.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from data_pipeline.rewriting.tally import Tally
 
 logger = logging.getLogger(__name__)
 
-SYNC_S = 1.0  # what a machine that loses power may lose; the death of this process loses nothing
-OPEN_CHUNKS = 4  # so that one slow document does not hold up the others, and memory stays bounded
+SYNC_S = 1.0  # at most this is lost on a power failure; the death of this process loses nothing
+OPEN_CHUNKS = 4  # one slow document does not block the others, and memory stays bounded
 
 
 @dataclass
 class Chunk:
-    """Consecutive documents that become one shard. `answers` are those of its journal that were not asked for yet."""
+    """Consecutive documents that become one shard. `answers`: those of its journal not yet used."""
 
     number: int
     journal: Journal
@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What became of a part: its text (and pairs), or the reasons why there is none, and the last answer's text."""
+    """Result of a part: its text (and pairs), or the reasons for having none, and the seed of the last answer."""
 
     text: str
     pairs: list[dict]
@@ -71,7 +71,7 @@ class Rewriting:
         self.documents = 0
 
     def run(self) -> None:
-        """Rewrite what is not rewritten yet. Raises ValueError of one line where the run must end before its end."""
+        """Rewrite what is unfinished; raise a one-line ValueError if the run must stop early."""
         with self.folder.held(f"task-{self.task:05d}"):
             try:
                 asyncio.run(self._run())
@@ -120,7 +120,7 @@ class Rewriting:
         self.folder.end_task(self.task, totals)
 
     def _spent(self) -> tuple[int, int]:
-        """Return the requests and tokens that earlier runs of this task spent, in whole chunks and in journals."""
+        """Return the requests and tokens that earlier runs of this task spent, in finished chunks and in journals."""
         requests = tokens = 0
         for path, _, counts in self.folder.counts():
             if path.name.startswith(f"train-{self.task:05d}-"):
@@ -134,7 +134,7 @@ class Rewriting:
         return requests, tokens
 
     async def _read(self, corpus: Corpus, group: asyncio.TaskGroup) -> None:
-        """Read the documents, chunk by chunk, and begin to rewrite each as soon as there is room for it."""
+        """Read the documents, chunk by chunk, and start to rewrite each as soon as there is room for it."""
         documents = corpus.documents(self.problems, self.plan.tasks, self.task)
         number = 0
         while self._out_of_budget is None:
@@ -152,7 +152,7 @@ class Rewriting:
             number += 1
 
     async def _begin_chunk(self, number: int, documents: object, group: asyncio.TaskGroup) -> bool:
-        """Begin all documents of a chunk. Returns whether there may be another after it."""
+        """Start all documents of a chunk; return whether another chunk may follow."""
         journal = self.folder.journal(self.task, number)
         chunk = Chunk(number, journal, {record["key"]: record for record in journal.read()})
         self._chunks[number] = chunk
@@ -163,7 +163,7 @@ class Rewriting:
             for style in self.plan.styles.values():
                 await self._window.acquire()
                 if self._out_of_budget is not None:
-                    return False  # this chunk is never closed, so it waits for the next run
+                    return False  # the chunk is never closed, so the next run continues it
                 chunk.pending += 1
                 group.create_task(self._document(chunk, place, document, style))
         chunk.closed = True
@@ -182,8 +182,8 @@ class Rewriting:
             else:
                 await self._rewrite(chunk, place, document, style)
         except BudgetSpent as spent:
-            self._out_of_budget = spent  # the others may end: they are paid for
-            self._room.release()  # no chunk may end any more: the reader shall not wait for one
+            self._out_of_budget = spent  # requests in flight may finish: they are paid for
+            self._room.release()  # unblock the reader: no further chunk may finish
             return
         finally:
             self._window.release()
@@ -250,7 +250,7 @@ class Rewriting:
     async def _part(
         self, chunk: Chunk, place: int, document: Document, style: Style, title: str, part: Part
     ) -> Rewritten:
-        """Ask for a part until an answer passes the screens, or as often as is allowed."""
+        """Request a part until an answer passes the screens, up to the allowed attempts."""
         if not part.text.strip():
             return Rewritten("", [], [], 0)
         if len(part.text) > 2 * self.plan.part_characters:
@@ -258,7 +258,7 @@ class Rewriting:
         known = {"title": title, "section": part.section, "context": part.before}
         fields = {"text": part.text.strip("\n"), "category": document.metadata.get("category", ""), **known}
         messages = style.messages(fields)
-        attempts = self.plan.attempts if style.temperature > 0 else 1  # else it would be the same answer again
+        attempts = self.plan.attempts if style.temperature > 0 else 1  # at temperature 0 the answer would be the same
         for attempt in range(attempts):
             named = json.dumps([place, document.id, style.name, part.number, attempt, self.backend.model, messages])
             digest = hashlib.sha256(f"{self.plan.seed} {style.temperature} {style.top_p} {named}".encode())
@@ -273,7 +273,7 @@ class Rewriting:
     async def _answer(
         self, chunk: Chunk, key: str, document: Document, style: Style, part: Part, attempt: int, request: Request
     ) -> Answer:
-        """Return the answer from the journal if it is paid for, else ask for it and write it there first of all."""
+        """Return the answer from the journal if it is paid for; else request it, and first write it there."""
         record = chunk.answers.pop(key, None)
         if record is None:
             async with self._requests:
@@ -290,7 +290,7 @@ class Rewriting:
         return answer
 
     def _screened(self, tally: Tally, style: Style, part: Part, known: str, answer: Answer, seed: int) -> Rewritten:
-        """Return an answer as cleaned text, with the reasons against it; every one is counted."""
+        """Return an answer as cleaned text, with the reasons against it; each reason is counted."""
         screens = self.plan.screens[style.name]
         cleaned = screens.clean(answer.text)
         tally.counts["cleaned"] += cleaned != answer.text.strip()
@@ -309,17 +309,17 @@ class Rewriting:
             try:
                 text, pairs = style.read(cleaned)
             except Malformed:
-                # A refusal is no JSON either: name it what it is.
+                # A refusal is not JSON either: report it as a refusal.
                 refused = "refusal" in screens.failing(Material(part.text, known, cleaned))
                 reasons = ["refusal" if refused else "malformed"]
-            else:  # JSON may have escaped what no text may hold
+            else:  # JSON escapes may hold characters that no text may contain
                 broken = _is_broken(text)
                 reasons = ["broken_text"] if broken else screens.failing(Material(part.text, known, text))
         tally.rejected.update(reasons)
         return Rewritten(text, pairs, reasons, seed)
 
     async def _finish(self, chunk: Chunk) -> None:
-        """Write a chunk's shard, in the order of its documents; from then on its journal is not needed."""
+        """Write a chunk's shard, in document order, and remove its journal."""
         rows = [chunk.rows[key] for key in sorted(chunk.rows)]
         left_out = [chunk.left_out[key] for key in sorted(chunk.left_out)]
         counts = {"styles": {name: tally.as_json() for name, tally in sorted(chunk.tallies.items())}}
@@ -336,12 +336,12 @@ class Rewriting:
 
 
 def _is_broken(text: str) -> bool:
-    """Whether a text holds what neither UTF-8 nor a corpus can: a lone surrogate, or NUL."""
+    """Return whether a text contains a lone surrogate (not valid UTF-8) or NUL (not allowed in a corpus)."""
     return "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
 
 
 async def _gather(parts: list) -> list[Rewritten]:
-    """Run a document's parts side by side; where one ends the run, the others are let finish what they pay for."""
+    """Run a document's parts concurrently; if one ends the run, the others still finish what they pay for."""
     results = await asyncio.gather(*parts, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -356,7 +356,7 @@ async def _ended(task: asyncio.Task) -> None:
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:
-    """Return the first error that is no group, of those that tasks running together have raised."""
+    """Return the first error that is not a group, among the errors of concurrent tasks."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,7 +1,7 @@
-"""Screens: what must hold of a rewriting before it counts. Each has its thresholds in YAML, and can be switched off.
+"""Screens: checks that a rewriting must pass. Each has its thresholds in YAML, and can be switched off.
 
-An answer is first cleaned (a model's thoughts, and a line about the answer itself, are taken off and counted), then
-every screen looks at it and names itself if it fails.
+An answer is first cleaned (a model's thoughts and remarks about the answer are removed and counted). Then every screen
+checks it, and is named if it fails.
 """
 
 import functools
@@ -15,13 +15,13 @@ from data_pipeline.rewriting.facts import kept_and_invented
 from data_pipeline.rewriting.sections import prose
 
 FENCED_WHOLE = re.compile(r"\s*```(?:markdown|md)?[ \t]*\n(.*)\n```\s*", re.DOTALL)
-SYMBOL = re.compile(r"[/\\_=<>{}|]")  # a path, a tag, a name: no word of a language
+SYMBOL = re.compile(r"[/\\_=<>{}|]")  # in paths, tags and names, not in words of a language
 THOUGHTS = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Material:
-    """What a screen sees: the part that was to be rewritten, what else the model was told, and what it made of it."""
+    """Input of a screen: the part to rewrite, the model's other input, and the rewritten text."""
 
     source: str
     known: str
@@ -30,7 +30,7 @@ class Material:
 
 @dataclass(frozen=True)
 class Language:
-    """The words of the prose, if there are `min_characters` of them, are in one of `languages` (ISO 639-1 codes)."""
+    """Pass if the prose, from `min_characters` on, is in one of `languages` (ISO 639-1 codes)."""
 
     languages: list[str]
     min_probability: float
@@ -48,7 +48,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Length:
-    """The rewriting's length over the source's, in characters, is from `min_ratio` to `max_ratio`."""
+    """Pass if the rewriting's length in characters is `min_ratio` to `max_ratio` of the source's."""
 
     min_ratio: float
     max_ratio: float
@@ -60,7 +60,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Copied:
-    """At most `max_share` of the runs of `words` words of the prose stand just so in the source; code may be copied."""
+    """Pass if at most `max_share` of the runs of `words` words of the prose occur in the source; code may be copied."""
 
     words: int
     max_share: float
@@ -79,9 +79,11 @@ class Copied:
 
 @dataclass(frozen=True)
 class Repetition:
-    """No loops: at most `max_duplicate_lines` of the characters are in lines that stand there before, at most
-    `max_duplicate_words` in runs of 5 words that do, and text of 400 bytes or more packs to no less than
-    `min_packed` of itself. Each where the source does no better itself: a table may repeat what the source's does.
+    """Pass if there are no loops.
+
+    At most `max_duplicate_lines` of the characters are in repeated lines, at most `max_duplicate_words` in repeated
+    runs of 5 words, and text of 400 bytes or more compresses to no less than `min_packed` of its size. A limit is
+    raised to the source's own value: a table may repeat what the source's does.
     """
 
     max_duplicate_lines: float
@@ -107,7 +109,7 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The beginning (`characters` of it) matches none of `patterns`: a refusal is no text."""
+    """Pass if the first `characters` match none of `patterns`: a refusal is not a text."""
 
     characters: int
     patterns: list[str]
@@ -119,8 +121,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class MetaTalk:
-    """No talk about the answer. A first or last paragraph of one line that matches `strip` is taken off; whatever else
-    matches `patterns` anywhere in the prose, the source's own words apart, fails."""
+    """Pass if the text has no talk about the answer.
+
+    A first or last paragraph of one line that matches `strip` is removed. Anything else in the prose that matches
+    `patterns` fails, unless the source contains the same words.
+    """
 
     strip: list[str]
     patterns: list[str]
@@ -131,7 +136,7 @@ class MetaTalk:
         return any(words not in source for words in found)
 
     def clean(self, text: str) -> str:
-        """Return the text without its first and last line where they are about the text."""
+        """Return the text without first and last lines that are about the text."""
         lines = text.strip().split("\n")
         while len(lines) > 1 and self._is_meta(lines[0]):
             lines = _without_rule("\n".join(lines[1:]).strip("\n").split("\n"), 0)
@@ -145,9 +150,10 @@ class MetaTalk:
 
 @dataclass(frozen=True)
 class Facts:
-    """At least `min_kept` of the source's facts survive, and at most `max_invented` of the rewriting's own are new.
+    """Pass if at least `min_kept` of the source's facts survive, and at most `max_invented` of the facts are new.
 
-    Either is judged where there are `min_facts` to judge by."""
+    Each is checked only with at least `min_facts` facts.
+    """
 
     min_kept: float
     max_invented: float
@@ -161,7 +167,7 @@ class Facts:
 
 
 class Screens:
-    """The screens of one style: those of `rewrite.screens`, with what the style sets otherwise."""
+    """The screens of one style: those of `rewrite.screens`, with the style's overrides."""
 
     KINDS: ClassVar[dict[str, type]] = {
         "language": Language,
@@ -174,7 +180,7 @@ class Screens:
     }
 
     def __init__(self, settings: Mapping[str, Mapping | None], style: str, overrides: Mapping[str, Mapping | None]):
-        """Raises ValueError, naming the key, for a screen or threshold that is none, is missing, or is of no use."""
+        """Build the screens; raise ValueError, naming the key, for an unknown, missing or useless setting."""
         self.screens = {}
         for place, names in (("rewrite.screens", settings), (f"rewrite.styles.{style}.screens", overrides)):
             for name in names:
@@ -188,7 +194,7 @@ class Screens:
             self.screens[name] = _screen(kind, place, {**general, **own})
 
     def clean(self, answer: str) -> str:
-        """Return an answer without the model's thoughts, a fence around the whole of it, and lines about itself."""
+        """Return an answer without the model's thoughts, a fence around all of it, and lines about itself."""
         thoughts = THOUGHTS.match(answer)
         text = answer[thoughts.end() :] if thoughts else answer
         meta = self.screens.get("meta_talk")
@@ -238,7 +244,7 @@ def _identifier() -> object:
 
 
 def _without_rule(lines: list[str], end: int) -> list[str]:
-    """Models set a rule (---) between themselves and the text: take it off with what it parted."""
+    """Remove the rule (---) that models put between their remark and the text."""
     if len(lines) > 1 and lines[end].strip() == "---":
         del lines[end]
     return "\n".join(lines).strip("\n").split("\n")

@@ -1,7 +1,7 @@
-"""Documents cut at sections into parts that a model can rewrite one by one, each with what it needs to know around it.
+"""Cut documents at sections into parts that a model can rewrite one by one, each with its context.
 
-A part begins at a heading where it can, else at a paragraph; inside a fenced code block there is never a cut, so a
-longer block is a part by itself. The parts, put together, are the text again.
+A part starts at a heading if possible, else at a paragraph. A fenced code block is never cut, so a longer one is a part
+by itself. The concatenated parts are the original text.
 """
 
 import re
@@ -15,7 +15,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some lines of a text with the blank ones behind them: a heading, a fenced code block, or a paragraph."""
+    """Lines of a text with the blank lines after them: a heading, a fenced code block, or a paragraph."""
 
     kind: str
     text: str
@@ -25,7 +25,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a document, counted from 0; `section` is its path of headings, `before` the end of what precedes."""
+    """A piece of a document, counted from 0; `section`: its path of headings, `before`: end of the preceding text."""
 
     number: int
     text: str
@@ -34,7 +34,7 @@ class Part:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """Yield the blocks of a Markdown text; together they are the text. An open fence closes at the end."""
+    """Yield the blocks of a Markdown text, which together are the text. An open fence closes at the end."""
     kind, lines, fence = "", [], ""
     for line in text.splitlines(keepends=True):
         stripped = line.rstrip("\r\n")
@@ -67,12 +67,12 @@ def prose(text: str) -> str:
 
 
 def title_of(text: str) -> str:
-    """Return the first heading of a text, or "" where it has none."""
+    """Return the first heading of a text, or ""."""
     return next((block.title for block in blocks(text) if block.kind == "heading"), "")
 
 
 def cut(text: str, characters: int, context: int) -> list[Part]:
-    """Return the parts of a text, each of at most about `characters`, with up to `context` characters of what precedes.
+    """Return the parts of a text, each of at most about `characters`, with up to `context` preceding characters.
 
     Only a fenced code block, or a heading and the paragraph under it, can make a part longer.
     """
@@ -118,7 +118,7 @@ def _packed(text: str, characters: int) -> Iterator[list[Block]]:
 
 
 def _sections(text: str) -> Iterator[list[Block]]:
-    """Yield each heading with the blocks under it; what comes before the first heading is a section too."""
+    """Yield each heading with the blocks under it; the text before the first heading is a section too."""
     section: list[Block] = []
     for block in blocks(text):
         if block.kind == "heading" and section:
@@ -130,7 +130,7 @@ def _sections(text: str) -> Iterator[list[Block]]:
 
 
 def _pieces(block: Block, characters: int) -> Iterator[Block]:
-    """Yield a paragraph that is too long at line ends, else at sentence ends, else anywhere; other blocks whole."""
+    """Yield a long paragraph in pieces cut at line ends, else sentence ends, else anywhere; other blocks whole."""
     if block.kind != "paragraph" or len(block.text) <= characters:
         yield block
         return
@@ -166,7 +166,7 @@ def _under(headings: list[tuple[int, str]], heading: Block) -> list[tuple[int, s
 
 
 def _tail(text: str, characters: int) -> str:
-    """Return the end of a text, from a line's beginning where there is one."""
+    """Return the end of a text, from the start of a line if possible."""
     if characters == 0:
         return ""
     tail = text.rstrip()[-characters:]

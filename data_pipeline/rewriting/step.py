@@ -1,4 +1,4 @@
-"""The rewriting as a step of a datatrove pipeline, for its executors: one machine, SLURM, Ray."""
+"""Rewriting as a step of a datatrove pipeline, for the executors: one machine, SLURM, Ray."""
 
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
@@ -18,9 +18,9 @@ def phase(plan: Plan, backend: Backend, backend_settings: dict) -> Phase:
 
 
 class RewriteStep(PipelineStep):
-    """Rewrites a task's share of the plan's input; the last task to end writes the summary and the manifest.
+    """Rewrite a task's share of the plan's input; the last task to finish writes summary and manifest.
 
-    Paces and budgets of the backend hold for each task. The executor's `tasks` must be the plan's.
+    Paces and budgets of the backend apply to each task separately. The executor's `tasks` must equal the plan's.
     """
 
     type = "Model call"
@@ -31,7 +31,7 @@ class RewriteStep(PipelineStep):
         self.plan, self.backend, self.backend_settings = plan, backend, backend_settings
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Rewrite task `rank`; yields nothing. Raises ValueError as the job does."""
+        """Rewrite task `rank`; yield nothing. Raises ValueError as the job does."""
         if world_size != self.plan.tasks:
             raise ValueError(
                 f"rewrite.tasks={self.plan.tasks}, but the executor has {world_size}: give the same number"

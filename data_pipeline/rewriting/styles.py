@@ -1,4 +1,4 @@
-"""Styles of rewriting: a prompt with named fields, how to sample, and the form of the answer."""
+"""Styles of rewriting: a prompt with named fields, sampling settings, and the form of the answer."""
 
 import json
 import math
@@ -12,22 +12,22 @@ from data_pipeline.fingerprint import fingerprint
 
 FIELDS = ("text", "title", "section", "context", "category")
 FORMS = ("markdown", "pairs")
-CHARACTERS_PER_TOKEN = 3.5  # of technical English; only for lengths asked for and budgets, never for what is counted
+CHARACTERS_PER_TOKEN = 3.5  # of technical English; for requested lengths and budgets only, never for counts
 LEAST_TOKENS = 256
 
 
 class Malformed(Exception):
-    """An answer that is not in its style's form."""
+    """The answer does not have its style's form."""
 
 
 @dataclass(frozen=True)
 class Style:
     """One style. `system` and `user` are templates with $text, $title, $section, $context, $category ($$ for a dollar).
 
-    `max_tokens_ratio`: the longest answer in tokens, as a multiple of the part's. `form`: markdown, or pairs (a JSON
-    array of objects with exactly the keys `pair_keys`, each written out by the template `pair_text`). `categories`:
-    patterns of categories or source names that the style suits, or None for all. `whole`: a document with a part left
-    out is left out; otherwise its other parts stand alone. `screens`: thresholds other than those of all styles.
+    `max_tokens_ratio`: maximum answer length in tokens, as a multiple of the part's. `form`: markdown, or pairs (a JSON
+    array of objects with exactly the keys `pair_keys`, each rendered by the template `pair_text`). `categories`:
+    patterns of categories or source names that the style applies to, or None for all. `whole`: drop a document if one
+    of its parts is dropped; otherwise its other parts are kept. `screens`: overrides of the common thresholds.
     """
 
     name: str
@@ -76,22 +76,22 @@ class Style:
         return fingerprint({name: asdict(self)[name] for name in ("system", "user", "form", "pair_keys", "pair_text")})
 
     def suits(self, document: Document) -> bool:
-        """Return whether the document's category, or the name of its source, is one that the style is for."""
+        """Return whether the style applies to the document's category or source name."""
         names = [document.metadata.get("category", ""), document.metadata.get("source", "")]
         return self.categories is None or any(fnmatchcase(n, pattern) for n in names for pattern in self.categories)
 
     def messages(self, values: Mapping[str, str]) -> list[dict[str, str]]:
-        """Return the chat messages with the fields filled in; what a field holds is never read as a template."""
+        """Return the chat messages with the fields filled in; templates within a field are not expanded."""
         roles = (("system", self.system), ("user", self.user))
         filled = ((role, string.Template(template).substitute(values).strip()) for role, template in roles)
         return [{"role": role, "content": content} for role, content in filled if content]
 
     def max_tokens(self, text: str) -> int:
-        """Return the longest answer, in tokens, for a part's text."""
+        """Return the maximum answer length, in tokens, for a part's text."""
         return max(LEAST_TOKENS, math.ceil(len(text) / CHARACTERS_PER_TOKEN * self.max_tokens_ratio))
 
     def read(self, answer: str) -> tuple[str, list[dict[str, str]]]:
-        """Return an answer as Markdown, and its pairs if the form has them. Raises Malformed."""
+        """Return an answer as Markdown, and its pairs if the form has them; raise Malformed if it is not in form."""
         if self.form == "markdown":
             return answer, []
         pairs = self._pairs(answer)
@@ -100,7 +100,7 @@ class Style:
 
     def _pairs(self, answer: str) -> list[dict[str, str]]:
         body = answer.strip()
-        if body.startswith("```") and body.endswith("```"):  # models fence JSON even when told not to
+        if body.startswith("```") and body.endswith("```"):  # models fence JSON against instructions
             body = body.removeprefix("```json").removeprefix("```").removesuffix("```")
         try:
             pairs = json.loads(body, object_pairs_hook=_no_doubled_keys)
@@ -123,7 +123,7 @@ def _no_doubled_keys(items: list[tuple[str, object]]) -> dict:
 
 
 def read_styles(settings: Mapping[str, Mapping]) -> dict[str, Style]:
-    """Return the styles of `rewrite.styles`, by name. Raises ValueError, naming the key, for a wrong setting."""
+    """Return the styles of `rewrite.styles`, by name; raise ValueError, naming the key, for a wrong setting."""
     if not settings:
         raise ValueError("rewrite.styles is empty: choose some, as in rewrite/style=[textbook,rephrase_easy]")
     known = {entry.name for entry in fields(Style)} - {"name"}

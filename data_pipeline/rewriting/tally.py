@@ -1,4 +1,4 @@
-"""What a rewriting counts: by style, what was kept, what was left out and why, and what it cost."""
+"""Counters of a rewriting, by style: kept, dropped with reasons, and cost."""
 
 import hashlib
 import heapq
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from data_pipeline.documents import Document
 
 SAMPLE_CHARACTERS = 3000
-KEPT_SAMPLES = 2  # of a style
-LEFT_OUT_SAMPLES = 1  # of a style and a reason
+KEPT_SAMPLES = 2  # per style
+LEFT_OUT_SAMPLES = 1  # per style and reason
 
 COUNTS = ("kept", "left_out", "unsuited", "parts", "requests", "tries", "tokens_in", "tokens_out", "cleaned")
 
 
 @dataclass
 class Tally:
-    """Counts of one style: documents kept, left out and not suited; parts; answers asked for, tries, tokens.
+    """Counts of one style: documents kept, dropped and unsuited; parts; answers requested, tries, tokens.
 
-    `rejected`: answers by the screen that they failed (one may fail several). `reasons`: documents left out, by the
-    first reason. `samples` holds, for "kept" and each reason, the few whose names hash lowest: the same ones whatever
-    the order in which chunks end.
+    `rejected`: answers by the screen they failed (one may fail several). `reasons`: dropped documents by the first
+    reason. `samples`: for "kept" and each reason, the few documents whose ids have the lowest hashes, independent of
+    the order in which chunks finish.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -29,14 +29,14 @@ class Tally:
     samples: dict[str, list[dict]] = field(default_factory=lambda: defaultdict(list))
 
     def sample(self, kind: str, document: Document, source: str, rewritten: str) -> None:
-        """Keep a pair of texts to show, if its name's hash is among the lowest of its kind."""
+        """Keep a pair of texts to show, if its id's hash is among the lowest of its kind."""
         order = hashlib.sha256(document.id.encode()).hexdigest()[:16]
         self._keep(
             kind, [{"order": order, "id": document.id, "source": _shown(source), "rewritten": _shown(rewritten)}]
         )
 
     def add(self, other: dict) -> None:
-        """Add what another tally's `as_json` gave."""
+        """Add the counts of another tally's `as_json`."""
         for name in ("counts", "rejected", "reasons"):
             getattr(self, name).update(other[name])
         for kind, entries in other["samples"].items():
@@ -57,5 +57,5 @@ class Tally:
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of a text; what was left out for being no proper text can then be written down, too."""
+    """Return the beginning of a text with invalid characters replaced, so that broken texts can be written too."""
     return text[:SAMPLE_CHARACTERS].replace("\0", "\ufffd").encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""What answers the requests of a rewriting: a server, a server that the job starts, or a model in this process."""
+"""Backends that answer a rewriting's requests: a server, a server that the job starts, or a model in this process."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 class RewritingStopped(ValueError):
-    """The run ends early; what was finished stays, and the same command goes on. One line says why."""
+    """The run ends early, for the reason in one line; finished work stays, and the same command continues."""
 
 
 class BudgetSpent(RewritingStopped):
-    """The run's budget allows no further request; those under way may end."""
+    """The run's budget allows no further request; requests in flight may finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The text of an answer, why it ended ("stop", "length", ...), and what it cost.
+    """The text of an answer, its finish reason ("stop", "length", ...), and its cost.
 
-    `tries` counts the times it was asked for. `problem` names why there will be no text for this request, whatever is
-    tried ("refused_by_server", "server_error"); it is "" where there is one.
+    `tries` counts the requests made for it. `problem` names a permanent failure of this request ("refused_by_server",
+    "server_error"); "" if there is a text.
     """
 
     text: str
@@ -41,26 +41,27 @@ class Answer:
 
 
 class Backend(ABC):
-    """Takes requests, `concurrency` at a time, between `start` and `close`. `model` names what answers."""
+    """Interface: answers `concurrency` requests at a time, between `start` and `close`, with the model `model`."""
 
     model: str
 
     @property
     @abstractmethod
     def in_flight(self) -> int:
-        """Return how many requests to have under way at once."""
+        """Number of requests to keep in flight."""
 
     @abstractmethod
     async def start(self, folder: Path, requests: int, tokens: int) -> None:
-        """Get ready; logs go to `folder`. `requests` and `tokens` were spent by earlier runs of the same rewriting.
+        """Get ready; logs go to `folder`. Earlier runs of the same rewriting have spent `requests` and `tokens`.
 
-        Raises ValueError, naming the key, for a setting that cannot work.
+        Raises:
+            ValueError: a setting cannot work; the line names the key.
         """
 
     @abstractmethod
     async def complete(self, request: Request) -> Answer:
-        """Return the answer. Raises RewritingStopped where nothing further can be answered."""
+        """Return the answer; raise RewritingStopped if no further request can be answered."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of what was started, whatever happened before."""
+        """Release everything that was started, also after errors."""

@@ -1,4 +1,4 @@
-"""Any server that speaks OpenAI's chat protocol: vLLM, TGI, `transformers serve`, or a service with a key."""
+"""Any server with OpenAI's chat protocol: vLLM, TGI, `transformers serve`, or a service with an API key."""
 
 import asyncio
 import logging
@@ -14,22 +14,22 @@ from data_pipeline.rewriting.styles import CHARACTERS_PER_TOKEN
 
 logger = logging.getLogger(__name__)
 
-REFUSALS_BEFORE_STOPPING = 8  # where a server has refused so many and answered none, it is the settings, not a document
+REFUSALS_BEFORE_STOPPING = 8  # a server that refused this many and answered none has wrong settings
 WORDS_SHOWN = 200
 
 
 class BrokenAnswer(Exception):
-    """A body that is not the JSON it should be: cut on its way, or not from such a server."""
+    """A body that is not the expected JSON: truncated, or from another kind of server."""
 
 
 @dataclass(kw_only=True)
 class Endpoint(Backend):
     """A server at `base_url`, such as http://127.0.0.1:8000/v1.
 
-    The key is read from the environment variable `key_variable`, and is in no log, file or message. A request is tried
-    `tries` times, `timeout_s` each, with waits doubling from `backoff_s`; a 429 is no failed try, and is waited out as
-    long as the server says, up to `longest_wait_s` in all. `max_requests` and `max_tokens` are the budget over all runs
-    into a folder (tries that fail count as requests; tokens, as the server counts them, both ways).
+    The API key is read from the environment variable `key_variable`, and appears in no log, file or message. A request
+    is tried `tries` times, `timeout_s` each, with waits doubling from `backoff_s`. A 429 is not a failed try: the
+    server's wait is respected, up to `longest_wait_s` in total. `max_requests` and `max_tokens` are the budget over all
+    runs into a folder (failed tries count as requests; tokens, as the server counts them, in both directions).
     """
 
     base_url: str
@@ -76,16 +76,16 @@ class Endpoint(Backend):
             ) from error
         if not self.base_url.startswith(("http://", "https://")):
             raise ValueError(f"rewrite.backend.base_url={self.base_url}: give an address like http://127.0.0.1:8000/v1")
-        for name in ("httpx", "httpx2"):  # whichever the client is built on: a line for each request otherwise
+        for name in ("httpx", "httpx2"):  # the client's HTTP library would log a line per request
             logging.getLogger(name).setLevel(logging.WARNING)
         connections = self.concurrency + 4
         limits = type(openai.DEFAULT_CONNECTION_LIMITS)(
             max_connections=connections, max_keepalive_connections=connections
         )
-        # Retries are ours: they are counted, paced and paid for by the budget, which the client knows nothing of.
+        # Retries are done here, not by the client: they are counted, paced and charged to the budget.
         self._client = openai.AsyncOpenAI(
             base_url=self.base_url,
-            api_key=self._key or "none",  # the client wants one even where the server does not
+            api_key=self._key or "none",  # the client requires a key even if the server does not
             max_retries=0,
             timeout=self.timeout_s,
             http_client=openai.DefaultAsyncHttpxClient(limits=limits),
@@ -100,7 +100,7 @@ class Endpoint(Backend):
         return key
 
     async def complete(self, request: Request) -> Answer:
-        if self._ended is not None:  # those who still wait for their turn shall not try a wrong key again
+        if self._ended is not None:  # requests still waiting must not try a wrong key again
             raise self._ended
         try:
             return await self._complete(request)
@@ -141,20 +141,20 @@ class Endpoint(Backend):
             await asyncio.sleep(wait)
 
     async def _ready(self) -> None:
-        """Wait until the server can be asked."""
+        """Wait until the server accepts requests."""
 
     async def _ask(self, request: Request, tries: int) -> Answer:
-        """Ask once, in its turn and within the budget."""
+        """Ask once, within pace and budget."""
         asked = sum(len(message["content"]) for message in request.messages)
         tokens_in = int(asked / CHARACTERS_PER_TOKEN) + 1
-        # Bytes bound tokens: a part of rare characters has more tokens than its length tells.
+        # The number of bytes bounds the tokens: rare characters have more tokens than their length suggests.
         most = sum(len(message["content"].encode()) for message in request.messages) + request.max_tokens
         self.budget.hold(most)
         cost = 0
         try:
             await self._pace[0].wait()
             await self._pace[1].wait(tokens_in + request.max_tokens)
-            async with asyncio.timeout(self.timeout_s):  # the client's own counts from byte to byte
+            async with asyncio.timeout(self.timeout_s):  # the client's own timeout restarts with every byte
                 completion = await self._client.chat.completions.create(
                     model=self.model,
                     messages=request.messages,
@@ -172,7 +172,7 @@ class Endpoint(Backend):
         return answer
 
     def _refusal(self, error: Exception, tries: int) -> Answer:
-        """The server will not have this request: too long for the model, say. Where it has none, the run ends."""
+        """Return the answer for a refused request (too long, say); end the run if the server refuses all."""
         self._refused += 1
         if self._refused >= REFUSALS_BEFORE_STOPPING and not self._answered_at:
             raise RewritingStopped(
@@ -181,7 +181,7 @@ class Endpoint(Backend):
         return Answer("", "", 0, 0, tries, "refused_by_server")
 
     async def _given_up(self, error: Exception, tries: int, fault_before: float) -> Answer:
-        """No try succeeded. Is it this request (others are being answered, the server is well), or the server?"""
+        """Return the answer of a request whose tries all failed; end the run if the server fails, not the request."""
         if self._answered_at > fault_before and await self._alive():
             logger.warning("a request failed %d times (%s) and is left out", self.tries, self._without_key(error))
             return Answer("", "", 0, 0, tries, "server_error")
@@ -201,7 +201,7 @@ class Endpoint(Backend):
         return True
 
     def _unusable(self, error: Any) -> RewritingStopped:
-        """The line for a wrong key or model. What the server says of a key may hold it, and is not repeated."""
+        """Return the error for a wrong key or model, without the server's words on a key: they may contain it."""
         status = error.status_code
         if status == 404:
             return RewritingStopped(
@@ -223,7 +223,7 @@ class Endpoint(Backend):
 
 
 def _told_to_wait(error: Exception) -> float | None:
-    """Return the seconds that the server asks to wait before the next try, or None where it does not say."""
+    """Return the seconds that the server asks to wait before the next try, or None."""
     response = getattr(error, "response", None)
     return None if response is None else retry_after(response.headers.get("retry-after"))
 
@@ -233,7 +233,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _read(completion: Any, tokens_in: int, tries: int) -> Answer:
-    """Return a completion as an answer. The client makes objects of whatever it gets: look before use."""
+    """Return a completion as an answer; the client does not validate what it parses."""
     try:
         choice = completion.choices[0]
         text = choice.message.content or ""

@@ -1,4 +1,4 @@
-"""A Hugging Face model in this process, on what device there is: for small runs, with no server."""
+"""A Hugging Face model in this process, on the available device: for small runs, without a server."""
 
 import asyncio
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from data_pipeline.rewriting.backends import Answer, Backend, Request, Rewriting
 class InProcess(Backend):
     """The causal model of a Hugging Face folder or name, answering `batch_size` requests at a time.
 
-    `device`: auto (a GPU where there is one), or as torch names it. A model without a chat template gets the messages
-    one below the other. What is drawn depends on which requests share a batch: the seeds differ, but do not repeat.
+    `device`: auto (a GPU if there is one), or a torch device. A model without a chat template gets the concatenated
+    messages. Samples depend on which requests share a batch, so seeds do not reproduce them.
     """
 
     model: str
@@ -55,12 +55,12 @@ class InProcess(Backend):
         return await answered
 
     async def _serve(self) -> None:
-        """Answer what is waiting, batch by batch; one that is sampled differently begins the next batch."""
+        """Answer waiting requests batch by batch; a request with other sampling starts the next batch."""
         held: tuple[Request, asyncio.Future] | None = None
         while True:
             batch = [held or await self._waiting.get()]
             held = None
-            await asyncio.sleep(0)  # those that were answered just now ask again
+            await asyncio.sleep(0)  # let the callers that were just answered ask again
             while len(batch) < self.batch_size and not self._waiting.empty():
                 item = self._waiting.get_nowait()
                 if _sampling(item[0]) != _sampling(batch[0][0]):
@@ -94,7 +94,7 @@ class InProcess(Backend):
         padded = padded.to(self._network.device)
         width = padded["input_ids"].shape[1]
         new_tokens = max(requests[n].max_tokens for n in fitting)
-        if width + new_tokens > limit:  # a long prompt beside a long answer: each fits alone, but not side by side
+        if width + new_tokens > limit:  # a long prompt and a long answer of different requests: generate one by one
             return [self._generate([request])[0] for request in requests]
         drawn: dict[str, Any] = {"do_sample": False}
         if first.temperature > 0:

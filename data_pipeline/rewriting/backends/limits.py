@@ -1,4 +1,4 @@
-"""How fast and how much to ask of a server: a pace, a budget, and how long to wait before asking again."""
+"""Limits of requests to a server: pace, budget, and waits before a retry."""
 
 import asyncio
 import email.utils
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from data_pipeline.rewriting.backends import BudgetSpent
 
-BURST_S = 2.0  # what a pace may run ahead, so that a start is not held up
+BURST_S = 2.0  # how far a pace may run ahead, so that the start is not slowed down
 
 
 class Pace:
-    """Lets through `per_minute` units in a minute; None lets everything through at once."""
+    """Rate limiter of `per_minute` units per minute; None for no limit."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._seconds_each = 60 / per_minute if per_minute else 0.0
@@ -30,9 +30,9 @@ class Pace:
 
 @dataclass
 class Budget:
-    """The most requests and tokens that a rewriting may spend, over all its runs; None is no limit.
+    """The most requests and tokens that a rewriting may spend over all its runs; None for no limit.
 
-    A request holds its greatest possible cost until its real one is known, so the budget is never overdrawn.
+    A request reserves its greatest possible cost until the real one is known, so the budget is never exceeded.
     """
 
     max_requests: int | None
@@ -42,7 +42,7 @@ class Budget:
     _held: int = 0
 
     def hold(self, tokens: int) -> None:
-        """Take a request that may cost `tokens` in. Raises BudgetSpent, naming the key, where it is too much."""
+        """Reserve a request of at most `tokens`; raise BudgetSpent, naming the key, if that exceeds the budget."""
         for key, limit, spent, asked in (
             ("max_requests", self.max_requests, self.requests, 1),
             ("max_tokens", self.max_tokens, self.tokens + self._held, tokens),
@@ -55,19 +55,21 @@ class Budget:
         self._held += tokens
 
     def settle(self, held: int, cost: int) -> None:
-        """Replace what a request held by what it did cost."""
+        """Replace a request's reservation with its real cost."""
         self._held -= held
         self.tokens += cost
 
 
 def backoff(fault: int, first_s: float, longest_s: float) -> float:
-    """Return seconds to wait after the `fault`-th fault, counted from 1: doubling, with jitter so that many who fail
-    together do not ask together again."""
+    """Return seconds to wait after the `fault`-th fault, counted from 1.
+
+    The wait doubles with each fault; jitter keeps clients that fail together from retrying together.
+    """
     return min(first_s * 2 ** (fault - 1), longest_s) * random.uniform(0.5, 1.0)
 
 
 def retry_after(value: str | None) -> float | None:
-    """Return the seconds that a Retry-After header asks for (a number, or a date), or None where it says nothing."""
+    """Return the seconds that a Retry-After header asks for (a number or a date), or None if it has neither."""
     if not value:
         return None
     try:
@@ -77,4 +79,4 @@ def retry_after(value: str | None) -> float | None:
             seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
         except ValueError:
             return None
-    return max(seconds, 0.0) if seconds == seconds else None  # a NaN is no time
+    return max(seconds, 0.0) if seconds == seconds else None  # NaN

@@ -1,4 +1,4 @@
-"""A server that the job starts, watches, starts again when it dies, and stops at the end."""
+"""A server that the job starts, watches, restarts when it dies, and stops at the end."""
 
 import asyncio
 import logging
@@ -19,10 +19,10 @@ STOPPING_S = 2 * supervisor.PATIENCE_S
 
 @dataclass(kw_only=True)
 class Served(Endpoint):
-    """The server that `command` starts, with {port} and {model} in it replaced; the rest as for an endpoint.
+    """The server that `command` starts, with {port} and {model} replaced; other settings as for `Endpoint`.
 
-    It is ready when GET /v1/models succeeds, within `start_timeout_s`; started again up to `max_restarts` times. What
-    it prints goes to server.log in the run's folder. It ends with this process, even when that is killed.
+    It is ready when GET /v1/models succeeds, within `start_timeout_s`, and restarted up to `max_restarts` times. Its
+    output goes to server.log in the run's folder. It ends with this process, even if that is killed.
     """
 
     command: list[str]
@@ -51,7 +51,7 @@ class Served(Endpoint):
             raise RewritingStopped(self._failure)
 
     async def _keep_running(self) -> None:
-        """Start the server, and start it again whenever it has died, as often as is allowed."""
+        """Start the server, and restart it when it dies, up to `max_restarts` times."""
         status: int | None = None
         for start in range(1 + self.max_restarts):
             try:
@@ -70,10 +70,10 @@ class Served(Endpoint):
                 f"rewrite.backend.command: the server ended with status {status} "
                 f"after {self.max_restarts} restarts: see {self._log}"
             )
-        self._up.set()  # those who wait shall see the failure
+        self._up.set()  # let waiting requests see the failure
 
     async def _start_once(self) -> str:
-        """Start the server and wait until it is ready. Returns why it is not, or ""."""
+        """Start the server and wait until it is ready; return the reason if it is not, else ""."""
         port = _free_port()
         words = [str(word).replace("{port}", str(port)).replace("{model}", self.model) for word in self.command]
         logger.info("starting %s (log: %s)", " ".join(words), self._log)
@@ -85,7 +85,7 @@ class Served(Endpoint):
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                cwd=self._log.parent,  # not ours: a folder of ours may have the name of a package of its
+                cwd=self._log.parent,  # not this folder: a subfolder could shadow one of the server's packages
                 start_new_session=True,
             )
         await self._client.close()
@@ -112,7 +112,7 @@ class Served(Endpoint):
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         if process is not None and process.returncode is None:
-            process.stdin.close()  # the supervisor then ends the server
+            process.stdin.close()  # makes the supervisor end the server
             try:
                 await asyncio.wait_for(process.wait(), STOPPING_S)
             except TimeoutError:

@@ -1,6 +1,6 @@
-"""Run a command until it ends, or until standard input does: a server must not outlive a killed job.
+"""Run a command until it ends or standard input closes: a server must not outlive a killed job.
 
-Run as a script, with the command as its arguments; whoever starts it holds the other end of its standard input.
+Run as a script, with the command as its arguments; the parent process holds the other end of standard input.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ PATIENCE_S = 10.0
 
 
 def main() -> int:
-    """Start the command in a group of its own, and return its status once the whole group has ended."""
+    """Start the command in a new process group; return its status once the whole group has ended."""
     try:
         process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
@@ -22,7 +22,7 @@ def main() -> int:
         return 127
 
     def end_with_input() -> None:
-        while os.read(0, 1024):  # not sys.stdin: a thread that holds its lock at the end aborts the interpreter
+        while os.read(0, 1024):  # not sys.stdin: a thread that holds its lock at exit aborts the interpreter
             pass
         signal_group(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def signal_group(group: int, number: signal.Signals) -> None:
-    """Send a signal to a process group that may have ended."""
+    """Send a signal to a process group that may already have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
