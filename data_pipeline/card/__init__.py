@@ -1,4 +1,4 @@
-"""The card of a corpus: a page with pictures that says what is in it, and what was left out on the way and why."""
+"""Card of a corpus: a page with pictures of its content, and of what was removed and why."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ from pathlib import Path
 def write_card(folder: Path, title: str, bytes_per_token: float) -> None:
     """Write corpus.md and figures/*.png into the folder of a corpus.
 
-    It has documents/, and where there is something to tell record/merged.json, problems/, logs/ and labels/report/.
-    `bytes_per_token`: tokens are estimated with it. The same folder gives the same files.
+    The folder has documents/ and optionally record/merged.json, problems/, logs/ and labels/report/. Tokens are
+    estimated with `bytes_per_token`. The same folder gives the same files.
     """
-    from data_pipeline.card.page import write_page  # here: many processes make a corpus, and one of them draws
+    from data_pipeline.card.page import write_page  # imported here: only one of many processes draws
 
     write_page(folder, title, bytes_per_token)

@@ -1,4 +1,4 @@
-"""The sections of a card on what the corpus holds."""
+"""Sections of a card on the content of the corpus."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from data_pipeline.card.markdown import count, counted, percent, picture, plain,
 from data_pipeline.card.pictures import OTHERS, draw_composition, draw_lengths
 
 KINDS = {"general_system": "General System", "design": "Design Capability", "debug": "Debug Capability"}
-PICTURE_ROWS = 25  # of the composition
-PICTURE_CATEGORIES = 12  # whose lengths are drawn each on its own
-TABLE_CATEGORIES = 6  # that have a column of their own
+PICTURE_ROWS = 25  # in the picture of the composition
+PICTURE_CATEGORIES = 12  # with a length histogram each
+TABLE_CATEGORIES = 6  # with a column each
 TABLE_LICENCES = 40
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def kind(category: str) -> str:
-    """Return what a category is called on the page: in the words of Sigma's table 9, or its own."""
+    """Return a category's name on the page: as in table 9 of Sigma, or its own."""
     words = category.replace("_", " ").strip()
     return KINDS.get(category, words[:1].upper() + words[1:])
 
 
 def summary(facts: Facts, bytes_per_token: float) -> str:
-    """Return a paragraph on the whole."""
+    """Return a summary paragraph."""
     if not facts.parts:
         return "The corpus holds no document."
     total = summed(facts.parts)[()]
@@ -42,7 +42,7 @@ def summary(facts: Facts, bytes_per_token: float) -> str:
 
 
 def composition(facts: Facts, bytes_per_token: float, figures: Path) -> str:
-    """Return the table of kinds and sources with their sizes and tokens, and draw it."""
+    """Return the table of kinds and sources with sizes and tokens, and draw it."""
     if not facts.parts:
         return ""
     total, rows, bars = summed(facts.parts)[()], [], []
@@ -52,7 +52,7 @@ def composition(facts: Facts, bytes_per_token: float, figures: Path) -> str:
         for source, amount in sorted(mine.items(), key=_larger_first):
             rows.append([name, plain(source), *_amounts(amount, total, bytes_per_token)])
             bars.append((kind(category), source, amount.bytes))
-            name = ""  # as in the table that this one is like: once for all its sources
+            name = ""  # name a kind once for all its sources, as Sigma's table does
     rows.append(["**Total**", "", *_amounts(total, total, bytes_per_token)])
     noted = [(*bar, f"{size(bar[2])}, {tokens(bar[2] / bytes_per_token)} tokens") for bar in _largest_bars(bars)]
     draw_composition(noted, figures / "composition.png")
@@ -61,7 +61,7 @@ def composition(facts: Facts, bytes_per_token: float, figures: Path) -> str:
 
 
 def lengths(facts: Facts, figures: Path) -> str:
-    """Return the quantiles of the documents' lengths by category, and draw their histograms."""
+    """Return the quantiles of document lengths by category, and draw their histograms."""
     if not facts.parts:
         return ""
     named = [(kind(category), facts.lengths[category]) for category in _categories(facts)]
@@ -83,7 +83,7 @@ def lengths(facts: Facts, figures: Path) -> str:
 
 
 def licences(facts: Facts) -> str:
-    """Return the text under each licence, by category."""
+    """Return the amount of text under each licence, by category."""
     if not facts.parts:
         return ""
     total, by_name = summed(facts.parts)[()], summed(facts.licences, 0)
@@ -96,7 +96,7 @@ def licences(facts: Facts) -> str:
     rows = [_licence_row(plain(name), [name], facts, shown, total) for name in order[:TABLE_LICENCES]]
     if rest := order[TABLE_LICENCES:]:
         name = f"{count(len(rest))} more"
-        if (OTHER_LICENCES,) in by_name:  # there are more than were told apart
+        if (OTHER_LICENCES,) in by_name:  # more licences than were counted separately
             name, rest = f"over {name}", [*rest, OTHER_LICENCES]
         rows.append(_licence_row(name, rest, facts, shown, total))
     rows.append(_licence_row("unknown", [UNKNOWN], facts, shown, total))
@@ -111,7 +111,7 @@ def licences(facts: Facts) -> str:
 
 
 def quality(facts: Facts) -> str:
-    """Return the shares of documents by quality and category, where they have labels."""
+    """Return the shares of documents by quality and category, if they have labels."""
     if not facts.quality:
         return ""
     values = sorted({value for counts in facts.quality.values() for value in counts})
@@ -127,7 +127,7 @@ def quality(facts: Facts) -> str:
 
 
 def _categories(facts: Facts) -> list[str]:
-    """Return the categories' names: those of table 9 first, then the larger first."""
+    """Return the categories' names: those of Sigma's table 9 first, then by size."""
     known = {category: place for place, category in enumerate(KINDS)}
     ordered = sorted(summed(facts.parts, 0).items(), key=lambda item: (known.get(item[0][0], 99), _larger_first(item)))
     return [category for (category,), _ in ordered]
@@ -143,9 +143,9 @@ def _amounts(amount: Amount, total: Amount, bytes_per_token: float) -> list[str]
 
 
 def _largest_bars(bars: list[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
-    """Return the bars of (kind, source, bytes) in their order, those put together that there is no room for.
+    """Return the bars (kind, source, bytes) in order, merged so that they fit into the picture.
 
-    Where there is room for two bars of each kind, these are its largest sources and the others; else a kind is a bar.
+    If two bars per kind fit, they are its largest sources and the others; else each kind is one bar.
     """
     if len(bars) <= PICTURE_ROWS:
         return bars

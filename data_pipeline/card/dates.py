@@ -1,4 +1,4 @@
-"""When the documents of a corpus are from."""
+"""Dates of the documents of a corpus."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -9,15 +9,15 @@ from data_pipeline.card.facts import NO_DATE, UNKNOWN, Amount, Amounts, Facts, s
 from data_pipeline.card.markdown import count, counted, percent, picture, plain, size, table
 from data_pipeline.card.pictures import OTHERS, draw_months
 
-YEARS_AROUND = 30  # the median date; what is further from it is a mistake more often than a document
+YEARS_AROUND = 30  # around the median date; dates further away are mostly mistakes
 PICTURE_SOURCES = 9
 TABLE_SOURCES = 6
-MONTHS_IN_ROWS = 24  # a longer time is told by year
+MONTHS_IN_ROWS = 24  # a longer time is shown by year
 WIDTHS = ((72, 1), (240, 3))  # up to 72 months are drawn by month, up to 240 by quarter, more by year
 
 
 def date_range(facts: Facts) -> str:
-    """Return a sentence on the first and the last date."""
+    """Return a sentence with the first and the last date."""
     near = _near(_dated(facts))
     if not near:
         return "No document has a date."
@@ -26,7 +26,7 @@ def date_range(facts: Facts) -> str:
 
 
 def by_month(facts: Facts, figures: Path) -> str:
-    """Return documents by source and year, or month where they are of a short time, and draw bytes by date."""
+    """Return documents by source and year (by month for short times), and draw bytes by date."""
     if not facts.parts:
         return ""
     dated = _dated(facts)
@@ -57,7 +57,7 @@ def _undated(facts: Facts) -> list[str]:
 
 
 def _near(dated: Amounts) -> Amounts:
-    """Return what is within YEARS_AROUND of the median document."""
+    """Return the amounts within YEARS_AROUND of the median document."""
     if not dated:
         return {}
     by_month = sorted((_number(month), amount.documents) for (month,), amount in summed(dated, 0).items())
@@ -67,13 +67,13 @@ def _near(dated: Amounts) -> Amounts:
 
 
 def _number(month: str) -> int:
-    """Return a month's number, from the year 0."""
+    """Return a month's number, counted from year 0."""
     year, _, number = month.partition("-")
     return 12 * int(year) + int(number) - 1
 
 
 def _largest_sources(near: Amounts, limit: int) -> list[str]:
-    """Return the names of the largest sources, all of them where only one would be left out."""
+    """Return the names of the largest sources; all of them if only one would be dropped."""
     ordered = sorted(summed(near, 1).items(), key=lambda item: (-item[1].bytes, item[0]))
     return [source for (source,), _ in ordered[: limit if len(ordered) > limit + 1 else None]]
 

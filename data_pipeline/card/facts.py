@@ -1,4 +1,4 @@
-"""What a corpus holds, counted in one pass over its Parquet files, without their texts."""
+"""Contents of a corpus, counted in one pass over its Parquet files without their texts."""
 
 import math
 import re
@@ -13,12 +13,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 COLUMNS = ("category", "source", "split", "licence", "date", "length", "quality")
-ROWS_AT_ONCE = 1 << 16  # row groups are small: several are counted together
+ROWS_AT_ONCE = 1 << 16  # row groups are small, so several are counted together
 NAME_CHARACTERS = 200  # of a licence or another name that a source took from its input
-LICENCES = 1_000  # told apart; a source might write anything there
+LICENCES = 1_000  # counted separately; a source might write anything there
 OTHER_LICENCES = "others"
 UNKNOWN = ""  # no date, or no licence
-NO_DATE = "?"  # there is something, but no month can be read from it
+NO_DATE = "?"  # a date from which no month can be read
 MONTH = re.compile(r"[0-9]{4}-(0[1-9]|1[0-2])")
 BINS_PER_DOUBLING = 64
 LENGTH_BINS = 48 * BINS_PER_DOUBLING  # up to 2^48 bytes
@@ -26,7 +26,7 @@ LENGTH_BINS = 48 * BINS_PER_DOUBLING  # up to 2^48 bytes
 
 @dataclass(slots=True)
 class Amount:
-    """Documents, and UTF-8 bytes of text in them."""
+    """Number of documents, and UTF-8 bytes of their text."""
 
     documents: int = 0
     bytes: int = 0
@@ -40,7 +40,7 @@ Amounts = dict[tuple[str, ...], Amount]
 
 
 def summed(amounts: Amounts, *places: int) -> Amounts:
-    """Return the sums over all parts of the keys but those at `places`; no place: the sum of all, under ()."""
+    """Return the sums grouped by the key parts at `places`; without places the total, under ()."""
     sums: Amounts = defaultdict(Amount)
     for key, amount in amounts.items():
         sums[tuple(key[place] for place in places)].add(amount.documents, amount.bytes)
@@ -48,7 +48,7 @@ def summed(amounts: Amounts, *places: int) -> Amounts:
 
 
 class Lengths:
-    """The lengths of documents as a histogram whose bins are 1.1% wide, with the exact least and greatest."""
+    """Histogram of document lengths with bins 1.1% wide, and the exact minimum and maximum."""
 
     def __init__(self) -> None:
         self.bins = np.zeros(LENGTH_BINS, np.int64)
@@ -63,7 +63,7 @@ class Lengths:
         self.greatest = max(self.greatest, int(lengths.max()))
 
     def include(self, other: "Lengths") -> None:
-        """Count what another histogram has counted, too."""
+        """Add the counts of another histogram."""
         self.bins += other.bins
         self.total += other.total
         self.least, self.greatest = min(self.least, other.least), max(self.greatest, other.greatest)
@@ -80,7 +80,7 @@ class Lengths:
 
 
 def together(histograms: Iterable[Lengths]) -> Lengths:
-    """Return the lengths of all of several histograms."""
+    """Return the merged histogram of several."""
     lengths = Lengths()
     for histogram in histograms:
         lengths.include(histogram)
@@ -91,8 +91,8 @@ def together(histograms: Iterable[Lengths]) -> Lengths:
 class Facts:
     """Amounts by (category, source, split), (month, source) and (licence, category), and lengths by category.
 
-    A month is "2024-03", UNKNOWN or NO_DATE; a licence may be UNKNOWN, or OTHER_LICENCES from the thousand and first
-    on. `quality`: how many documents of a category have which quality, rounded, where there are labels.
+    A month is "2024-03", UNKNOWN or NO_DATE. A licence may be UNKNOWN; from the thousand and first on it is
+    OTHER_LICENCES. `quality`: number of documents by category and rounded quality, if there are labels.
     """
 
     parts: Amounts = field(default_factory=lambda: defaultdict(Amount))
@@ -143,7 +143,7 @@ def read_facts(documents: Path) -> Facts:
 
 
 def _tables(paths: Iterable[Path]) -> Iterator[pa.Table]:
-    """Yield the columns of all files, ROWS_AT_ONCE rows and a row group's more at a time."""
+    """Yield the columns of all files, in tables of at least ROWS_AT_ONCE rows and up to a row group more."""
     held: list[pa.RecordBatch] = []
     rows = 0
     for path in paths:

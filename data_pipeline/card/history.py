@@ -1,4 +1,4 @@
-"""The sections of a card on how the corpus came about: steps, problems, rates and samples."""
+"""Sections of a card on how the corpus was built: steps, problems, rates and samples."""
 
 import json
 import re
@@ -10,17 +10,17 @@ from data_pipeline.card.markdown import count, counted, fenced, folded, percent,
 from data_pipeline.card.pictures import OTHERS, draw_reasons, draw_steps
 from data_pipeline.card.rates import PhaseRate, title
 
-REASONS = 20  # of a step in the table, and of all steps in the picture
+REASONS = 20  # per step in the table, and of all steps in the picture
 REASON_SOURCES = 4
-COUNTS = 20  # that a step made itself
+COUNTS = 20  # of a step's own counters
 PROBLEM_KINDS = 40
 PROBLEM_LINES = 20
-SAMPLES_KEPT, SAMPLES_DROPPED = 3, 8  # shown of a step; the record has more
+SAMPLES_KEPT, SAMPLES_DROPPED = 3, 8  # shown per step; the record has more
 SAMPLE_CHARACTERS, SAMPLE_LINES = 800, 20
 
 
 def by_step(steps: list[dict], figures: Path) -> str:
-    """Return what each step was given, what it removed and why, and draw it."""
+    """Return each step's input, what it removed and why, and draw it."""
     if not steps:
         return "No step of cleaning was recorded."
     names = [title(step["name"]) for step in steps]
@@ -61,7 +61,7 @@ def _reasons(names: list[str], steps: list[dict], figures: Path) -> list[str]:
         reasons = sorted(step["reasons"].items(), key=lambda item: (-item[1]["documents"], item[0]))
         label = f"**{plain(name)}**"
         for reason, amount in reasons[:REASONS]:
-            words = name if reason == step["name"] else reason  # a step with one reason only
+            words = name if reason == step["name"] else reason  # a step with a single reason
             share = percent(amount["documents"], step["in"]["documents"])
             rows.append(
                 [label, plain(words), count(amount["documents"]), share, size(amount["bytes"]), _sources(amount)]
@@ -148,12 +148,12 @@ def _rate(seconds: float | None, length: int, total: float) -> list[str]:
         return ["", megabytes, "", ""]
     rate = (
         f"{length / 1e6 / seconds:#,.3g}".rstrip(".") if seconds >= 0.01 else ""
-    )  # of less, clocks and logs tell nothing
+    )  # below that the clock's resolution makes rates meaningless
     return [f"{seconds:,.1f}" if seconds >= 0.1 else f"{seconds:.2f}", megabytes, rate, percent(seconds, total)]
 
 
 def samples(steps: list[dict]) -> str:
-    """Return documents that each step dropped and kept, folded."""
+    """Return samples of documents that each step dropped and kept, folded."""
     parts = []
     for step in steps:
         dropped = list(islice(_one_of_each_reason(step["dropped_samples"]), SAMPLES_DROPPED))
@@ -175,7 +175,7 @@ def samples(steps: list[dict]) -> str:
 
 
 def _one_of_each_reason(chosen: list[dict]) -> list[dict]:
-    """Return samples so that all reasons come first once, then a second time."""
+    """Return samples in rounds, each with one sample of every reason."""
     by_reason = defaultdict(list)
     for sample in chosen:
         by_reason[sample["reason"]].append(sample)

@@ -1,4 +1,4 @@
-"""Markdown that any text can stand in: tables, fenced blocks, and numbers as people read them."""
+"""Markdown writers safe for any text: tables, fenced blocks, and human-readable numbers."""
 
 import html
 import re
@@ -8,14 +8,14 @@ from urllib.parse import quote
 CELL_CHARACTERS = 80
 LINE_CHARACTERS = 200
 SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")
-# Control characters, line and paragraph separators, and marks that turn the direction of what follows.
+# Control characters, line and paragraph separators, and marks that change the text direction.
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 TOKEN_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 
 
 def plain(text: str, characters: int = CELL_CHARACTERS) -> str:
-    """Return a text on one line, cut to `characters`, that shows in Markdown as it is, in tables too."""
+    """Return a text on one line, cut to `characters`, escaped to show literally in Markdown, also in tables."""
     return html.escape(SPECIAL.sub(r"\\\1", one_line(text, characters)), quote=False)
 
 
@@ -26,7 +26,7 @@ def one_line(text: str, characters: int) -> str:
 
 
 def fenced(text: str, characters: int, lines: int) -> str:
-    """Return the beginning of a text as a block that nothing in it can end, with control characters made visible."""
+    """Return the beginning of a text as a fenced block that its content cannot end, with visible control characters."""
     shown = text.replace("\r\n", "\n").strip("\n")
     rows = shown[:characters].split("\n")
     cut = [row if len(row) <= LINE_CHARACTERS else row[:LINE_CHARACTERS] + "…" for row in rows[:lines]]
@@ -39,18 +39,18 @@ def fenced(text: str, characters: int, lines: int) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Return a table whose first `left` columns stand to the left, the others to the right."""
+    """Return a table whose first `left` columns are left-aligned, the others right-aligned."""
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * left}{'---:|' * (len(header) - left)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def picture(path: str, title: str) -> str:
-    """Return a picture, by its path from the page."""
+    """Return a picture, given its path relative to the page."""
     return f"![{plain(title)}]({quote(path)})"
 
 
 def folded(summary: str, content: str) -> str:
-    """Return Markdown behind a line of text to click on."""
+    """Return Markdown folded behind a clickable line of text."""
     line = html.escape(one_line(summary, LINE_CHARACTERS))
     return f"<details><summary>{line}</summary>\n\n{content}\n\n</details>"
 
@@ -61,12 +61,12 @@ def count(number: int) -> str:
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:
-    """Return "1 document" or "2 documents"; `several` where an s does not do."""
+    """Return "1 document" or "2 documents"; `several` for irregular plurals."""
     return f"{number:,} {one if number == 1 else several or f'{one}s'}"
 
 
 def size(length: float) -> str:
-    """Return a number of bytes as 14.0 GB: in powers of ten, to three digits or a tenth."""
+    """Return a number of bytes as 14.0 GB: in powers of ten, with one decimal."""
     return _with_unit(length, PREFIXES, "B")
 
 
@@ -76,7 +76,7 @@ def tokens(number: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Return a share such as 12.3%; what is neither nothing nor everything is never shown as such."""
+    """Return a share such as 12.3%; only nothing is shown as 0%, and only everything as 100%."""
     if part < 0:
         return f"-{percent(-part, whole)}"
     if not part or not whole:
@@ -93,7 +93,7 @@ def percent(part: float, whole: float) -> str:
 
 def _with_unit(number: float, units: Sequence[tuple[float, str]], base: str) -> str:
     for factor, unit in units:
-        if abs(number) >= 0.9995 * factor:  # 999.9 k is 1.0 M
+        if abs(number) >= 0.9995 * factor:  # 999.9 k becomes 1.0 M
             return f"{number / factor:,.1f} {unit}{base}"
     return f"{number:,.0f} {base}"
 
@@ -101,5 +101,5 @@ def _with_unit(number: float, units: Sequence[tuple[float, str]], base: str) -> 
 def _visible(match: re.Match[str]) -> str:
     code = ord(match.group())
     if code < 0x20:
-        return chr(0x2400 + code)  # the picture of a control character
+        return chr(0x2400 + code)  # the symbol for a control character
     return f"\\u{code:04x}"

@@ -1,4 +1,4 @@
-"""corpus.md: what a corpus holds, and how it came about."""
+"""Page corpus.md: what a corpus contains, and how it was built."""
 
 import json
 from pathlib import Path
@@ -18,11 +18,11 @@ AGREEMENT = "agreement.md"
 
 
 def write_page(folder: Path, title: str, bytes_per_token: float) -> None:
-    """Write the page, and the pictures it shows."""
+    """Write the page and its pictures."""
     record, figures = folder / RECORD, folder / FIGURES
     steps = json.loads(record.read_text(encoding="utf-8"))["steps"] if record.is_file() else []
     facts = read_facts(folder / "documents")
-    for stale in figures.glob("*.png"):  # there may be nothing to draw this time
+    for stale in figures.glob("*.png"):  # this time there may be nothing to draw
         stale.unlink()
     text_bytes = sum(amount.bytes for amount in summed(facts.parts).values())
     sections = [
@@ -43,7 +43,7 @@ def write_page(folder: Path, title: str, bytes_per_token: float) -> None:
 
 
 def _labels(folder: Path) -> str:
-    """Return the report on the labels, if there is one, with its headings below the page's."""
+    """Return the report on the labels, if any, with its headings nested below the page's."""
     report = folder / LABELS_REPORT
     if not (report / AGREEMENT).is_file():
         return ""

@@ -1,4 +1,4 @@
-"""The pictures of a card, as PNG files, drawn without a display."""
+"""Pictures of a card, as PNG files, drawn without a display."""
 
 import itertools
 import warnings
@@ -16,15 +16,15 @@ from data_pipeline.card.markdown import one_line, percent, size
 
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#937860", "#da8bc3", "#64b5cd", "#ccb974", "#2f4b7c", "#a05195")
 GREY, KEPT, DROPPED, CUT = "#b0b0b0", "#55a868", "#c44e52", "#dd8452"
-OTHERS = "others"  # what a picture has no room for, together; grey
+OTHERS = "others"  # the grey group of everything that does not fit into a picture
 ROW_INCHES = 0.3
-MONTHS_BETWEEN_MARKS = (1, 2, 3, 6, 12, 24, 60, 120)  # enough for the 60 years that a picture may have
+MONTHS_BETWEEN_MARKS = (1, 2, 3, 6, 12, 24, 60, 120)  # enough for the 60 years that a picture can span
 LABEL_CHARACTERS = 40
-PICTURE_BINS = BINS_PER_DOUBLING // 4  # of the histogram, to one of the picture's
+PICTURE_BINS = BINS_PER_DOUBLING // 4  # histogram bins per bin of the picture
 
 
 def draw_composition(rows: Sequence[tuple[str, str, int, str]], path: Path) -> None:
-    """Bytes of each (kind, source, bytes, what to write beside it), coloured by kind, from the top down."""
+    """Draw bars of bytes for (kind, source, bytes, label), coloured by kind, from top to bottom."""
     figure, axes = _bars(len(rows))
     colors, places = _colors(kind for kind, *_ in rows), range(len(rows))
     axes.barh(places, [length for _, _, length, _ in rows], color=[colors[kind] for kind, *_ in rows])
@@ -36,7 +36,7 @@ def draw_composition(rows: Sequence[tuple[str, str, int, str]], path: Path) -> N
 
 
 def draw_steps(rows: Sequence[tuple[str, int, int, int]], path: Path) -> None:
-    """(Step, bytes left, bytes dropped with documents, bytes cut from documents that stay), from the top down."""
+    """Draw (step, bytes left, bytes dropped with documents, bytes cut from kept documents), from top to bottom."""
     figure, axes = _bars(len(rows))
     places, start = range(len(rows)), np.zeros(len(rows))
     for color, name, lengths in (
@@ -56,7 +56,7 @@ def draw_steps(rows: Sequence[tuple[str, int, int, int]], path: Path) -> None:
 
 
 def draw_reasons(rows: Sequence[tuple[str, str, int]], path: Path) -> None:
-    """(Step, reason, bytes dropped), from the top down, coloured by step."""
+    """Draw (step, reason, bytes dropped), from top to bottom, coloured by step."""
     figure, axes = _bars(len(rows))
     colors, places = _colors(step for step, *_ in rows), range(len(rows))
     axes.barh(places, [length for *_, length in rows], color=[colors[step] for step, *_ in rows])
@@ -69,7 +69,7 @@ def draw_reasons(rows: Sequence[tuple[str, str, int]], path: Path) -> None:
 
 
 def draw_lengths(rows: Sequence[tuple[str, Lengths]], path: Path) -> None:
-    """A histogram of the lengths of each category's documents on one logarithmic axis, with the median marked."""
+    """Draw a length histogram per category on a shared logarithmic axis, with the median marked."""
     binned = [lengths.bins.reshape(-1, PICTURE_BINS).sum(axis=1) for _, lengths in rows]
     filled = np.flatnonzero(sum(binned))
     first, last = max(0, int(filled[0]) - 1), int(filled[-1]) + 2
@@ -96,9 +96,9 @@ def draw_lengths(rows: Sequence[tuple[str, Lengths]], path: Path) -> None:
 
 
 def draw_months(first: int, lengths: dict[str, np.ndarray], width: int, path: Path) -> None:
-    """Bytes by date, stacked by source: `lengths` {source: [periods]}, periods of `width` months from month `first`.
+    """Draw bytes by date, stacked by source.
 
-    Months are counted from the year 0.
+    `lengths`: {source: [periods]}, for periods of `width` months from month `first`, counted from year 0.
     """
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
@@ -110,7 +110,7 @@ def draw_months(first: int, lengths: dict[str, np.ndarray], width: int, path: Pa
     step = next(step for step in MONTHS_BETWEEN_MARKS if periods * width <= 12 * step)
     marks = [place for place in places.tolist() if (first + place * width) % step == 0]
     axes.set_xticks(marks, [_month_name(first + place * width, step) for place in marks])
-    margin = max(0.0, (6 - periods) / 2)  # a single month is a bar, not a wall
+    margin = max(0.0, (6 - periods) / 2)  # keeps the bar of a single month narrow
     axes.set_xlim(-0.6 - margin, periods - 0.4 + margin)
     axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.set_ylabel({1: "text, by month", 3: "text, by quarter"}.get(width, "text, by year"), fontsize=9)
@@ -139,7 +139,7 @@ def _beside(axes: Axes, length: float, place: int, note: str) -> None:
 
 
 def _size_axis(axes: Axes, greatest: float, name: str) -> None:
-    axes.set_xlim(0, max(greatest, 1) * 1.25)  # with room for what stands beside the longest bar
+    axes.set_xlim(0, max(greatest, 1) * 1.25)  # room for the label of the longest bar
     axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.locator_params(axis="x", nbins=6)
     axes.set_xlabel(name, fontsize=9)
@@ -151,13 +151,13 @@ def _legend_above(figure: Figure, axes: Axes) -> None:
 
 
 def _colors(names: Iterable[str]) -> dict[str, str]:
-    """Return a color for each name, in their order, again from the first where there are more names than colors."""
+    """Return a colour for each name, in order; colours repeat if there are more names."""
     cycle: Iterator[str] = itertools.cycle(COLORS)
     return {name: GREY if name == OTHERS else next(cycle) for name in dict.fromkeys(names)}
 
 
 def _label(text: str, characters: int = LABEL_CHARACTERS) -> str:
-    return one_line(text, characters).replace("$", r"\$")  # no mathematics is meant
+    return one_line(text, characters).replace("$", r"\$")  # not mathtext
 
 
 def _month_name(month: int, step: int) -> str:
@@ -165,7 +165,7 @@ def _month_name(month: int, step: int) -> str:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Write the figure as a PNG that appears whole or not at all."""
+    """Write the figure as a PNG, atomically."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # a name in a script that the font lacks
         write_figure(path, figure, dpi=130)

@@ -1,7 +1,7 @@
-"""How long each phase and step of a corpus took.
+"""Times of the phases and steps of a corpus.
 
-Seconds are of processor time: other work on the machine hardly moves them. A phase's are those of its tasks from
-beginning to end, a step's what its clock showed (`data_pipeline.executors.timed_step`).
+Seconds are CPU time, which other work on the machine hardly affects. A phase's seconds sum over its whole tasks; a
+step's are measured by `data_pipeline.executors.timed_step`.
 """
 
 import json
@@ -14,7 +14,7 @@ from data_pipeline.executors.timed_step import PROCESSOR_SECONDS
 
 @dataclass
 class StepRate:
-    """Seconds of all tasks, and bytes of text that the step was given, or that the corpus had when it ran."""
+    """Seconds summed over tasks, and bytes of the step's input, or of the corpus when it ran."""
 
     name: str
     bytes: int
@@ -23,7 +23,7 @@ class StepRate:
 
 @dataclass
 class PhaseRate:
-    """`seconds` of all tasks, and `peak_memory` in bytes of the largest one; None where tasks have left none."""
+    """`seconds` summed over tasks, and `peak_memory` in bytes of the largest task; None if not recorded."""
 
     name: str
     tasks: int
@@ -34,7 +34,7 @@ class PhaseRate:
 
 
 def read_rates(logs: Path, recorded: list[dict], corpus_bytes: int) -> list[PhaseRate]:
-    """Return the phases that have ended, in order. `recorded`: the steps of merged.json."""
+    """Return the finished phases, in order. `recorded`: the steps of merged.json."""
     records = {title(step["name"]): step for step in recorded}
     current = recorded[0]["in"]["bytes"] if recorded else corpus_bytes
     phases = []
@@ -52,12 +52,12 @@ def read_rates(logs: Path, recorded: list[dict], corpus_bytes: int) -> list[Phas
 
 
 def title(name: str) -> str:
-    """Return the name of a phase's folder without the number that orders it."""
+    """Return the name of a phase's folder without its leading number."""
     return re.sub(r"^\d+-(?=.)", "", name)
 
 
 def _resources(folder: Path, tasks: int) -> tuple[float | None, int | None]:
-    """Return the seconds of all tasks, where each has left them, and the memory of the largest."""
+    """Return the seconds summed over tasks (None unless all recorded them), and the largest task's memory."""
     paths = sorted((folder / "resources").glob("*.json"))
     found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     seconds = sum(task["processor_seconds"] for task in found) if len(found) == tasks else None
@@ -65,7 +65,7 @@ def _resources(folder: Path, tasks: int) -> tuple[float | None, int | None]:
 
 
 def _steps(tasks: list[Path]) -> dict[str, float]:
-    """Return the seconds of a phase's steps in all tasks, in the order of the pipeline."""
+    """Return the seconds of a phase's steps, summed over tasks, in pipeline order."""
     seconds: dict[str, float] = {}
     for path in tasks:
         for step in json.loads(path.read_text(encoding="utf-8")):
@@ -75,7 +75,7 @@ def _steps(tasks: list[Path]) -> dict[str, float]:
 
 
 def _step_name(name: str) -> str:
-    """Return "quality" for what datatrove calls "🔻 - FILTER: quality", "Jsonl reader" for "📖 - READER: 🐿 Jsonl"."""
+    """Return "quality" for datatrove's "🔻 - FILTER: quality", "Jsonl reader" for "📖 - READER: 🐿 Jsonl"."""
     kind, _, rest = name.partition(": ")
     own = title(re.sub(r"^\W+", "", rest) or name)
     readers_and_writers = re.search(r" - (READER|WRITER)$", kind)
@@ -83,5 +83,5 @@ def _step_name(name: str) -> str:
 
 
 def _number(stat: dict | float) -> float:
-    """Return the total of a datatrove statistic, which is written as a number where there is nothing else to say."""
+    """Return the total of a datatrove statistic, which may be stored as a plain number."""
     return stat["total"] if isinstance(stat, dict) else stat
