@@ -1,8 +1,8 @@
-"""Pretrained models whose attention becomes a recurrence and a window on the same weights.
+"""Linearized pretrained models: attention becomes a recurrence and a window on the same weights.
 
     model = load_pretrained("meta-llama/Llama-3.2-1B", Linearization(gate="gla"), dtype=torch.bfloat16)
 
-Importing this registers them with Hugging Face's `AutoConfig` and `AutoModelForCausalLM`.
+Importing this package registers them with Hugging Face's `AutoConfig` and `AutoModelForCausalLM`.
 """
 
 from transformers import AutoConfig, AutoModelForCausalLM

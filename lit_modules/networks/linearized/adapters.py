@@ -1,11 +1,11 @@
-"""A trained linearization on disk: the adapter beside its base model, and the merged model without it.
+"""Save and load a trained linearization: an adapter for its base model, or the merged model.
 
-The folder of an adapter holds what peft writes (`adapter_config.json`, `adapter_model.safetensors`, so that
-`PeftModel.from_pretrained(linearized_model, folder)` reads it), `linearization.json` (the base model and its dtype, the
-settings) and, where the linearization has new parameters, `linearization.safetensors`. The base model is not in it.
+An adapter folder holds peft's files (`adapter_config.json`, `adapter_model.safetensors`, readable by
+`PeftModel.from_pretrained(linearized_model, folder)`), `linearization.json` (base model, its dtype, settings) and, if
+the linearization has new parameters, `linearization.safetensors`. It does not hold the base model.
 
-LoRA that was trained on a linearized model makes the stock model wrong. Tensors are named so that peft finds none of
-them there: it warns, with these names, and the stock model stays as it is.
+LoRA trained on a linearized model would corrupt the stock model. The tensor names therefore match nothing in a stock
+model: peft warns with these names and leaves it unchanged.
 """
 
 import copy
@@ -33,7 +33,7 @@ from lit_modules.networks.linearized.settings import Linearization
 RECORD = "linearization.json"
 PARAMETERS = "linearization.safetensors"
 LORA_CONFIG, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
-PEFT_PREFIX = "base_model.model."  # of the names in LORA_WEIGHTS: where a PeftModel holds the model
+PEFT_PREFIX = "base_model.model."  # prefix of the names in LORA_WEIGHTS: the model's attribute path in a PeftModel
 FORMAT = 2
 READABLE = (1, FORMAT)  # 1: without base_dtype and ADAPTER_PREFIX
 
@@ -50,9 +50,9 @@ IDENTITY = (
 
 
 def export_merged(model: LinearizedForCausalLM, tokenizer: Any, folder: str | Path) -> Path:
-    """Write the model with LoRA folded in, and the tokenizer, as a Hugging Face folder, whole or not at all.
+    """Write the model with LoRA merged, and the tokenizer, as a Hugging Face folder, atomically.
 
-    `import lit_modules.networks` makes `AutoModelForCausalLM.from_pretrained` know it. The model itself stays as it is.
+    `AutoModelForCausalLM.from_pretrained` needs `import lit_modules.networks`. The given model is not changed.
     """
     with replace_atomically(Path(folder)) as partial:
         lora.merged_copy(model).save_pretrained(partial)
@@ -61,13 +61,13 @@ def export_merged(model: LinearizedForCausalLM, tokenizer: Any, folder: str | Pa
 
 
 def save_adapter(model: LinearizedForCausalLM, folder: str | Path, *, base: str) -> Path:
-    """Write what training added to the base model, whole or not at all.
+    """Write the parameters that training added to the base model, atomically.
 
     Args:
-        base: the folder or the name on the Hub of the base model.
+        base: folder of the base model, or its name on the Hub.
 
     Raises:
-        ValueError: weights of the base model are trained, which no adapter holds.
+        ValueError: if weights of the base model are trained, because an adapter does not hold them.
     """
     own = model.new_parameters()
     changed = [
@@ -106,32 +106,31 @@ def save_adapter(model: LinearizedForCausalLM, folder: str | Path, *, base: str)
 def load_adapted(
     folder: str | Path, *, base: str | None = None, dtype: torch.dtype | str | None = None, merge: bool = False
 ) -> LinearizedForCausalLM:
-    """The model that `save_adapter` wrote: the base model linearized as it was, with its parameters and LoRA.
+    """Load the model that `save_adapter` wrote: the linearized base model with the adapter's parameters and LoRA.
 
     Args:
-        base: where the base model is now; by default, where it was.
-        dtype: of the base model's weights; None: the one that the adapter was trained with; "auto": as they are stored.
-        merge: fold LoRA in.
+        base: current location of the base model; by default the recorded one.
+        dtype: dtype of the base weights; None: the one used in training; "auto": as stored.
+        merge: merge LoRA into the projections.
 
     Raises:
-        ValueError: a file is missing or damaged; the base model is not there, or is another one.
+        ValueError: if a file is missing or damaged, or the base model is missing or another one.
     """
     folder = Path(folder)
     record = read_record(folder)
     source = record["base"] if base is None else base
-    check_identity(record, base_config(source, folder), source, folder)  # before gigabytes are read
+    check_identity(record, base_config(source, folder), source, folder)  # before loading gigabytes
     dtype = record["base_dtype"] if dtype is None else dtype
     model = put_on(load_pretrained(source, record["linearization"], dtype), folder)
     return lora.merge(model) if merge and lora.has_lora(model) else model
 
 
 def put_on(model: LinearizedForCausalLM, folder: str | Path) -> LinearizedForCausalLM:
-    """Load an adapter onto a linearized model without LoRA, in place; its LoRA is as free to be trained as after
-    `add_lora`.
+    """Load an adapter onto a linearized model without LoRA, in place; its LoRA is trainable as after `add_lora`.
 
     Raises:
-        ValueError: the adapter was made for another base model or other settings; a file is missing or damaged; the
-            model has LoRA, or is not linearized.
+        ValueError: if the adapter is for another base model or other settings, a file is missing or damaged, or the
+            model has LoRA or is not linearized.
     """
     folder = Path(folder)
     record = read_record(folder)
@@ -158,7 +157,7 @@ def put_on(model: LinearizedForCausalLM, folder: str | Path) -> LinearizedForCau
             for name, tensor in read_tensors(folder / LORA_WEIGHTS).items()
         }
         lora.inject(model, read_lora_config(folder))
-        # peft's own way into the model knows the adapter's name and prefix; it says nothing of what is not there.
+        # set_peft_model_state_dict does not report missing tensors, so compare the names first.
         expected = get_peft_model_state_dict(model, adapter_name=lora.ADAPTER, save_embedding_layers=False)
         check_names({name.removeprefix(PEFT_PREFIX) for name in weights}, set(expected), folder / LORA_WEIGHTS)
         set_peft_model_state_dict(model, weights, lora.ADAPTER)
@@ -166,10 +165,10 @@ def put_on(model: LinearizedForCausalLM, folder: str | Path) -> LinearizedForCau
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What `linearization.json` says of an adapter whose files are all there, its settings as a `Linearization`.
+    """Read `linearization.json` of a complete adapter; its settings become a `Linearization`.
 
     Raises:
-        ValueError: it is not there or damaged, of another format, or a file that it names is missing.
+        ValueError: if it is missing, damaged or of another format, or a file that it names is missing.
     """
     path = folder / RECORD
     if not path.is_file():
@@ -192,7 +191,11 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def base_config(source: str, folder: Path) -> PreTrainedConfig:
-    """The configuration of the base model. Raises ValueError where there is none."""
+    """Load the configuration of the base model.
+
+    Raises:
+        ValueError: if there is none.
+    """
     if not Path(source).is_dir():
         use_cache_where_unreachable()
     try:
@@ -205,7 +208,7 @@ def base_config(source: str, folder: Path) -> PreTrainedConfig:
 
 
 def identity(config: PreTrainedConfig) -> dict[str, Any]:
-    """What of a model's configuration an adapter depends on; the same before and after linearization."""
+    """Return the parts of a configuration that an adapter depends on; linearization does not change them."""
     return {
         "family": config.model_type.removeprefix(PREFIX),
         **{name: getattr(config, name, None) for name in IDENTITY},
@@ -213,14 +216,18 @@ def identity(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def base_values(config: PreTrainedConfig) -> dict[str, Any]:
-    """A model's configuration as its base model has it, without names, versions, dtypes and how it is linearized."""
+    """Return a configuration as of its base model, without names, versions, dtypes and linearization settings."""
     aside = ("architectures", "dtype", "linearization", "name_or_path", "transformers_version", "use_cache")
     values = {key: value for key, value in config.to_dict().items() if not key.startswith("_") and key not in aside}
     return {**values, "model_type": config.model_type.removeprefix(PREFIX)}
 
 
 def check_identity(record: dict[str, Any], config: PreTrainedConfig, name: str, folder: Path) -> None:
-    """Raise ValueError where a model called `name` has another configuration than the adapter's base model."""
+    """Check that the configuration of the model called `name` matches the adapter's base model.
+
+    Raises:
+        ValueError: with the first difference.
+    """
     found = identity(config)
     for key, value in record["base_identity"].items():
         if key != "weights" and found.get(key) != value:
@@ -230,7 +237,11 @@ def check_identity(record: dict[str, Any], config: PreTrainedConfig, name: str, 
 
 
 def check_settings(made_for: Linearization, found: Linearization, folder: Path) -> None:
-    """Raise ValueError that names the first setting in which a model differs from what the adapter was made for."""
+    """Check that a model's settings equal those of the adapter.
+
+    Raises:
+        ValueError: with the first difference.
+    """
     for key, (before, after) in differences(made_for.to_dict(), found.to_dict()).items():
         raise ValueError(
             f"{folder} was made for linearization.{key}={before}, and the model has linearization.{key}={after}: "
@@ -239,7 +250,11 @@ def check_settings(made_for: Linearization, found: Linearization, folder: Path) 
 
 
 def read_lora_config(folder: Path) -> PeftConfig:
-    """What peft wrote of the LoRA. Raises ValueError where it is damaged."""
+    """Read peft's configuration of the LoRA.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
     try:
         return PeftConfig.from_pretrained(str(folder))
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -247,7 +262,11 @@ def read_lora_config(folder: Path) -> PeftConfig:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises ValueError where it is damaged."""
+    """Read the tensors of a safetensors file.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -255,7 +274,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def check_names(found: set[str], expected: set[str], path: Path) -> None:
-    """Raise ValueError where a file lacks a tensor, or has one that the model does not know."""
+    """Check that a file has exactly the expected tensors.
+
+    Raises:
+        ValueError: with the first missing or unknown tensor.
+    """
     if expected - found:
         raise ValueError(f"{path} does not fit its settings: {min(expected - found)} is missing")
     if found - expected:

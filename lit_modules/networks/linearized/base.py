@@ -1,4 +1,4 @@
-"""What every replaced attention layer shares: the stock layer's own projections, and its teacher."""
+"""Shared parts of the attention layers that replace stock ones: projections, modes and the teacher."""
 
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,24 +20,23 @@ if TYPE_CHECKING:
 MODES = ("student", "teacher", "transfer")
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines `[B, T, R]`, of the first R channels of a head."""
+"""Cosines and sines `[B, T, R]`, for the first R channels of a head."""
 
 
 class SubstitutedAttention(nn.Module):
-    """In the place of a stock attention layer, on the same weights under the same names.
+    """Replacement of a stock attention layer, with the same weights under the same names.
 
-    `mode` says what is computed: "student", the layer's own attention; "teacher", what the stock layer computed,
-    without adapters; "transfer", both from the same hidden states, of which the teacher's goes on and the difference is
-    kept in `transfer_loss`.
+    `mode` selects the output: "student", the replaced attention; "teacher", the stock attention, without adapters;
+    "transfer", both from the same hidden states, returning the teacher's and storing the difference in `transfer_loss`.
 
     Args:
-        attention: the stock layer, whose projections are taken over.
-        config: of the model.
-        settings: of the linearization.
+        attention: the stock layer, whose projections are reused.
+        config: the model's configuration.
+        settings: the linearization settings.
     """
 
     taken: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
-    """Modules of the stock layer, by name; not all families have all of them."""
+    """Names of the reused modules of the stock layer; not every family has all of them."""
 
     def __init__(self, attention: nn.Module, config: PreTrainedConfig, settings: "Linearization"):
         super().__init__()
@@ -51,15 +50,15 @@ class SubstitutedAttention(nn.Module):
         self.transfer_loss: Tensor | None = None
 
     def new_cache(self, capacity: int | None = None) -> CacheLayerMixin:
-        """An empty cache for this layer.
+        """Return an empty cache for this layer.
 
         Args:
-            capacity: tokens that it will see at most, in storage that never moves; None: any number.
+            capacity: maximum tokens, in storage at a fixed address; None means no limit.
         """
         raise NotImplementedError
 
     def takes(self, cache: CacheLayerMixin) -> bool:
-        """Whether a cache is of the kind that this layer fills."""
+        """Check that a cache is of the kind that this layer fills."""
         return isinstance(cache, LinearizedCacheLayer)
 
     def student(
@@ -72,15 +71,15 @@ class SubstitutedAttention(nn.Module):
         position_embeddings: Rotary,
         cache: CacheLayerMixin | None,
     ) -> Tensor:
-        """The layer's own attention.
+        """Compute the layer's own attention.
 
         Args:
             hidden: `[B, T, hidden_size]`.
             q: `[B, T, Hq, D]`, not rotated.
             k, v: `[B, T, Hk, D]`; k is not rotated.
-            positions: of the tokens.
-            position_embeddings: for `rotate`.
-            cache: what `new_cache` returned, filled in place; or None.
+            positions: positions of the tokens.
+            position_embeddings: rotary tables for `rotate`.
+            cache: a cache from `new_cache`, updated in place, or None.
 
         Returns:
             `[B, T, Hq, D]`.
@@ -95,10 +94,11 @@ class SubstitutedAttention(nn.Module):
         positions: Positions | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
-        """Mix `hidden_states` `[B, T, hidden_size]` over time, as a stock layer is called.
+        """Mix `hidden_states` `[B, T, hidden_size]` over time, with the stock layer's signature.
 
         Raises:
-            ValueError: without positions, that is, when the stack was called past the language model around it.
+            ValueError: if positions are missing, because the stack was called without the language model, or a cache
+                comes with another mode than "student".
         """
         if positions is None:
             raise ValueError("positions are not given: call the language model, not its `model` alone")
@@ -117,12 +117,12 @@ class SubstitutedAttention(nn.Module):
         return out, None
 
     def teacher(self, hidden: Tensor, positions: Positions, position_embeddings: Rotary) -> Tensor:
-        """The stock layer's attention `[B, T, Hq, D]`, before its output projection, without adapters."""
+        """Compute the stock layer's attention `[B, T, Hq, D]`, before its output projection, without adapters."""
         q, k, v = self.project(hidden, adapted=False)
         return self.softmax_attention(*self.rotate(q, k, position_embeddings), v, positions)
 
     def softmax_attention(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, **options: Tensor) -> Tensor:
-        """The stock layer's attention of rotated q and k, over the whole document or the stock layer's window."""
+        """Compute softmax attention of rotated q and k, over the whole document or the stock layer's window."""
         return forgetting_attention(
             q,
             k,
@@ -135,11 +135,11 @@ class SubstitutedAttention(nn.Module):
         )
 
     def project(self, hidden: Tensor, *, adapted: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, T, Hq, D]`, keys and values `[B, T, Hk, D]` of `hidden`, normalized where the family does it.
+        """Return queries `[B, T, Hq, D]`, keys and values `[B, T, Hk, D]`, normalized if the family does so.
 
         Args:
             hidden: `[B, T, hidden_size]`.
-            adapted: with what peft has added to the projections, if it has.
+            adapted: include peft's adapters of the projections, if any.
         """
         fused = hasattr(self, "qkv_proj")
         modules = [self.qkv_proj] if fused else [self.q_proj, self.k_proj, self.v_proj]
@@ -152,18 +152,18 @@ class SubstitutedAttention(nn.Module):
             projected = projected[0].split(widths, dim=-1)
         q, k, v = (x.unflatten(-1, (-1, self.heads.dim)) for x in projected)
         if hasattr(self, "q_norm"):
-            # Under autocast norms with float32 weights return float32.
+            # Under autocast, norms with float32 weights return float32.
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         return q, k, v
 
     def rotate(self, q: Tensor, k: Tensor, position_embeddings: Rotary) -> tuple[Tensor, Tensor]:
-        """q and k `[B, T, H, D]` turned by their positions, or as many of their first channels as the tables have."""
+        """Rotate the first R channels of q and k `[B, T, H, D]`, where R is the width of the tables."""
         return _rotated(q, position_embeddings), _rotated(k, position_embeddings)
 
     def _difference(
         self, hidden: Tensor, taught: Tensor, positions: Positions, position_embeddings: Rotary
     ) -> Tensor | None:
-        """The mean squared difference of the student's attention from the teacher's, float32."""
+        """Return the mean squared difference between student and teacher attention, float32."""
         q, k, v = self.project(hidden)
         learned = self.student(hidden, q, k, v, positions, position_embeddings, None)
         return F.mse_loss(learned.float(), taught.float())
@@ -179,5 +179,5 @@ def _rotated(x: Tensor, tables: Rotary) -> Tensor:
 
 
 def _without_adapter(module: nn.Module) -> nn.Module:
-    """What peft has wrapped, or the module itself."""
+    """Return the module that peft wrapped, or the module itself."""
     return getattr(module, "base_layer", module)

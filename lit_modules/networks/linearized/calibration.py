@@ -1,4 +1,4 @@
-"""What the maps of a linearized model begin as, from text: clusters of the keys that its layers really have."""
+"""Initialize the cluster maps of a linearized model by clustering its layers' keys on text."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,21 +11,21 @@ from lit_modules.networks.linearized.models import LinearizedForCausalLM
 ROUNDS = 10
 KEYS_PER_LAYER = 8192
 SHIFTS = (-8.0, 4.0, 25)
-"""Least, largest and number of the factors' logarithms that are tried for what each head's state counts."""
+"""Least, largest and number of the log factors to try for the weight of each head's state."""
 
 
 @torch.no_grad()
 def fit_clusters(model: LinearizedForCausalLM, batches: Sequence[dict[str, Tensor]]) -> None:
-    """Begin `linearization.feature_map=clusters` anew, from what the teacher does on some text.
+    """Fit `linearization.feature_map=clusters` to the teacher's keys and outputs on some text.
 
-    Centers are found by k-means; then each head's state counts as much as brings the output nearest to the teacher's.
+    K-means finds the centers. Then each head's state gets the weight that brings the output nearest to the teacher's.
 
     Args:
-        model: whose clusters are fitted, in place.
-        batches: one or more, of `input_ids` `[B, T]` and, packed, `cu_seqlens`, on the model's device.
+        model: the model whose clusters are fitted, in place.
+        batches: one or more, with `input_ids` `[B, T]` and, if packed, `cu_seqlens`, on the model's device.
 
     Raises:
-        ValueError: the model has no clusters, or no document is longer than window and sinks.
+        ValueError: if the model has no clusters, or no document is longer than window and sinks.
     """
     settings = model.linearization
     if settings.feature_map != "clusters":
@@ -63,7 +63,7 @@ def fit_clusters(model: LinearizedForCausalLM, batches: Sequence[dict[str, Tenso
 
 
 def k_means(points: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Centers `[H, clusters, D]` of points `[H, N, D]` float32, and the mean variance `[H]` of a channel about them."""
+    """Return centers `[H, clusters, D]` of points `[H, N, D]` float32, and the mean variance per channel `[H]`."""
     heads, count, _ = points.shape
     drawn = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     centers = points[:, drawn[torch.arange(clusters) % count].to(points.device)]
@@ -81,7 +81,7 @@ def _nearest(points: Tensor, centers: Tensor) -> Tensor:
 
 
 def _some(keys: Tensor, count: int) -> Tensor:
-    """So many of the keys `[B, T, H, D]`, evenly spread: `[N, H, D]` float32."""
+    """Select about `count` of the keys `[B, T, H, D]`, evenly spaced: `[N, H, D]` float32."""
     keys = keys.flatten(0, 1)
     return keys[:: max(1, -(-len(keys) // max(1, count)))].float()
 
@@ -92,7 +92,7 @@ def _watch(
     batches: Sequence[dict[str, Tensor]],
     see: Callable[[LolcatsAttention, tuple, dict], None],
 ) -> None:
-    """Call `see` with what each attention is given while the teacher reads the batches."""
+    """Call `see` with the inputs of each attention while the teacher reads the batches."""
     handles = [attention.register_forward_pre_hook(see, with_kwargs=True) for attention in attentions]
     try:
         for batch in batches:

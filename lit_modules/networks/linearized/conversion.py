@@ -1,4 +1,4 @@
-"""From a pretrained model to the same weights with other attention: in memory, or as they are read."""
+"""Convert a pretrained model to its linearized form, in memory or while loading."""
 
 import copy
 import dataclasses
@@ -17,13 +17,13 @@ from lit_modules.networks.loading import load_whole
 
 
 def linearize(model: PreTrainedModel, settings: Linearization) -> LinearizedForCausalLM:
-    """The linearized form of a stock model, on the very same parameters: nothing is copied, both may be used.
+    """Return the linearized form of a stock model; both share the same parameters, nothing is copied.
 
     Args:
-        model: of a supported family, on any device, "meta" too.
+        model: a model of a supported family, on any device, including "meta".
 
     Raises:
-        ValueError: a model or settings that do not fit; the line names the key.
+        ValueError: if the model or the settings do not fit; the line names the key.
     """
     check_model_type(model.config.model_type)
     if not isinstance(model, family_of(model.config).model_class):
@@ -35,11 +35,12 @@ def linearize(model: PreTrainedModel, settings: Linearization) -> LinearizedForC
 
 
 def with_softmax_layers(model: LinearizedForCausalLM, layers: Sequence[int]) -> LinearizedForCausalLM:
-    """A linearized model with these layers, and no others, as the softmax attention that they were; on the very same
-    parameters, for which it must have been made without softmax layers.
+    """Return a linearized model in which exactly these layers are softmax attention, on the same parameters.
+
+    The given model must have been made without softmax layers, so that it has the parameters of all layers.
 
     Raises:
-        ValueError: a layer that is not there.
+        ValueError: if a layer does not exist.
     """
     settings = dataclasses.replace(model.linearization, softmax_layers=tuple(layers))
     values = model.config.to_dict() | {"linearization": settings.to_dict()}
@@ -52,19 +53,23 @@ def _on_the_weights_of(model: PreTrainedModel, config: PreTrainedConfig) -> Line
     wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     linearized.load_state_dict(weights, strict=False, assign=True)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(wanted[name])  # assigning sets it as in the new model
-    linearized.model.rotary_emb = model.model.rotary_emb  # its tables are in no state dict
+        parameter.requires_grad_(wanted[name])  # assign=True copies the new model's flag
+    linearized.model.rotary_emb = model.model.rotary_emb  # its tables are not in the state dict
     linearized.config.name_or_path = model.config.name_or_path
     linearized.generation_config = copy.deepcopy(model.generation_config)
     return linearized.train(model.training)
 
 
 def without_weights(config: PreTrainedConfig) -> LinearizedForCausalLM:
-    """The model of a linearized configuration, on the meta device. Raises ValueError where it cannot be built."""
+    """Return the model of a linearized configuration, on the meta device.
+
+    Raises:
+        ValueError: if it cannot be built.
+    """
     try:
         with torch.device("meta"):
             return MODELS[config.model_type](config)
-    except Exception as error:  # whatever the stock classes make of values that they do not expect
+    except Exception as error:  # stock classes raise anything for unexpected values
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"no model can be built from its config.json: {reason}") from error
 
@@ -80,14 +85,14 @@ def _begin_new_parameters(model: LinearizedForCausalLM, device: torch.device) ->
 
 
 def load_pretrained(source: str, settings: Linearization, dtype: torch.dtype | str = "auto") -> LinearizedForCausalLM:
-    """Read a pretrained model's weights straight into its linearized form.
+    """Load a pretrained model's weights directly into its linearized form.
 
     Args:
         source: a folder with `config.json` and safetensors, or a name on the Hugging Face Hub.
-        dtype: of the weights; "auto": as `config.json` says.
+        dtype: dtype of the weights; "auto": as in `config.json`.
 
     Raises:
-        ValueError: nothing to read, or not what can be linearized as asked; the line names the key or the file.
+        ValueError: if the source cannot be read or linearized with these settings; the line names the key or the file.
     """
     config = linearized_config(read_config(source), settings)
     return load_whole(
@@ -96,10 +101,10 @@ def load_pretrained(source: str, settings: Linearization, dtype: torch.dtype | s
 
 
 def linearized_config(stock: dict[str, Any], settings: Linearization) -> PreTrainedConfig:
-    """The linearized configuration of a stock one's values, as they are in its `config.json`.
+    """Return the linearized configuration for the values of a stock `config.json`.
 
     Raises:
-        ValueError: values or settings that do not fit.
+        ValueError: if values or settings do not fit.
     """
     model_type = str(stock.get("model_type", ""))
     check_model_type(model_type)
@@ -119,7 +124,7 @@ def linearized_config(stock: dict[str, Any], settings: Linearization) -> PreTrai
 
 
 def _check_not_quantized(stock: dict[str, Any]) -> None:
-    """Raise ValueError for quantized weights, with which no layer here computes."""
+    """Check that the weights are not quantized, because no layer here supports it."""
     quantization = stock.get("quantization_config")
     if quantization is None:
         return
@@ -131,10 +136,10 @@ def _check_not_quantized(stock: dict[str, Any]) -> None:
 
 
 def read_config(source: str) -> dict[str, Any]:
-    """The values in the `config.json` of a folder, or of a name on the Hub.
+    """Return the values in the `config.json` of a folder or of a name on the Hub.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        ValueError: if it is missing or cannot be read.
     """
     if not Path(source).is_dir():
         if is_path(source):

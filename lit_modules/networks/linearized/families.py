@@ -1,4 +1,4 @@
-"""The families of pretrained models whose attention can be replaced, and what differs between them."""
+"""Supported model families and their differences."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,7 +22,7 @@ Window = Callable[[PreTrainedConfig, int], int | None]
 
 
 class Heads(NamedTuple):
-    """Query heads, key (and value) heads, and the width of one."""
+    """Numbers of query heads and of key (and value) heads, and the width of one head."""
 
     query: int
     key: int
@@ -33,9 +33,9 @@ class Family(NamedTuple):
     """Stock classes of one model type.
 
     Attributes:
-        config_class: of its configuration.
-        model_class: of its causal language model.
-        window: tokens that attention sees in the layer of this index; None: all.
+        config_class: class of the configuration.
+        model_class: class of the causal language model.
+        window: returns the sliding window of a layer in tokens; None means no window.
     """
 
     config_class: type[PreTrainedConfig]
@@ -64,11 +64,15 @@ FAMILIES = {
 }
 
 PREFIX = "linearized_"
-"""Of a linearized model's `model_type`, before its family's."""
+"""Prefix of a linearized model's `model_type`."""
 
 
 def check_model_type(model_type: str) -> None:
-    """Raise ValueError for a model that cannot be linearized."""
+    """Check that a model type can be linearized.
+
+    Raises:
+        ValueError: if it cannot.
+    """
     if model_type.removeprefix(PREFIX) in FAMILIES and model_type.startswith(PREFIX):
         raise ValueError(f"model_type={model_type!r} is linearized already: give the model that it was made from")
     if model_type not in FAMILIES:
@@ -76,12 +80,12 @@ def check_model_type(model_type: str) -> None:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The family of a stock or a linearized configuration."""
+    """Return the family of a stock or a linearized configuration."""
     return FAMILIES[config.model_type.removeprefix(PREFIX)]
 
 
 def head_counts(config: PreTrainedConfig) -> Heads:
-    """The heads of every layer.
+    """Return the heads of every layer.
 
     Raises:
         ValueError: heads that do not divide.
@@ -95,14 +99,14 @@ def head_counts(config: PreTrainedConfig) -> Heads:
 
 
 def check_config(config: PreTrainedConfig, softmax_layers: tuple[int, ...]) -> None:
-    """Refuse what cannot be linearized as asked.
+    """Check that a configuration can be linearized.
 
     Args:
-        config: of the stock model or of the linearized one.
-        softmax_layers: that shall stay as they are.
+        config: configuration of the stock or the linearized model.
+        softmax_layers: layers that stay softmax attention.
 
     Raises:
-        ValueError: heads that do not divide, layers that are not there, dropout.
+        ValueError: if heads do not divide, a layer does not exist, or there is dropout.
     """
     head_counts(config)
     count = config.num_hidden_layers

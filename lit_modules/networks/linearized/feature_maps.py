@@ -1,4 +1,4 @@
-"""What a linear recurrence makes of a query or a key of one head, so that their product stands for a softmax."""
+"""Feature maps: maps of a head's queries and keys whose product approximates a softmax."""
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,14 @@ class SoftmaxMap(nn.Module):
     """`softmax(x)` over a head's channels: no parameter (Liger, arXiv 2503.01496, section 3.1)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, H, D]` in, the same out; computed in float32 at least."""
+        """Map `[B, T, H, D]` to the same shape; computed in float32 at least."""
         return x.softmax(-1, dtype=_wide(x)).to(x.dtype)
 
 
 class LearnedMap(nn.Module):
-    """`[softmax(W x), softmax(-W x)]` with a W for each head (Hedgehog, arXiv 2402.04347; LoLCATs, arXiv 2410.10254).
+    """`[softmax(W x), softmax(-W x)]` with one W per head (Hedgehog, arXiv 2402.04347; LoLCATs, arXiv 2410.10254).
 
-    W begins as the identity, so that nothing is drawn, and the map of each channel as itself.
+    W starts as the identity, so that nothing is random and each channel starts as itself.
     """
 
     def __init__(self, heads: int, head_dim: int):
@@ -25,17 +25,17 @@ class LearnedMap(nn.Module):
         _reset(self)
 
     def initial_values(self) -> dict[str, Tensor]:
-        """What the parameters begin as, by name."""
+        """Return the initial value of each parameter, by name."""
         return {"weight": _identities(self.weight)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, H, D]` in, `[B, T, H, 2 D]` out; computed in float32 at least."""
+        """Map `[B, T, H, D]` to `[B, T, H, 2 D]`; computed in float32 at least."""
         logits = headwise(x, self.weight)
         return torch.cat((logits.softmax(-1), (-logits).softmax(-1)), dim=-1).to(x.dtype)
 
 
 class RectifiedMap(nn.Module):
-    """`relu(W x + b)`, W and b for each head (SUPRA, arXiv 2405.06640, section 2.3); W begins as the identity."""
+    """`relu(W x + b)`, W and b per head (SUPRA, arXiv 2405.06640, section 2.3); W starts as the identity."""
 
     def __init__(self, heads: int, head_dim: int):
         super().__init__()
@@ -44,11 +44,11 @@ class RectifiedMap(nn.Module):
         _reset(self)
 
     def initial_values(self) -> dict[str, Tensor]:
-        """What the parameters begin as, by name."""
+        """Return the initial value of each parameter, by name."""
         return {"weight": _identities(self.weight), "bias": torch.zeros_like(self.bias)}
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, H, D]` in, the same out; computed in float32 at least."""
+        """Map `[B, T, H, D]` to the same shape; computed in float32 at least."""
         return F.relu(headwise(x, self.weight) + self.bias).to(x.dtype)
 
 
@@ -61,9 +61,9 @@ MAPS = {
 
 
 def make_feature_map(name: str, heads: int, head_dim: int) -> nn.Module | None:
-    """The map `[B, T, heads, head_dim] -> [B, T, heads, F]` of this name in `Linearization.feature_map`.
+    """Return the map `[B, T, heads, head_dim] -> [B, T, heads, F]` named by `Linearization.feature_map`.
 
-    Kept by its owner under an attribute with "feature_map" in its name: so its parameters, float32, are found.
+    The owner's attribute must contain "feature_map" in its name: parameters are kept in float32 by that name.
 
     Returns:
         "softmax": F = head_dim, no parameter; "learned": F = 2 head_dim; "relu": F = head_dim; "none": None.
@@ -72,7 +72,7 @@ def make_feature_map(name: str, heads: int, head_dim: int) -> nn.Module | None:
 
 
 def headwise(x: Tensor, weight: Tensor) -> Tensor:
-    """`W x` for each head: `[B, T, H, D]` and `[H, F, D]` to `[B, T, H, F]`, in float32 at least."""
+    """Compute `W x` per head: `[B, T, H, D]` and `[H, F, D]` to `[B, T, H, F]`, in float32 at least."""
     wide = _wide(x)
     with torch.autocast(x.device.type, enabled=False):
         return torch.einsum("bthd,hfd->bthf", x.to(wide), weight.to(wide))

@@ -1,4 +1,4 @@
-"""What tells the weights of one base model from another's, with LoRA or without, however they are linearized."""
+"""Fingerprints of base model weights, independent of LoRA and of the linearization."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
 WHOLE = "whole:"
-"""What fingerprints of all numbers begin with; earlier versions had those of SAMPLED_ROWS rows of each weight."""
+"""Prefix of fingerprints of all numbers; earlier versions hashed SAMPLED_ROWS rows of each weight."""
 
 NUMBERS_AT_ONCE = 2**24
 SAMPLED_ROWS = 4
@@ -18,24 +18,24 @@ SMALLEST = int(torch.tensor(torch.finfo(torch.float16).smallest_normal).bfloat16
 
 
 def fingerprint(model: LinearizedForCausalLM) -> str:
-    """A hash of every weight of the base model, rounded to bfloat16.
+    """Return a hash of every weight of the base model, rounded to bfloat16.
 
-    The same in float32 and bfloat16, and in float16 where the weights are stored in 16 bits.
+    It is the same in float32 and bfloat16, and in float16 if the weights are stored in 16 bits.
     """
     weights = _weights(model)
-    with ThreadPoolExecutor() as pool:  # numpy and hashlib leave the other threads their time
+    with ThreadPoolExecutor() as pool:  # numpy and hashlib release the GIL
         digests = pool.map(_digest, weights.values())
         lines = [f"{name} {digest}\n" for name, digest in zip(weights, digests, strict=True)]
     return WHOLE + hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def has_fingerprint(model: LinearizedForCausalLM, recorded: str) -> bool:
-    """Whether a model's base has the weights that `fingerprint`, of this version or an earlier one, was taken of."""
+    """Check that a model's base weights match a recorded fingerprint, of this version or an earlier one."""
     return recorded == (fingerprint(model) if recorded.startswith(WHOLE) else _sampled(model))
 
 
 def _weights(model: LinearizedForCausalLM) -> dict[str, Tensor]:
-    """The base model's weights by their names without LoRA, sorted."""
+    """Return the base model's weights, sorted by their names without LoRA."""
     new = model.new_parameters()
     found = {
         name.replace(".base_layer.", "."): parameter.detach()
@@ -54,7 +54,7 @@ def _digest(weight: Tensor) -> str:
 
 
 def _sampled(model: LinearizedForCausalLM) -> str:
-    """What earlier versions wrote down."""
+    """Return the fingerprint of earlier versions."""
     found = hashlib.sha256()
     for weight in _weights(model).values():
         matrix = weight if weight.ndim > 1 else weight[None]
@@ -63,6 +63,6 @@ def _sampled(model: LinearizedForCausalLM) -> str:
 
 
 def _rounded(numbers: Tensor) -> np.ndarray:
-    """The bits of `numbers` in bfloat16, int16; 0 for those that float16 has less exactly."""
+    """Return the bits of `numbers` in bfloat16 as int16; 0 for subnormals of float16, which it stores less exactly."""
     bits = numbers.bfloat16().contiguous().view(torch.int16).cpu().numpy()
     return bits * ((bits & 0x7FFF) >= SMALLEST)

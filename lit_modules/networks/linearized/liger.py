@@ -36,12 +36,12 @@ Inputs = Recurrence | SlotRecurrence
 
 
 class LigerAttention(SubstitutedAttention):
-    """`o = alpha GRM + beta SWA`, both of the layer's own q, k and v (eq. 5 to 8).
+    """`o = alpha GRM + beta SWA`, both on the layer's q, k and v (eq. 5 to 8).
 
-    The recurrence GRM reads keys before their rotation, and gates pooled from the same keys. A state is shared by the
-    query heads that share a key head, as its keys, values and gates are: repeating them would give the same numbers.
-    Where the family normalizes queries and keys, the normalized ones are meant throughout, those that its pretrained
-    attention works on (the paper's code for Qwen3 leaves that norm out).
+    The recurrence GRM reads unrotated keys and gates pooled from them. Query heads that share a key head share its
+    state, keys, values and gates: repeating them would give the same numbers. If the family normalizes queries and
+    keys, both branches use the normalized ones, as its pretrained attention does (the paper's code for Qwen3 omits that
+    norm).
     """
 
     def __init__(self, attention: nn.Module, config: PreTrainedConfig, settings: Linearization):
@@ -64,7 +64,7 @@ class LigerAttention(SubstitutedAttention):
         return make_feature_map(self.settings.feature_map, heads, self.heads.dim)
 
     def new_cache(self, capacity: int | None = None) -> LinearizedCacheLayer:
-        """An empty cache of this layer's states and ring, whatever the capacity."""
+        """Return an empty cache of this layer's states and ring, for any capacity."""
         return LinearizedCacheLayer(self.settings.window, self.settings.sinks)
 
     def student(
@@ -77,7 +77,7 @@ class LigerAttention(SubstitutedAttention):
         position_embeddings: Rotary,
         cache: LinearizedCacheLayer | None,
     ) -> Tensor:
-        """Both branches, weighted; as `SubstitutedAttention.student`."""
+        """Compute the weighted sum of both branches; see `SubstitutedAttention.student`."""
         if cache is not None:
             cache.start(k)
         if not self.settings.has_state:
@@ -102,7 +102,7 @@ class LigerAttention(SubstitutedAttention):
         return self._weighted(state, window)
 
     def _inputs(self, hidden: Tensor, q: Tensor, k: Tensor, v: Tensor, position_embeddings: Rotary) -> Inputs:
-        """What the recurrence takes in, in its form, of every token."""
+        """Return the inputs of the recurrence for every token, in its form."""
         logits = self._gate_logits(hidden, k)
         mapped_q = q if self.q_feature_map is None else self.q_feature_map(q)
         mapped_k = k if self.k_feature_map is None else self.k_feature_map(k)
@@ -113,20 +113,20 @@ class LigerAttention(SubstitutedAttention):
         return inputs
 
     def _gate_logits(self, hidden: Tensor, k: Tensor) -> Tensor | None:
-        """`[B, T, Hk, gate_width]` float32, None for constant gates."""
+        """Return gate logits `[B, T, Hk, gate_width]` float32, None for constant gates."""
         if not self.gate_width:
             return None
         logits = pool(k, self.gate_width) if self.gate_proj is None else self.gate_proj(hidden)
         return logits if self.gate_shift is None else self.gate_shift(logits)
 
     def _rotate_features(self, q: Tensor, k: Tensor, position_embeddings: Rotary) -> tuple[Tensor, Tensor]:
-        """Queries and keys after their map turned, as SUPRA does; a map's several halves each by themselves."""
+        """Rotate queries and keys after their map, as SUPRA does; each part of a wider map separately."""
         copies = q.shape[-1] // self.heads.dim
         q, k = (x.unflatten(-1, (copies, -1)).flatten(2, 3) for x in (q, k))
         return tuple(x.unflatten(2, (-1, copies)).flatten(3) for x in self.rotate(q, k, position_embeddings))
 
     def _is_written(self, positions: Positions, cache: LinearizedCacheLayer | None, tokens: int) -> Tensor | None:
-        """`[B, T]` bool, or None for all: not padding, nor with `delayed` the sinks, which the window never loses."""
+        """Return the mask of written tokens `[B, T]` bool, None for all: not padding, nor sinks with `delayed`."""
         real = None
         if positions.kv_start is not None:
             time = torch.arange(tokens, device=positions.index.device) if cache is None else cache.time(tokens)
@@ -146,15 +146,15 @@ class LigerAttention(SubstitutedAttention):
         position_embeddings: Rotary,
         cache: LinearizedCacheLayer | None,
     ) -> Inputs:
-        """Keys, values and gates as many tokens later as the window is long, queries as they are.
+        """Return queries undelayed, and keys, values and gates delayed by the window.
 
-        As in `liger_step`, keys wait in the cache as they are projected, and are mapped and gate when they leave; their
-        values are the window's. With rotations, or gates of the hidden states, finished inputs wait.
+        As in `liger_step`, projected keys wait in the cache, and are mapped and gated when they leave; the ring holds
+        their values. With rotated features, or gates from the hidden states, the finished inputs wait instead.
         """
         window, sinks = self.settings.window, self.settings.sinks
         of_keys_alone = self.settings.gate_source == "keys" and not self.settings.rotate_state
         if cache is not None and of_keys_alone:
-            # Read before the window writes there.
+            # Read before the window overwrites them.
             late_k, late_v = *cache.delay((k,)), cache.leaving("ring_values", v)
             inputs = self._inputs(hidden, q, late_k, late_v, position_embeddings)
             return _written(inputs, positions.index >= window + sinks)
@@ -162,7 +162,7 @@ class LigerAttention(SubstitutedAttention):
         inputs = _written(inputs, self._is_written(positions, cache, v.shape[1]))
         if cache is not None:
             return type(inputs)(inputs.q, *cache.delay(inputs[1:]))
-        early = positions.index < window  # its document had not begun so many tokens before
+        early = positions.index < window  # no such token in its document
         late = (later(x, window).masked_fill(early.view(*early.shape, *(1,) * (x.ndim - 2)), 0) for x in inputs[1:])
         return type(inputs)(inputs.q, *late)
 
@@ -175,7 +175,7 @@ class LigerAttention(SubstitutedAttention):
         position_embeddings: Rotary,
         cache: LinearizedCacheLayer | None,
     ) -> Tensor:
-        """Softmax attention in the window, after what the ring holds and into it."""
+        """Compute softmax attention in the window, from the ring's content and updating the ring."""
         q, k = self.rotate(q, k, position_embeddings)
         if cache is not None:
             return cached_window_attention(q, k, v, cache, positions=positions, scale=self.scale)
@@ -185,7 +185,7 @@ class LigerAttention(SubstitutedAttention):
     def _is_whole_step(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, cache: LinearizedCacheLayer
     ) -> bool:
-        """Whether one operation does all from the projections on: a token, of what Liger has without new parameters."""
+        """Check that one kernel can run the whole step: one token, without new parameters except weights and shifts."""
         settings = self.settings
         more = settings.rotate_state or settings.output_norm or settings.gate_source == "random"
         others = settings.gate == "slots" or settings.feature_map not in ("softmax", "none")
@@ -194,7 +194,7 @@ class LigerAttention(SubstitutedAttention):
         return not _has_gradients(self.gate_shift, self.weights) and takes_steps((q, k, v), cache, positions)
 
     def _is_one_step(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer) -> bool:
-        """Whether one operation does both branches: a token, of a recurrence as `windowed_step` has it."""
+        """Check that one kernel can run both branches: one token, of a recurrence that `windowed_step` supports."""
         separate = self.settings.output_norm or isinstance(inputs, SlotRecurrence)
         if separate or not self.settings.window or inputs.q.shape[1] != 1:
             return False
@@ -209,7 +209,7 @@ class LigerAttention(SubstitutedAttention):
         position_embeddings: Rotary,
         cache: LinearizedCacheLayer,
     ) -> Tensor:
-        """All of one token, from its projections. Padding is not written, either."""
+        """Run one token, from its projections. Padding is not written here either."""
         settings = self.settings
         out = liger_step(
             q,
@@ -229,13 +229,13 @@ class LigerAttention(SubstitutedAttention):
     def _step(
         self, inputs: Recurrence, q: Tensor, k: Tensor, positions: Positions, cache: LinearizedCacheLayer
     ) -> Tensor:
-        """Both branches of one token, weighted; q and k are rotated, for the window. Padding is not written, either."""
+        """Run both branches of one token; q and k are rotated, for the window. Padding is not written here either."""
         out = windowed_step(*inputs, q_window=q, k_window=k, **self._held(positions, cache))
         cache.update(cache.states, 1)
         return out
 
     def _held(self, positions: Positions, cache: LinearizedCacheLayer) -> dict[str, Any]:
-        """What a step of either kind takes beside the token: what is written to, and how both branches are weighed."""
+        """Return the step arguments that do not depend on the token: tensors to update, and branch weights."""
         (state,) = cache.states
         alpha, beta = self._weights_of_heads(state)
         return {
@@ -251,7 +251,7 @@ class LigerAttention(SubstitutedAttention):
         }
 
     def _weights_of_heads(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Alpha and beta `[Hq]` on the state's device, in its dtype; those that are constant are made once."""
+        """Return alpha and beta `[Hq]` in the state's device and dtype; constant ones are created once."""
         heads = self.heads.query
         if self.weights is not None:
             return tuple(weight.to(state.dtype).contiguous() for weight in self.weights(heads))
@@ -262,7 +262,7 @@ class LigerAttention(SubstitutedAttention):
         return held
 
     def _recur(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer | None) -> Tensor:
-        """The recurrence, after what the cache holds and into it: `[B, T, Hq, D]`."""
+        """Run the recurrence from the cached states and update them: `[B, T, Hq, D]`."""
         scan, step = (_slot_scan, _slot_step) if isinstance(inputs, SlotRecurrence) else (_scan, _step)
         if cache is None:
             return scan(inputs, None, positions.cu_seqlens)[0]
@@ -274,7 +274,7 @@ class LigerAttention(SubstitutedAttention):
         return out
 
     def _weighted(self, state: Tensor, window: Tensor | None) -> Tensor:
-        """`alpha state + beta window`, `[B, T, Hq, D]` each."""
+        """Return `alpha state + beta window`, each `[B, T, Hq, D]`."""
         alpha, beta = self.settings.state_weight, self.settings.window_weight
         dtype = state.dtype
         if self.weights is not None:
@@ -284,16 +284,16 @@ class LigerAttention(SubstitutedAttention):
 
 
 def _has_gradients(*modules: nn.Module | None) -> bool:
-    """Whether some of their parameters are trained here; steps have no gradients."""
+    """Check whether any parameter is being trained; steps have no backward pass."""
     parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
     return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
 
 
 def _written(inputs: Inputs, real: Tensor | None) -> Inputs:
-    """`inputs` of which only the tokens that are `real` `[B, T]` (None: all) leave something in the states."""
+    """Zero the inputs of tokens that are not `real` `[B, T]` (None: all), so that they leave nothing in the states."""
     if real is None:
         return inputs
-    # A state that is empty may decay as it will.
+    # Decay of an empty state has no effect.
     name = "slots" if isinstance(inputs, SlotRecurrence) else "v"
     return inputs._replace(**{name: getattr(inputs, name).masked_fill(~real[..., None, None], 0)})
 
@@ -302,7 +302,7 @@ States = tuple[Tensor, ...]
 
 
 def _scan(inputs: Recurrence, states: States | None, cu_seqlens: Tensor | None) -> tuple[Tensor, States]:
-    """All tokens at once, after `states`: out, and the states that they leave."""
+    """Process all tokens at once, starting from `states`; return the output and the final states."""
     (initial,) = states or (None,)
     out, final = gated_recurrence(*inputs, initial_state=initial, cu_seqlens=cu_seqlens)
     return out, (final,)
@@ -313,7 +313,7 @@ def _slot_scan(inputs: SlotRecurrence, states: States | None, cu_seqlens: Tensor
 
 
 def _step(inputs: Recurrence, states: States) -> Tensor:
-    """A few tokens one by one, by which `states` are changed in place."""
+    """Process a few tokens one by one, updating `states` in place."""
     return gated_recurrence_step(*inputs, *states)
 
 

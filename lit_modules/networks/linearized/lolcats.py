@@ -1,4 +1,4 @@
-"""Softmax attention in a window and a linear recurrence before it, normalized as one (LoLCATs, arXiv 2410.10254).
+"""Softmax attention in a window and a linear recurrence before it, with one normalization (LoLCATs, arXiv 2410.10254).
 
 With s_ij = scale q_i . k_j, N_i the last w tokens and the first ones of the document ("sinks"), m_i the largest s_ij
 among them, f and g the maps of queries and keys, and G_ij the product of the gates of the tokens after j up to i - w:
@@ -6,10 +6,10 @@ among them, f and g the maps of queries and keys, and G_ij the product of the ga
     y_i = (a sum_{j in N_i} exp(s_ij - m_i) v_j + b sum_{j <= i-w, no sink} f(q_i) . G_ij g(k_j) v_j)
         / (a sum_{j in N_i} exp(s_ij - m_i)     + b sum_{j <= i-w, no sink} f(q_i) . G_ij g(k_j))
 
-The second sum is a recurrence over keys, values and gates that come w tokens late; its denominator is one more column
-of the values, so that it decays with the state. As published there are neither sinks nor gates, b is 1, and queries and
-keys are rotated in both sums. There f . g has to follow m_i, which depends on the window; with `mixer=joint` m_i is 0,
-and f . g stands for exp(s_ij) itself. All of it is linear in the length.
+The second sum is a recurrence over keys, values and gates delayed by w tokens. Its denominator is an extra column of
+the values, so that it decays with the state. The published form has no sinks and no gates, b = 1, and rotated queries
+and keys in both sums. Its f . g must follow m_i, which depends on the window. With `mixer=joint` m_i is 0, and f . g
+approximates exp(s_ij) itself. The cost is linear in the length.
 """
 
 import math
@@ -33,18 +33,18 @@ from lit_modules.networks.mixers.recurrent import takes_steps
 from lit_modules.networks.positions import Positions
 
 LARGEST_EXPONENT = 40.0
-"""Of what the state may count more than the window: so that float32 holds its square."""
+"""Cap on the log-ratio of state to window weight; its square must fit float32."""
 
 EXTRA_COLUMNS = 16
-"""By which the values are widened, for the denominator: as many as leave their rows aligned for the kernels."""
+"""Columns added to the values for the denominator; the number keeps rows aligned for the kernels."""
 
 
 class JointWeights(nn.Module):
-    """a and b: how much the window counts, between 0 and 1, learned for each query head, and how much the state.
+    """a and b: the window's weight, between 0 and 1, learned per query head, and the state's weight.
 
     Args:
-        heads: of queries.
-        settings: where they begin; b is learned with `learned_weights`.
+        heads: number of query heads.
+        settings: initial values; b is learned with `learned_weights`.
     """
 
     def __init__(self, heads: int, settings: Linearization):
@@ -58,7 +58,7 @@ class JointWeights(nn.Module):
                 getattr(self, name).copy_(value)
 
     def initial_values(self) -> dict[str, Tensor]:
-        """What the parameters begin as, by name."""
+        """Return the initial value of each parameter, by name."""
         window, state = self.settings.window_weight, self.settings.state_weight
         values = {"logit": torch.full_like(self.logit, math.log(window / (1 - window)))}
         if self.log_state is not None:
@@ -66,15 +66,20 @@ class JointWeights(nn.Module):
         return values
 
     def forward(self) -> tuple[Tensor, Tensor | float]:
-        """a `[heads]`, and b, `[heads]`, `[1]` or a number; float32 at least."""
+        """Return a `[heads]`, and b as `[heads]`, `[1]` or a number; float32 at least."""
         wide = torch.promote_types(self.logit.dtype, torch.float32)
         state = self.settings.state_weight if self.log_state is None else self.log_state.to(wide).exp()
         return self.logit.to(wide).sigmoid(), state
 
 
 class Sums(NamedTuple):
-    """Sums over some tokens, for each query: of weighted values `[B, T, Hq, D]` and of weights `[B, T, Hq, 1]`; and m,
-    where the weights are `exp(s - m)` `[B, T, Hq, 1]`."""
+    """Sums over some tokens for each query.
+
+    Attributes:
+        values: weighted values `[B, T, Hq, D]`.
+        total: weights `[B, T, Hq, 1]`.
+        largest: m `[B, T, Hq, 1]`, if the weights are `exp(s - m)`.
+    """
 
     values: Tensor
     total: Tensor
@@ -82,10 +87,10 @@ class Sums(NamedTuple):
 
 
 class LolcatsAttention(SubstitutedAttention):
-    """The window and what came before it, as the authors' sliding-window form has it; with gates and sinks, if wanted.
+    """A window and a linear state before it, as in the authors' sliding-window form; optionally with gates and sinks.
 
-    Keys have as many maps and gates as there are key heads, so that the query heads of a group share their state. (The
-    authors repeat the keys for each query head, and map each repetition by itself.)
+    Keys have one map and gate per key head, so that the query heads of a group share their state. (The authors repeat
+    the keys per query head and map each repetition separately.)
     """
 
     def __init__(self, attention: nn.Module, config: PreTrainedConfig, settings: Linearization):
@@ -95,7 +100,7 @@ class LolcatsAttention(SubstitutedAttention):
             self.k_feature_map = ClusterKeys(self.heads.key, self.heads.dim, settings.num_slots)
         else:
             self.q_feature_map = make_feature_map(settings.feature_map, self.heads.query, self.heads.dim)
-            # HGRN2 writes 1 - gate in the place of the key.
+            # HGRN2 uses 1 - gate as the key.
             mapped = settings.gate != "hgrn2"
             self.k_feature_map = (
                 make_feature_map(settings.feature_map, self.heads.key, self.heads.dim) if mapped else None
@@ -107,7 +112,7 @@ class LolcatsAttention(SubstitutedAttention):
         self.window_weight = JointWeights(self.heads.query, settings)
 
     def new_cache(self, capacity: int | None = None) -> LinearizedCacheLayer:
-        """An empty cache of the state and the ring, whatever the capacity."""
+        """Return an empty cache of the state and the ring, for any capacity."""
         return LinearizedCacheLayer(self.settings.window, self.settings.sinks)
 
     def student(
@@ -120,26 +125,26 @@ class LolcatsAttention(SubstitutedAttention):
         position_embeddings: Rotary,
         cache: LinearizedCacheLayer | None,
     ) -> Tensor:
-        """Both sums over one denominator; as `SubstitutedAttention.student`."""
+        """Compute both sums over one denominator; see `SubstitutedAttention.student`."""
         near, far, place = self._sums(hidden, q, k, v, positions, position_embeddings, cache)
         window, state = self._weights(near.largest)
         out = (window * near.values + state * far.values) / (window * near.total + state * far.total)
-        # A padded query has itself in its window; the teacher's has nothing.
+        # A padded query sees itself in its window; the teacher's output is 0 there.
         return out.masked_fill((place < 0)[..., None, None], 0).to(q.dtype)
 
     def keys_of_state(self, hidden: Tensor, position_embeddings: Rotary) -> Tensor:
-        """`[B, T, Hk, D]`: the teacher's keys, as the state's map is given them."""
+        """Return the teacher's keys `[B, T, Hk, D]` as the state's feature map receives them."""
         q, k, _ = self.project(hidden, adapted=False)
         return self.rotate(q, k, position_embeddings)[1] if self.settings.rotate_state else k
 
     def errors(self, hidden: Tensor, positions: Positions, position_embeddings: Rotary, shifts: Tensor) -> Tensor:
-        """How far from the teacher the output would be, if the state counted exp(shift) times as much.
+        """Return the error against the teacher if the state's weight were multiplied by exp(shift).
 
         Args:
             shifts: `[N]` float32.
 
         Returns:
-            `[N, Hq]`: sums of squared differences.
+            Sums of squared differences, `[N, Hq]`.
         """
         taught = self.teacher(hidden, positions, position_embeddings)
         near, far, place = self._sums(
@@ -155,11 +160,13 @@ class LolcatsAttention(SubstitutedAttention):
         return torch.stack(errors)
 
     def _weights(self, largest: Tensor) -> tuple[Tensor, Tensor | float]:
-        """What the two sums count, where the window's is of `exp(s_ij - largest)`: a and b, or `exp(-m) a` and b."""
+        """Return the weights of the two sums, where the window's is of `exp(s_ij - largest)`: a and b, or `exp(-m) a`
+        and b.
+        """
         window, state = (x if isinstance(x, float) else x[:, None] for x in self.window_weight())
         if self.settings.mixer == "lolcats":
             return window, state
-        # Both times exp(m): the larger one of the window's and the state's is never 0, and neither is infinite.
+        # Scale both by a common factor so that the larger weight is never 0 and neither is infinite.
         beside = (-largest).clamp(max=LARGEST_EXPONENT)
         shift = beside.clamp(min=0)
         return window * (-shift).exp(), state * (beside - shift).exp()
@@ -174,16 +181,16 @@ class LolcatsAttention(SubstitutedAttention):
         position_embeddings: Rotary,
         cache: LinearizedCacheLayer | None,
     ) -> tuple[Sums, Sums, Tensor]:
-        """The window's sums, the state's, and each token's place in its row; of the arguments of `student`."""
+        """Return the window's sums, the state's sums and each token's place in its row; arguments as in `student`."""
         if cache is not None:
             cache.start(k)
         turned_q, turned_k = self.rotate(q, k, position_embeddings)
         ring = cache if cache is not None and cache.ring_keys is not None else None
         place = _places(positions, ring, q.shape[1])
         index = place.clamp(min=0)
-        # What leaves the ring is read before the window's sums write into it; the counter moves last.
+        # Read what leaves the ring before the window's sums overwrite it; the counter moves last.
         inputs = self._inputs(hidden, turned_q if self.settings.rotate_state else q, k, turned_k, v, cache, ring)
-        # Padding, the document before and the sinks are not written; a state that is empty may decay as it will.
+        # Do not write padding, the previous document or sinks into the state. Decay of an empty state has no effect.
         gone = (index >= self.settings.window + self.settings.sinks)[..., None, None]
         inputs = inputs._replace(k=inputs.k.masked_fill(~gone, 0))
         steps = cache is not None and takes_steps(inputs, cache, positions)
@@ -200,10 +207,10 @@ class LolcatsAttention(SubstitutedAttention):
         cache: LinearizedCacheLayer | None,
         ring: LinearizedCacheLayer | None,
     ) -> Recurrence:
-        """What the recurrence takes in: queries, and keys, values and gates that come late."""
+        """Return the inputs of the recurrence: queries, and delayed keys, values and gates."""
         window, turned = self.settings.window, self.settings.rotate_state
         pooled = self.gate_width and self.gate_proj is None
-        # The ring has values and rotated keys; what it has not waits beside it.
+        # The ring has values and rotated keys; other inputs wait in `cache.late`.
         waiting = (k,) if pooled or not turned else ()
         if self.gate_proj is not None:
             waiting = (*waiting, self.gate_proj(hidden))
@@ -217,8 +224,8 @@ class LolcatsAttention(SubstitutedAttention):
             logits = logits if self.gate_shift is None else self.gate_shift(logits)
         mapped_q = self.q_feature_map(q)
         mapped_k = late_k if self.k_feature_map is None else self.k_feature_map(late_k)
-        mapped_k, late_v = mapped_k.to(mapped_q.dtype), late_v.to(mapped_q.dtype)  # clusters of float16 are float32
-        # With a column of ones, for the denominator.
+        mapped_k, late_v = mapped_k.to(mapped_q.dtype), late_v.to(mapped_q.dtype)  # cluster maps widen float16
+        # A column of ones for the denominator.
         late_v = F.pad(F.pad(late_v, (0, 1), value=1.0), (0, EXTRA_COLUMNS - 1))
         return gated(self.settings, mapped_q, mapped_k, late_v, logits)
 
@@ -232,7 +239,7 @@ class LolcatsAttention(SubstitutedAttention):
         cache: LinearizedCacheLayer | None,
         one_step: bool,
     ) -> Sums:
-        """The window's sums, after what the ring holds and into it."""
+        """Compute the window's sums, from the ring's content and updating the ring."""
         window, sinks = self.settings.window, self.settings.sinks
         if one_step:
             cache.append(k, v, positions.kv_start)
@@ -249,7 +256,7 @@ class LolcatsAttention(SubstitutedAttention):
         if cache is not None:
             cache.append(k, v, positions.kv_start)
         first = None
-        if sinks and held:  # a token sees a sink that came before it, which is in the ring by now: a copy of it
+        if sinks and held:  # all visible sinks are in the ring by now; copy, because later calls write to it
             first = tuple(ring[:, None, :sinks].clone() for ring in (cache.ring_keys, cache.ring_values))
         elif sinks:
             first = tuple(first_tokens(x, sinks, positions) for x in (k, v))
@@ -259,7 +266,7 @@ class LolcatsAttention(SubstitutedAttention):
     def _linear(
         self, inputs: Recurrence, positions: Positions, cache: LinearizedCacheLayer | None, steps: bool
     ) -> Sums:
-        """The linear part's sums, after what the state holds and into it."""
+        """Compute the linear part's sums, from the cached state and updating it."""
         if steps:
             out = gated_recurrence_step(*inputs, *cache.states)
             cache.update(cache.states, inputs.q.shape[1])
@@ -283,19 +290,18 @@ def window_sums(
     scale: float,
     sinks: tuple[Tensor, Tensor] | None = None,
 ) -> Sums:
-    """`sum exp(s_ij - m_i) v_j`, `sum exp(s_ij - m_i)` and `m_i` over window and sinks.
+    """Compute `sum exp(s_ij - m_i) v_j`, `sum exp(s_ij - m_i)` and `m_i` over window and sinks.
 
     Args:
         q: `[B, T, Hq, D]`.
         k, v: `[B, T, Hk, D]`.
-        window: tokens, the token itself included.
-        index: `[B, T]`, each token's place in its document.
-        scale: of the scores s.
-        sinks: keys and values of the first tokens, as `windows.first_tokens` finds them; seen once the window has lost
-            them.
+        window: width in tokens, the token itself included.
+        index: `[B, T]`, each token's position in its document.
+        scale: scale of the scores s.
+        sinks: keys and values from `windows.first_tokens`; visible after they leave the window.
 
     Returns:
-        In float32 at least.
+        The sums, float32 at least.
     """
     blocks = Blocks(k.shape[2], window, index)
     scores = blocks.scores(q, k, scale)
@@ -313,7 +319,7 @@ def window_sums(
 
 
 def _sums_in_ring(q: Tensor, cache: LinearizedCacheLayer, kv_start: Tensor | None, scale: float) -> Sums:
-    """`window_sums` of one token which is in the ring already; the ring's order does not matter."""
+    """Compute `window_sums` of one token that is already in the ring; the order of the ring does not matter."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     first = cache.counter.new_zeros(1, 1) if kv_start is None else kv_start[:, None]
     slots = torch.arange(cache.window, device=q.device)
@@ -332,7 +338,7 @@ def _sums_in_ring(q: Tensor, cache: LinearizedCacheLayer, kv_start: Tensor | Non
 
 
 def _places(positions: Positions, ring: LinearizedCacheLayer | None, tokens: int) -> Tensor:
-    """`[B, T]`: how many tokens of its document came before each new token; negative in the padding."""
+    """Return `[B, T]`: the number of preceding tokens in each new token's document; negative in the padding."""
     if ring is None and positions.kv_start is None:
         return positions.index
     time = torch.arange(tokens, device=positions.index.device) if ring is None else ring.time(tokens)
@@ -341,5 +347,5 @@ def _places(positions: Positions, ring: LinearizedCacheLayer | None, tokens: int
 
 
 def _late(x: Tensor, name: str, window: int, ring: LinearizedCacheLayer | None) -> Tensor:
-    """`x` `[B, T, ...]` so many tokens late, beginning with what the ring of this name holds, or else with zeros."""
+    """Delay `x` `[B, T, ...]` by `window` tokens, starting with the content of the named ring, or with zeros."""
     return later(x, window) if ring is None else ring.leaving(name, x)

@@ -1,4 +1,4 @@
-"""LoRA on a linearized model through peft: adding it, choosing what is trained, folding it in."""
+"""LoRA on a linearized model through peft: add it, choose trainable parameters, merge it."""
 
 import copy
 import re
@@ -25,8 +25,8 @@ GROUPS = {
     "projections": r"\.self_attn\.(q|k|v|qkv)_proj\.(base_layer\.)?(weight|bias)$",
     "all": r"",
 }
-"""What may be trained, by what is found in the parameters' names. "projections": the pretrained ones of queries, keys
-and values themselves; "all": full fine-tuning."""
+"""Groups of trainable parameters, as patterns of parameter names. "projections": the pretrained projections of queries,
+keys and values; "all": full fine-tuning."""
 
 
 def add_lora(
@@ -38,18 +38,18 @@ def add_lora(
     dropout: float = 0.0,
     where: str = "all",
 ) -> LinearizedForCausalLM:
-    """Put LoRA on projections of the attention layers, in place; everything else is frozen.
+    """Add LoRA to projections of the attention layers, in place; everything else is frozen.
 
-    The weights of LoRA are float32 whatever the model's dtype is; they start as the identity of the model.
+    The LoRA weights are float32 for any model dtype. Initially they do not change the model's output.
 
     Args:
-        targets: of q_proj, k_proj, v_proj, o_proj. In Phi-3 the first three mean the fused qkv_proj. Projections of
-            other modules are not offered: the teacher that lives in the same model shares those.
-        where: "all" layers, those that stay softmax attention too (as the code of arXiv 2503.01496 does), or those that
-            are "linearized".
+        targets: some of q_proj, k_proj, v_proj, o_proj. In Phi-3 the first three mean the fused qkv_proj. Other modules
+            are not allowed, because the teacher in the same model shares them.
+        where: "all" layers, including softmax attention (as the code of arXiv 2503.01496 does), or only "linearized"
+            ones.
 
     Raises:
-        ValueError: a projection that the model does not have, a rank or a dropout out of range, LoRA that is there.
+        ValueError: if a projection does not exist, rank or dropout is out of range, or the model already has LoRA.
     """
     check_whole("lora.rank", rank, 1, model.config.hidden_size)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
@@ -78,19 +78,19 @@ def add_lora(
 
 
 def inject(model: LinearizedForCausalLM, config: PeftConfig) -> LinearizedForCausalLM:
-    """Put the LoRA of a peft configuration on the model, in place, in float32; everything else is frozen."""
+    """Add the LoRA of a peft configuration to the model, in place, in float32; everything else is frozen."""
     model.add_adapter(config, ADAPTER)
     for layer in lora_layers(model).values():
-        layer.lora_A.float()  # peft gives them the dtype of the projection, in which small steps would be lost
+        layer.lora_A.float()  # peft uses the projection's dtype, which would round small steps away
         layer.lora_B.float()
     return model
 
 
 def lora_targets(model: LinearizedForCausalLM, targets: Sequence[str]) -> list[str]:
-    """The names of the projections that `targets` mean in this model, each once.
+    """Return the names of the modules that `targets` mean in this model, without duplicates.
 
     Raises:
-        ValueError: a name that the model's attention does not have, or none at all.
+        ValueError: if a name is not in the model's attention, or none is given.
     """
     attention = model.model.layers[0].self_attn
     here = [name for name in PROJECTIONS if isinstance(getattr(attention, name, None), nn.Linear)]
@@ -104,20 +104,20 @@ def lora_targets(model: LinearizedForCausalLM, targets: Sequence[str]) -> list[s
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """The modules that peft has put in place of projections, by name."""
+    """Return the modules with which peft replaced projections, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Whether LoRA is on the model, not merged."""
+    """Check whether the model has unmerged LoRA."""
     return any(isinstance(module, LoraLayer) for module in model.modules())
 
 
 def trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:
-    """Names of the parameters of each group of GROUPS.
+    """Return the parameter names of each group of GROUPS.
 
     Raises:
-        ValueError: a group that is not known, or of which the model has no parameter.
+        ValueError: if a group is unknown, or the model has no parameter of it.
     """
     names, found = [name for name, _ in model.named_parameters()], {}
     for group in groups:
@@ -130,12 +130,12 @@ def trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:
 
 
 def groups_of(names: Sequence[str]) -> list[str]:
-    """The groups of GROUPS that parameters of these names are in, each once."""
+    """Return the groups of GROUPS that contain parameters of these names, without duplicates."""
     return [group for group, pattern in GROUPS.items() if any(re.search(pattern, name) for name in names)]
 
 
 def set_trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:
-    """Train these groups and freeze all other parameters. Returns and raises as `trainable`."""
+    """Train these groups and freeze all other parameters; returns and raises as `trainable`."""
     found = trainable(model, groups)
     chosen = {name for names in found.values() for name in names}
     for name, parameter in model.named_parameters():
@@ -144,12 +144,12 @@ def set_trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str
 
 
 def merge(model: LinearizedForCausalLM) -> LinearizedForCausalLM:
-    """Fold LoRA into the projections, in place: the model is as plain as before `add_lora`.
+    """Merge LoRA into the projections, in place, and remove its modules.
 
-    Base weights that another model shares change with it.
+    Base weights shared with another model change there too.
 
     Raises:
-        ValueError: there is no LoRA, or its weights are not finite.
+        ValueError: if there is no LoRA, or its weights are not finite.
     """
     layers = lora_layers(model)
     if not layers:
@@ -163,13 +163,12 @@ def merge(model: LinearizedForCausalLM) -> LinearizedForCausalLM:
 
 
 def merged_copy(model: LinearizedForCausalLM) -> LinearizedForCausalLM:
-    """The merged model beside the one that is given, which stays as it is. All but the adapted projections is shared;
-    without LoRA, the model itself."""
+    """Return a merged copy that shares all but the adapted projections; without LoRA, the model itself."""
     layers = lora_layers(model)
     if not layers:
         return model
     own = {id(layer.get_base_layer().weight) for layer in layers.values()}
-    # What a module keeps of its last pass is shared, too: a tensor with a history cannot be copied.
+    # Tensors that modules keep from the last pass are shared too: deepcopy refuses tensors with a graph.
     kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
     tensors = (*model.parameters(), *model.buffers(), *kept)
     return merge(copy.deepcopy(model, {id(tensor): tensor for tensor in tensors if id(tensor) not in own}))

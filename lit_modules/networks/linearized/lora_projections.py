@@ -1,7 +1,7 @@
-"""Projections with LoRA in training: those of one input in few products, in the dtype of the model.
+"""Training projections with LoRA: those of one input in few products, in the model's dtype.
 
-peft computes LoRA in float32, that is, on float32 copies of the input, of the output and of their gradients. Here the
-products have operands of the model's dtype and accumulate in float32, as under autocast; weights stay float32.
+peft computes LoRA in float32, on float32 copies of the input, the output and their gradients. Here the operands have
+the model's dtype and products accumulate in float32, as under autocast. The LoRA weights stay float32.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 CHUNK_TOKENS = 1024
-"""Of one product among those whose sum is a gradient of LoRA."""
+"""Tokens per partial product of a LoRA gradient."""
 
 
 def project(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """What each of `modules` makes of `x` `[..., in]`.
+    """Apply each of `modules` to `x` `[..., in]`.
 
-    Those that are frozen under one plain LoRA, which is trained, are computed together; the others compute themselves.
+    Frozen modules with one plain, trained LoRA are computed together; the others run their own forward.
     """
     dtype = _dtype(x)
     together = [module for module in modules if torch.is_grad_enabled() and _is_plain(module, x.dtype, dtype)]
@@ -38,7 +38,7 @@ def project(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """That of the products."""
+    """Return the dtype of the products."""
     device = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -46,7 +46,7 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 
 def _is_plain(module: nn.Module, given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether a projection is frozen under one LoRA that has nothing but two factors, both trained."""
+    """Check that a projection is frozen under one LoRA that has only two factors, both trained."""
     if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
         return False
     base, active = module.base_layer, module.active_adapters
@@ -63,7 +63,7 @@ def _is_plain(module: nn.Module, given: torch.dtype, dtype: torch.dtype) -> bool
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether something is called with what goes through a module, which would then miss it."""
+    """Check for hooks on a module; the fused computation would not call them."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
@@ -73,10 +73,11 @@ def _biased(product: Tensor, base: nn.Linear) -> Tensor:
 
 
 class _Projections(torch.autograd.Function):
-    """`x W_i^T + s_i (x A_i^T) B_i^T` for every i, of x `[..., in]`. W has no gradient; A's and B's are in their dtype.
+    """`x W_i^T + s_i (x A_i^T) B_i^T` for every i, of x `[..., in]`. W has no gradient; the gradients of A and B have
+    their dtype.
 
-    With A the factors A_i one below the other, and B the factors s_i B_i as the blocks of a diagonal, LoRA's part of
-    all outputs side by side is `(x A^T) B^T`, and that of their gradients is as few products.
+    With A the factors A_i stacked by rows, and B block-diagonal with blocks s_i B_i, the LoRA part of all concatenated
+    outputs is `(x A^T) B^T`, and the gradients need as few products.
     """
 
     @staticmethod
@@ -112,7 +113,7 @@ class _Projections(torch.autograd.Function):
 def _matrices(
     factors: Sequence[Tensor], scalings: tuple[float, ...], dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """The weights W_i, A and B, in `dtype`."""
+    """Return the weights W_i, A and B, in `dtype`."""
     count = len(scalings)
     weights, downs, ups = factors[:count], factors[count : 2 * count], factors[2 * count :]
     down = torch.cat(downs) if count > 1 else downs[0]
@@ -125,9 +126,9 @@ def _matrices(
 
 
 def _over_tokens(x: Tensor, y: Tensor) -> Tensor:
-    """`sum_n x_n^T y_n` of x `[..., rows]` and y `[..., columns]`, float32 at least."""
-    # Tokens are summed chunk by chunk, all at once: the result is small, and one product over all of them would keep
-    # few processors of a GPU busy.
+    """Compute `sum_n x_n^T y_n` of x `[..., rows]` and y `[..., columns]`, float32 at least."""
+    # Sum chunks of tokens in one batched product: the result is small, and a single product would occupy few
+    # multiprocessors of a GPU.
     x, y = (z.reshape(-1, z.shape[-1]) for z in (x, y))
     chunks = x.shape[0] // CHUNK_TOKENS
     whole = chunks * CHUNK_TOKENS
@@ -138,7 +139,7 @@ def _over_tokens(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:
-    """`x^T y` of every x `[N, T, rows]` and y `[N, T, columns]`, float32 at least."""
+    """Compute `x^T y` for each x `[N, T, rows]` and y `[N, T, columns]`, float32 at least."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.is_cuda and x.dtype != wide:
         return torch.bmm(x.mT, y, out_dtype=wide)

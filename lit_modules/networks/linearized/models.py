@@ -1,4 +1,4 @@
-"""Pretrained families with their attention replaced, as Hugging Face models of their own."""
+"""Pretrained families with replaced attention, as Hugging Face models."""
 
 import re
 from collections.abc import Iterator
@@ -38,11 +38,11 @@ from lit_modules.networks.positions import Positions, locate
 MIXERS = {"liger": LigerAttention, "lolcats": LolcatsAttention, "joint": LolcatsAttention}
 
 ATTENTION = "linearized"
-"""The attention implementation that linearized models name: their layers call none, and no mask is made for it."""
+"""Attention implementation of linearized models: never called, so that transformers builds no mask."""
 
 
 ADAPTER_PREFIX = "trained_on_the_linearized_model."
-"""Of the names of an adapter's tensors, so that peft does not put them onto a stock model."""
+"""Prefix of an adapter's tensor names, so that peft does not load them into a stock model."""
 
 
 def _never_called(*args, **kwargs):
@@ -53,18 +53,18 @@ AttentionInterface.register(ATTENTION, _never_called)
 
 
 class LinearizedForCausalLM(LanguageModelling):
-    """A pretrained family's language model whose layers attend as its config's `linearization` says.
+    """A pretrained family's language model with the attention of its config's `linearization`.
 
-    It comes before the stock class among the bases; everything but attention is the stock model's.
+    It precedes the stock class among the bases. Everything but attention is the stock model's.
     """
 
-    # The few parameters that a recipe adds are float32, whatever the model is loaded in.
+    # The few parameters that a recipe adds are float32 for any dtype of the model.
     _keep_in_fp32_modules_strict = (
         "feature_map",
         *(f"self_attn.{name}" for name in ("gate_proj", "gate_shift", "weights", "window_weight", "output_norm")),
     )
 
-    # By which peft renames an adapter's tensors as it reads them.
+    # peft renames an adapter's tensors by this when it loads them.
     _checkpoint_conversion_mapping: ClassVar[dict[str, str]] = {"^" + re.escape(ADAPTER_PREFIX): ""}
 
     def __init__(self, config: PreTrainedConfig):
@@ -78,8 +78,8 @@ class LinearizedForCausalLM(LanguageModelling):
         self.post_init()
 
     def initialize_weights(self) -> None:
-        """Hugging Face's hook for what no checkpoint has: what a recipe adds begins as its module says."""
-        # The stack has an `_init_weights` of its own, which does not know these modules.
+        """Hugging Face's hook for parameters that are not in the checkpoint: set each module's `initial_values`."""
+        # The stock `_init_weights` does not know these modules.
         for module in self.modules():
             if hasattr(module, "initial_values") and not getattr(module, "_is_hf_initialized", False):
                 for name, value in module.initial_values().items():
@@ -89,23 +89,27 @@ class LinearizedForCausalLM(LanguageModelling):
 
     @property
     def linearization(self) -> Linearization:
-        """The settings that the layers are made by."""
+        """The settings of the layers."""
         return self.linearization_of(self.config)
 
     @staticmethod
     def linearization_of(config: PreTrainedConfig) -> Linearization:
-        """The settings in a linearized configuration. Raises ValueError for keys or values that are not known."""
+        """Return the settings in a linearized configuration.
+
+        Raises:
+            ValueError: if a key or value is unknown.
+        """
         try:
             return Linearization(**(config.linearization or {}))
         except TypeError as error:
             raise ValueError(f"config.json: linearization has a key that is not known: {error}") from error
 
     def attentions(self) -> list[SubstitutedAttention]:
-        """The attention of every layer."""
+        """Return the attention of every layer."""
         return [layer.self_attn for layer in self.model.layers]
 
     def new_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters that the source model does not have, by name; LoRA's are not among them."""
+        """Return the parameters that the source model does not have, by name, without LoRA."""
         return {
             f"model.layers.{number}.self_attn.{name}": parameter
             for number, attention in enumerate(self.attentions())
@@ -114,24 +118,24 @@ class LinearizedForCausalLM(LanguageModelling):
         }
 
     def load_adapter(self, peft_model_id: str | Path | None = None, *args: Any, **options: Any) -> Any:
-        """Hugging Face's; a folder that `save_adapter` wrote is loaded, and checked, by `put_on`."""
-        from lit_modules.networks.linearized import adapters  # which are of this model
+        """Load an adapter: folders of `save_adapter` by `put_on`, with its checks; others by Hugging Face's method."""
+        from lit_modules.networks.linearized import adapters  # imports this module
 
         if peft_model_id is not None and (Path(peft_model_id) / adapters.RECORD).is_file():
             return adapters.put_on(self, peft_model_id)
         return super().load_adapter(peft_model_id, *args, **options)
 
     def no_decay_parameters(self) -> set[str]:
-        """Names of the parameters without weight decay: norms, biases, and what scales or shifts whole heads."""
+        """Return the names of parameters without weight decay: norms, biases, scales and shifts of heads."""
         vectors = {name for name, parameter in self.named_parameters() if parameter.ndim < 2 or name.endswith(".bias")}
         return vectors | {name for name in self.new_parameters() if ".output_norm." in name}
 
     def new_cache(self, capacity: int | None = None) -> Cache:
-        """An empty cache for `past_key_values`.
+        """Return an empty cache for `past_key_values`.
 
         Args:
-            capacity: tokens that it will see at most, in storage that never moves; None: layers of softmax attention
-                have storage that grows, as far as their window reaches.
+            capacity: maximum tokens, in storage at a fixed address; None: softmax layers have growing storage, up to
+                their window.
         """
         return Cache(layers=[attention.new_cache(capacity) for attention in self.attentions()])
 
@@ -147,10 +151,10 @@ class LinearizedForCausalLM(LanguageModelling):
         positions: Positions | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """The stack's outputs, of the arguments of `forward`.
+        """Run the stack with the arguments of `forward`.
 
-        Unlike there `positions` may come with a cache: a step of decoding that is recorded once and replayed finds its
-        place by the cache's counter, on the device.
+        Unlike there, `positions` may come with a cache: a captured decoding step takes its position from the cache's
+        counter on the device.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: give one of the two")
@@ -202,13 +206,13 @@ class LinearizedForCausalLM(LanguageModelling):
         cu_seqlens: Tensor | None = None,
         mode: str = "student",
     ) -> Tensor:
-        """Hidden states `[B, T, hidden_size]` after the final norm.
+        """Return hidden states `[B, T, hidden_size]` after the final norm.
 
         Args:
             input_ids: `[B, T]` int64.
             positions, cu_seqlens: as in `forward`.
-            mode: "student"; "teacher": of the model that this one was made from, without adapters and gradients;
-                "transfer": the teacher's, and `transfer_losses` are there afterwards.
+            mode: "student"; "teacher": of the source model, without adapters and gradients; "transfer": the teacher's,
+                and `transfer_losses` is available afterwards.
         """
         if positions is None:
             positions = locate(*input_ids.shape, 0, input_ids.device, cu_seqlens=cu_seqlens)
@@ -219,11 +223,11 @@ class LinearizedForCausalLM(LanguageModelling):
         return outputs.last_hidden_state
 
     def transfer_losses(self) -> Tensor:
-        """Of every layer that is not kept `[layers]` float32: how far its output, before the output projection, is from
-        the stock layer's, as a mean square, in the last "transfer" pass.
+        """Return `[layers]` float32 for the linearized layers: the mean squared difference of student and teacher
+        attention, before the output projection, in the last "transfer" pass.
 
         Raises:
-            RuntimeError: there has been none.
+            RuntimeError: if there was no such pass.
         """
         losses = [a.transfer_loss for a in self.attentions() if not isinstance(a, SoftmaxAttention)]
         if any(loss is None for loss in losses):
@@ -239,7 +243,7 @@ class LinearizedForCausalLM(LanguageModelling):
         try:
             for layer in layers:
                 layer.self_attn.mode = mode
-                # What is computed again in the backward pass would be the student's, whose mode is back by then.
+                # Recomputation in the backward pass would run the student, because the mode is reset by then.
                 layer.gradient_checkpointing &= mode == "student"
             yield
         finally:
@@ -252,66 +256,66 @@ def _rotary_index(positions: Positions) -> Tensor:
 
 
 class LinearizedLlamaConfig(LlamaConfig):
-    """Llama's, and how it is linearized."""
+    """Llama's configuration with linearization settings."""
 
     model_type = "linearized_llama"
     linearization: dict | None = None
 
 
 class LinearizedMistralConfig(MistralConfig):
-    """Mistral's, and how it is linearized."""
+    """Mistral's configuration with linearization settings."""
 
     model_type = "linearized_mistral"
     linearization: dict | None = None
 
 
 class LinearizedQwen2Config(Qwen2Config):
-    """Qwen2's, and how it is linearized."""
+    """Qwen2's configuration with linearization settings."""
 
     model_type = "linearized_qwen2"
     linearization: dict | None = None
 
 
 class LinearizedQwen3Config(Qwen3Config):
-    """Qwen3's, and how it is linearized."""
+    """Qwen3's configuration with linearization settings."""
 
     model_type = "linearized_qwen3"
     linearization: dict | None = None
 
 
 class LinearizedPhi3Config(Phi3Config):
-    """Phi-3's, and how it is linearized."""
+    """Phi-3's configuration with linearization settings."""
 
     model_type = "linearized_phi3"
     linearization: dict | None = None
 
 
 class LinearizedLlamaForCausalLM(LinearizedForCausalLM, LlamaForCausalLM):
-    """Llama with its attention replaced."""
+    """Llama with replaced attention."""
 
     config_class = LinearizedLlamaConfig
 
 
 class LinearizedMistralForCausalLM(LinearizedForCausalLM, MistralForCausalLM):
-    """Mistral with its attention replaced."""
+    """Mistral with replaced attention."""
 
     config_class = LinearizedMistralConfig
 
 
 class LinearizedQwen2ForCausalLM(LinearizedForCausalLM, Qwen2ForCausalLM):
-    """Qwen2 with its attention replaced."""
+    """Qwen2 with replaced attention."""
 
     config_class = LinearizedQwen2Config
 
 
 class LinearizedQwen3ForCausalLM(LinearizedForCausalLM, Qwen3ForCausalLM):
-    """Qwen3 with its attention replaced."""
+    """Qwen3 with replaced attention."""
 
     config_class = LinearizedQwen3Config
 
 
 class LinearizedPhi3ForCausalLM(LinearizedForCausalLM, Phi3ForCausalLM):
-    """Phi-3 with its attention replaced."""
+    """Phi-3 with replaced attention."""
 
     config_class = LinearizedPhi3Config
 
@@ -326,4 +330,4 @@ MODELS: dict[str, type[LinearizedForCausalLM]] = {
         LinearizedPhi3ForCausalLM,
     )
 }
-"""By model type."""
+"""Model classes by model type."""

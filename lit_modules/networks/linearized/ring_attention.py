@@ -1,4 +1,4 @@
-"""Softmax attention of new tokens over a ring of the last ones, token by token or some at a time."""
+"""Softmax attention of new tokens over a ring of the last ones, one token or one block at a time."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ from lit_modules.networks.linearized.windows import window_attention
 from lit_modules.networks.positions import Positions
 
 LARGEST_BLOCK = 256
-"""New tokens whose scores are held at a time."""
+"""Maximum new tokens whose scores are in memory at a time."""
 
 
 def cached_window_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: LinearizedCacheLayer, *, positions: Positions, scale: float
 ) -> Tensor:
-    """Attention in a cache's window and to its sinks, after what its ring holds and into it; as `ring_attention`."""
+    """Attend to a cache's window and sinks, and update its ring; see `ring_attention`."""
     if cache.ring_keys is not None:
         return ring_attention(q, k, v, cache, kv_start=positions.kv_start, scale=scale)
     cache.append(k, v, positions.kv_start)
@@ -24,19 +24,19 @@ def cached_window_attention(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: LinearizedCacheLayer, *, kv_start: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention of tokens that come after those in the ring, which see its window and its sinks; they are added to it.
+    """Attend from new tokens to the ring's window and sinks, and append the tokens to the ring.
 
     Args:
         q: `[B, T, Hq, D]`, rotated, as k.
         k, v: `[B, T, Hk, D]`.
-        cache: its `counter` stays as it is.
-        kv_start: `[B]` int32, padding on the left of each row.
-        scale: of the logits.
+        cache: the cache of the ring; `counter` is not changed.
+        kv_start: `[B]` int32, left padding of each row.
+        scale: scale of the logits.
 
     Returns:
         `[B, T, Hq, D]` in q's dtype, 0 at the padding.
     """
-    # In no more than a window no token has a sink among the new ones: it would be in the window still.
+    # A block is at most a window, so no sink is among the new tokens: it would still be in the window.
     block, tokens = min(cache.window, LARGEST_BLOCK), q.shape[1]
     parts = []
     for first in range(0, tokens, block):
@@ -55,19 +55,19 @@ def _attend(
     kv_start: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Attention of at most `window` tokens to those in the ring and to themselves; `after` came since its counter."""
+    """Attend from at most `window` tokens to the ring and to themselves; `after` tokens followed its counter."""
     dtype, heads = torch.promote_types(q.dtype, torch.float32), k.shape[2]
-    # Copies: the ring is written to before a backward pass would read it.
+    # Copies, because the ring changes before a backward pass reads it.
     keys, values = (torch.cat(pair, dim=1).to(dtype) for pair in ((cache.ring_keys, k), (cache.ring_values, v)))
     scores = torch.einsum("bihgd,bjhd->bhgij", q.to(dtype).unflatten(2, (heads, -1)), keys) * scale
     visible = _visible(q.shape[1], cache, after, kv_start)[:, None, None]
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    weights = weights.masked_fill(~visible, 0)  # padding sees nothing, not even itself
+    weights = weights.masked_fill(~visible, 0)  # padding sees nothing, itself included
     return torch.einsum("bhgij,bjhd->bihgd", weights, values).flatten(2, 3).to(q.dtype)
 
 
 def _visible(tokens: int, cache: LinearizedCacheLayer, after: int, kv_start: Tensor | None) -> Tensor:
-    """Which of the sinks, the window's slots and the new tokens each new token sees: `[B or 1, T, S]` bool."""
+    """Return `[B or 1, T, S]` bool: the sinks, ring slots and new tokens that each new token sees."""
     time = cache.time(tokens) + after
     start = time.new_zeros(1, 1) if kv_start is None else kv_start[:, None].long()
     newest_held = time[0] - 1

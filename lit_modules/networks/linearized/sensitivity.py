@@ -1,4 +1,4 @@
-"""Which layers lose most when they are linearized: measured one by one on some text, or by the paper's rule."""
+"""Choose the layers that stay softmax attention, by their measured loss increase or by the paper's rule."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,15 +11,14 @@ from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
 @torch.no_grad()
 def sensitivity(model: LinearizedForCausalLM, batches: Iterable[dict[str, Tensor]]) -> Tensor:
-    """How much the loss grows when one layer alone is linearized, and all others are as they were pretrained.
+    """Measure the loss increase when each layer alone is linearized and all others stay as pretrained.
 
     Args:
-        batches: of any text, arguments of the model's `forward` with `shift_labels` (-100: left out), read once and
-            kept. One pass over them for each layer, and one more.
+        batches: batches of any text: arguments of the model's `forward` with `shift_labels` (-100: ignored). They are
+            kept in memory for one pass per layer and one more.
 
     Returns:
-        `[layers]` float32 on the CPU, nats per token. A layer that stays softmax attention has 0 or, with an adapter
-        on it, what that changes.
+        `[layers]` float32 on the CPU, nats per token. A softmax layer has 0 or, with an adapter, the adapter's effect.
 
     Raises:
         ValueError: there is no token to predict.
@@ -47,16 +46,17 @@ def sensitivity(model: LinearizedForCausalLM, batches: Iterable[dict[str, Tensor
 
 
 def total_loss(model: LinearizedForCausalLM, batches: Iterable[dict[str, Tensor]]) -> float:
-    """Nats over all tokens of the batches."""
+    """Return the loss in nats, summed over all tokens of the batches."""
     return sum(float(model(**batch, reduction="sum").loss) for batch in batches)
 
 
 def choose_layers(sensitivities: Tensor | Sequence[float], count: int) -> tuple[int, ...]:
-    """The indices of the `count` most sensitive layers, in order: those to keep as softmax attention. Of layers that
-    lose the same the first come first.
+    """Return the indices of the `count` most sensitive layers, in order, to keep as softmax attention.
+
+    Of equally sensitive layers the first is chosen.
 
     Raises:
-        ValueError: more layers than there are.
+        ValueError: if `count` exceeds the number of layers.
     """
     sensitivities = torch.as_tensor(sensitivities)
     if not 0 <= count <= len(sensitivities):
@@ -65,5 +65,5 @@ def choose_layers(sensitivities: Tensor | Sequence[float], count: int) -> tuple[
 
 
 def every(layers: int, n: int = 8) -> tuple[int, ...]:
-    """The layers that a hybrid keeps, the last of every `n`: one after 7 that are linearized (arXiv 2503.01496)."""
+    """Return the softmax layers of a hybrid, the last of every `n`: one after 7 linearized ones (arXiv 2503.01496)."""
     return tuple(range(n - 1, layers, n))

@@ -1,4 +1,4 @@
-"""What a linearization changes in a pretrained model: one dataclass, kept in the model's `config.json`."""
+"""The settings of a linearization: one dataclass, stored in the model's `config.json`."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ TEMPERATURES = {
     "fixed": 1.0,
     "none": 1.0,
 }
-"""What the log gates of each form are divided by (arXiv 2503.01496, table 1, and its code)."""
+"""Divisor of the log gates of each form (arXiv 2503.01496, table 1, and its code)."""
 
 CHOICES = {
     "mixer": ("liger", "lolcats", "joint"),
@@ -30,39 +30,39 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Linearization:
-    """How attention layers of a pretrained model become recurrences on the same weights.
+    """Settings that turn attention layers of a pretrained model into recurrences on the same weights.
 
-    The defaults are Liger-GLA (arXiv 2503.01496): `o = state_weight GRM + window_weight SWA` from the layer's own
-    projections, gates pooled from its keys, and no new parameter.
+    The defaults are Liger-GLA (arXiv 2503.01496): `o = state_weight GRM + window_weight SWA` on the layer's
+    projections, with gates pooled from its keys and no new parameters.
 
     Args:
         mixer: "liger", or "lolcats" (arXiv 2410.10254): softmax in the window and a linear recurrence before it, under
-            one normalization; "joint": the same, but the recurrence stands for exp(q . k) itself, not for what it is
-            beside the largest in the window.
-        gate: the form of the gate (table 1). "fixed": a constant for each head (SUPRA, arXiv 2405.06640);
-            "none": no decay.
-        gate_source: "keys", pooled from the key projection; "random", a projection of its own that is drawn and trained
-            (an ablation).
-        temperature: what log gates are divided by; None: the form's own.
-        num_slots: of "slots", and clusters of "clusters".
-        feature_map: of queries and keys in the recurrence: "softmax" over a head's channels; "learned", the softmax of
-            a learned map and of its negative; "relu", a learned map and a rectifier; "clusters", of a joint mixer: keys
-            as shares of clusters, queries as what the clusters' centers weigh to them; "none". HGRN2 maps queries only,
-            slots map nothing.
-        state_weight, window_weight: alpha and beta. A constant alpha of 0 is the window alone: no state is computed or
-            cached. Under one normalization their ratio counts, and the window's, between 0 and 1, is learned for each
-            head in any case.
-        learned_weights: learn alpha and beta, from these values, for each "layer" or each "head"; None: constant.
-        learned_gate_shift: learn what is added to the gate's logits, from 0, for each head.
-        window: tokens that the sliding window sees, the token itself included; 0: no window.
-        sinks: first tokens of a document that the window always sees, too.
-        delayed: the state holds only what the window no longer sees; that of one normalization always does.
-        rotate_state: rotate queries and keys in the recurrence, too: Liger's after their map, the others' before it.
+            one normalization; "joint": the same, but the recurrence approximates exp(q . k) itself, not relative to the
+            window's largest.
+        gate: form of the gate (table 1). "fixed": a constant per head (SUPRA, arXiv 2405.06640); "none": no decay.
+        gate_source: "keys", pooled from the key projection; "random", a separate projection, randomly initialized and
+            trained (an ablation).
+        temperature: divisor of the log gates; None means the form's default.
+        num_slots: number of slots of "slots" and of clusters of "clusters".
+        feature_map: map of queries and keys in the recurrence: "softmax" over a head's channels; "learned", the softmax
+            of a learned map and of its negative; "relu", a learned map and a rectifier; "clusters", only for mixer
+            "joint": keys become cluster shares, queries the weights of the cluster centers; "none". HGRN2 maps only
+            queries, slots map nothing.
+        state_weight, window_weight: alpha and beta. A constant alpha of 0 leaves only the window: no state is computed
+            or cached. Under one normalization only their ratio matters, and the window's, between 0 and 1, is always
+            learned per head.
+        learned_weights: learn alpha and beta, starting from these values, per "layer" or per "head"; None means
+            constant.
+        learned_gate_shift: learn a shift of the gate logits per head, starting from 0.
+        window: width of the sliding window in tokens, the token itself included; 0 means no window.
+        sinks: first tokens of a document that are always visible to the window attention.
+        delayed: the state holds only tokens that have left the window; always so under one normalization.
+        rotate_state: rotate queries and keys in the recurrence too: after the map in Liger, before it in the others.
         output_norm: normalize each head of the recurrence's output, with learned scales (SUPRA's GroupNorm).
-        softmax_layers: indices of the layers that stay as they are.
+        softmax_layers: indices of the layers that stay softmax attention.
 
     Raises:
-        ValueError: a value that is not known, or two that contradict each other; the line names the key.
+        ValueError: if a value is unknown, or two contradict each other; the line names the key.
     """
 
     mixer: str = "liger"
@@ -166,14 +166,14 @@ class Linearization:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is a recurrence: not where its weight is a constant 0, which leaves the window alone."""
+        """True if there is a recurrence: its weight is not a constant 0."""
         return bool(self.state_weight or self.learned_weights)
 
     @property
     def gate_temperature(self) -> float:
-        """What log gates are divided by."""
+        """Divisor of the log gates."""
         return TEMPERATURES[self.gate] if self.temperature is None else float(self.temperature)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `config.json` keeps them."""
+        """Return plain values for `config.json`."""
         return {**dataclasses.asdict(self), "softmax_layers": list(self.softmax_layers)}

@@ -1,4 +1,4 @@
-"""The layers that stay softmax attention, on this project's kernels and caches."""
+"""Layers that stay softmax attention, on this project's kernels and caches."""
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -11,10 +11,10 @@ from lit_modules.networks.positions import Positions
 
 
 class SoftmaxAttention(SubstitutedAttention):
-    """The stock layer's attention, with whatever adapters its projections have."""
+    """The stock layer's attention, with the adapters of its projections."""
 
     def new_cache(self, capacity: int | None = None) -> CacheLayerMixin:
-        """An empty cache of all keys and values, or of those that the stock layer's window reaches."""
+        """Return an empty cache of all keys and values, or of those in the stock layer's window."""
         window = self.sliding_window
         if capacity is None:
             return AttentionCacheLayer() if window is None else SlidingAttentionCacheLayer(window)
@@ -23,7 +23,7 @@ class SoftmaxAttention(SubstitutedAttention):
         return LinearizedCacheLayer(window)
 
     def takes(self, cache: CacheLayerMixin) -> bool:
-        """Whether a cache holds all that this layer sees."""
+        """Check that a cache holds everything that this layer sees."""
         if isinstance(cache, SlidingAttentionCacheLayer | LinearizedCacheLayer):
             return cache.window == self.sliding_window
         return isinstance(cache, AttentionCacheLayer | StaticAttentionCacheLayer)
@@ -38,7 +38,7 @@ class SoftmaxAttention(SubstitutedAttention):
         position_embeddings: Rotary,
         cache: CacheLayerMixin | None,
     ) -> Tensor:
-        """Attention over the whole document, or the stock layer's window; as `SubstitutedAttention.student`."""
+        """Compute attention over the whole document or the stock layer's window; see `SubstitutedAttention.student`."""
         q, k = self.rotate(q, k, position_embeddings)
         if cache is None:
             return self.softmax_attention(q, k, v, positions)
@@ -48,11 +48,11 @@ class SoftmaxAttention(SubstitutedAttention):
             cache.update((), q.shape[1])
             return out
         _, first = cache.get_mask_sizes(q.shape[1])
-        # A cache of fixed room says how much of it is held.
+        # A cache of fixed capacity also returns its number of valid tokens.
         keys, values, held = cache.update(k, v)
-        if first and positions.kv_start is not None:  # counted from the first key that is still held
+        if first and positions.kv_start is not None:  # relative to the first key in the cache
             positions = positions._replace(kv_start=(positions.kv_start - first).clamp(min=0))
         return self.softmax_attention(q, keys, values, positions, kv_end=held)
 
     def _difference(self, *args) -> None:
-        """There is none: the teacher's attention is the layer's own."""
+        """Return None: student and teacher are the same."""

@@ -1,6 +1,6 @@
-"""Softmax attention in a sliding window, with or without the document's first tokens, in O(T window).
+"""Softmax attention in a sliding window, optionally with the document's first tokens, in O(T window).
 
-The window is the kernels' work, the few first tokens are PyTorch's; the two join by the log of the window's sum:
+Kernels compute the window, PyTorch the first tokens. The log-sum-exp of the window joins both:
 
     o_i = (exp(lse_i) w_i + sum_s exp(z_is) v_s) / (exp(lse_i) + sum_s exp(z_is))        w_i: attention in the window
 """
@@ -13,22 +13,22 @@ from kernels import forgetting_attention
 from lit_modules.networks.positions import Positions
 
 SMALLEST_BLOCK = 16
-"""Queries in a block, at least: for windows of a few tokens, blocks of as few would be all overhead."""
+"""Minimum queries per block: blocks as short as a small window would be all overhead."""
 
 
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks: int, positions: Positions, scale: float
 ) -> Tensor:
-    """Softmax over each token's window and, with `sinks`, over the first tokens of its document that left the window.
+    """Compute softmax over each token's window and, with `sinks`, over its document's first tokens outside the window.
 
     Args:
         q: `[B, T, Hq, D]`, rotated, as k.
         k, v: `[B, T, Hk, D]`; Hk divides Hq.
-        window: tokens seen, the token itself included, 1 or more.
-        sinks: first tokens of a document (of a row, behind its padding) that are seen from anywhere in it (attention
-            sinks, arXiv 2309.17453), 0 or more.
-        positions: of the tokens; none is cached.
-        scale: of the logits.
+        window: number of visible tokens, the token itself included, 1 or more.
+        sinks: first tokens of a document (of a row, after its padding) that every later token sees (attention sinks,
+            arXiv 2309.17453), 0 or more.
+        positions: positions of the tokens, without a cache.
+        scale: scale of the logits.
 
     Returns:
         `[B, T, Hq, D]` in q's dtype; 0 at the padding.
@@ -39,7 +39,7 @@ def window_attention(
     in_window, lse = forgetting_attention(q, k, v, **options, return_lse=True)
     keys, values = (first_tokens(x, sinks, positions) for x in (k, v))
     at_sinks = sink_scores(q, keys, positions.index, window, scale)
-    # The window counts as one more key, whose logit is lse; of padding, which sees nothing, as the only one.
+    # The window is one more key with logit lse; for padding, which sees nothing, it is the only key.
     lse = lse.masked_fill(lse == -torch.inf, 0.0).unflatten(2, (k.shape[2], -1))
     of_window, of_sinks = torch.cat((lse[..., None], at_sinks), dim=-1).softmax(-1).split((1, sinks), dim=-1)
     out = of_window * in_window.unflatten(2, (k.shape[2], -1)) + weighted_sinks(of_sinks, values)
@@ -47,16 +47,16 @@ def window_attention(
 
 
 class Blocks:
-    """Queries `[B, T, Hq, D]` cut into blocks, each with the keys `[B, T, Hk, D]` that a window may reach.
+    """Queries `[B, T, Hq, D]` cut into blocks, each with the keys `[B, T, Hk, D]` that its windows may reach.
 
-    Blocks are at least as long as the window: one sees its own keys and those of the block before it, of which a mask
-    leaves each query its window. Query heads that share a key head are rows of one product. Where a query stands in its
-    document bounds how far it may look back, which keeps packed documents and left padding apart.
+    A block is at least as long as the window, so it reads its own keys and the previous block's, and a mask selects
+    each query's window. Query heads that share a key head are rows of one product. A query's position in its document
+    limits its window, which separates packed documents and masks left padding.
 
     Args:
         key_heads: Hk.
-        window: tokens seen, the token itself included.
-        index: `[B, T]`, each token's place in its document, 0 or more.
+        window: number of visible tokens, the token itself included.
+        index: `[B, T]`, each token's position in its document, 0 or more.
     """
 
     def __init__(self, key_heads: int, window: int, index: Tensor):
@@ -66,34 +66,34 @@ class Blocks:
         self.count = -(-self.length // self.block)
 
     def cut(self, x: Tensor) -> Tensor:
-        """`[B, T, Hk, G, ...]` to `[B, blocks, Hk, G, block, ...]`, zeros behind the last token."""
+        """Cut `[B, T, Hk, G, ...]` into `[B, blocks, Hk, G, block, ...]`, with zeros after the last token."""
         x = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, self.count * self.block - self.length))
         return x.unflatten(1, (self.count, self.block)).movedim(2, 4)
 
     def join(self, x: Tensor) -> Tensor:
-        """What `cut` does, undone."""
+        """Invert `cut`."""
         return x.movedim(4, 2).flatten(1, 2)[:, : self.length]
 
     def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """`[B, blocks, Hk, G, block, 2 block]`, -inf outside the window; float32 at least."""
+        """Compute scores `[B, blocks, Hk, G, block, 2 block]`, -inf outside the window; float32 at least."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         queries = self.cut(q.to(dtype).unflatten(2, (self.key_heads, -1)))
         scores = _product("bnhgid,bnjhd->bnhgij", queries, self._reachable(k.to(dtype)))
         return (scores * scale).masked_fill(~self._visible()[:, :, None, None], -torch.inf)
 
     def weighted_sum(self, weights: Tensor, v: Tensor) -> Tensor:
-        """`weights` `[B, blocks, Hk, G, block, 2 block]` times the values `[B, T, Hk, D]`: `[B, T, Hk, G, D]`."""
+        """Multiply `weights` `[B, blocks, Hk, G, block, 2 block]` by values `[B, T, Hk, D]`: `[B, T, Hk, G, D]`."""
         out = _product("bnhgij,bnjhd->bnhgid", weights, self._reachable(v.to(weights.dtype)))
         return self.join(out)
 
     def _reachable(self, x: Tensor) -> Tensor:
-        """`[B, T, H, D]` to `[B, blocks, 2 block, H, D]`: for each block the one before it, and itself."""
+        """Cut `[B, T, H, D]` into `[B, blocks, 2 block, H, D]`: for each block the previous block and itself."""
         x = F.pad(x, (0, 0, 0, 0, self.block, self.count * self.block - self.length))
         x = x.unflatten(1, (self.count + 1, self.block))
         return torch.cat((x[:, :-1], x[:, 1:]), dim=2)
 
     def _visible(self) -> Tensor:
-        """`[B, blocks, block, 2 block]` bool: a token sees itself and back as far as its window and its document."""
+        """Return `[B, blocks, block, 2 block]` bool: the keys in each query's window and document."""
         index = F.pad(self.index, (0, self.count * self.block - self.length))
         place = torch.arange(2 * self.block, device=index.device)
         back = place[self.block :, None] - place
@@ -102,7 +102,7 @@ class Blocks:
 
 
 def first_tokens(x: Tensor, sinks: int, positions: Positions) -> Tensor:
-    """`[B, T, H, D]` to `[B, n, sinks, H, D]`: of each token's document (n = T, packed) or of the row (n = 1)."""
+    """Gather `[B, T, H, D]` to `[B, n, sinks, H, D]`: per token's document (n = T, packed) or per row (n = 1)."""
     batch, length = x.shape[:2]
     if positions.cu_seqlens is not None:
         start = positions.cu_seqlens[None, :-1].long()
@@ -110,35 +110,36 @@ def first_tokens(x: Tensor, sinks: int, positions: Positions) -> Tensor:
         start = positions.kv_start[:, None].long()
     else:
         start = positions.index.new_zeros(batch, 1)
-    # Beyond a short document there are other tokens, or none: they are masked.
+    # In a document shorter than `sinks` these are other tokens; callers mask them.
     place = (start[..., None] + torch.arange(sinks, device=x.device)).clamp(max=length - 1)
     first = x[torch.arange(batch, device=x.device)[:, None, None], place]
     if positions.cu_seqlens is None:
         return first
-    # By a product with zeros and ones, whose gradient is one, too: that of a gather would add up all tokens of a
-    # document one after the other.
+    # A product with a 0/1 matrix, because its gradient is a product too. The gradient of a gather would accumulate all
+    # tokens of a document serially.
     start = torch.arange(length, device=x.device) - positions.index
     mine = (start[..., None] == positions.cu_seqlens[:-1]) & (positions.cu_seqlens.diff() > 0)
     return _product("btn,bnshd->btshd", mine.to(x.dtype), first)
 
 
 def sink_scores(q: Tensor, keys: Tensor, index: Tensor, window: int, scale: float) -> Tensor:
-    """`[B, T, Hk, G, sinks]` with keys `[B, n, sinks, Hk, D]`, float32 at least.
+    """Compute scores `[B, T, Hk, G, sinks]` with keys `[B, n, sinks, Hk, D]`, float32 at least.
 
-    -inf where the sink is in the window, or not in the document, of which `index` `[B, T]` is each token's place.
+    A score is -inf if the sink is in the window or outside the document. `index` `[B, T]` is each token's position in
+    it.
     """
     dtype, heads, sinks = torch.promote_types(q.dtype, torch.float32), keys.shape[3], keys.shape[2]
     queries = q.to(dtype).unflatten(2, (heads, -1))
     if keys.shape[1] == 1:
         scores = _product("blhgd,bshd->blhgs", queries, keys[:, 0].to(dtype))
-    else:  # a few products of each token with its own keys: too small for matrix products
+    else:  # too few keys per token for matrix products
         scores = (queries.unsqueeze(4) * keys.to(dtype).transpose(2, 3).unsqueeze(3)).sum(-1)
     left = index[..., None] - torch.arange(sinks, device=q.device) >= window
     return (scores * scale).masked_fill(~left[:, :, None, None], -torch.inf)
 
 
 def weighted_sinks(weights: Tensor, values: Tensor) -> Tensor:
-    """`[B, T, Hk, G, sinks]` times `[B, n, sinks, Hk, D]`: `[B, T, Hk, G, D]`."""
+    """Multiply `[B, T, Hk, G, sinks]` by `[B, n, sinks, Hk, D]`: `[B, T, Hk, G, D]`."""
     values = values.to(weights.dtype)
     if values.shape[1] == 1:
         return _product("blhgs,bshd->blhgd", weights, values[:, 0])
@@ -146,6 +147,6 @@ def weighted_sinks(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _product(equation: str, x: Tensor, y: Tensor) -> Tensor:
-    """An einsum in the dtype of its arguments, under autocast too, as the kernels take theirs."""
+    """Compute an einsum in the dtype of its arguments, under autocast too, as the kernels do."""
     with torch.autocast(x.device.type, enabled=False):
         return torch.einsum(equation, x, y)
