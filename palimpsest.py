@@ -1,6 +1,6 @@
-"""Palimpsest, the one command: compose conf/, and call the job that the configuration names.
+"""The command `palimpsest`: compose conf/, and call the configured job.
 
-Nothing heavy is imported here: `palimpsest --help` and a mistake in an override answer before torch is loaded.
+Heavy imports are avoided: `palimpsest --help` and mistakes in overrides answer before torch is loaded.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from lit_modules.launching.process import this_process
 from lit_modules.launching.supervision import supervise
 
 HERE = Path(__file__).resolve().parent
-INSTALLED_CONF = HERE / "palimpsest_conf"  # the name that conf/ has in a wheel
+INSTALLED_CONF = HERE / "palimpsest_conf"  # conf/'s name in a wheel
 CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else HERE / "conf"
 USER_ERROR = 2
 OURS = (ValueError, run_folder.RunFailed, run_folder.SilentExit)
 
 
 def main() -> None:
-    """Run the command line. A user's mistake ends in one line on stderr and exit status 2."""
+    """Run the command line. A user's mistake prints one line on stderr and exits with status 2."""
     supervise()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what went wrong instead of printing half of it
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise the original error instead of printing part of it
     start.register_resolvers()
     with one_line_errors():
         refuse_the_other_kernels_package()
@@ -47,7 +47,7 @@ def main() -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose_and_run(cfg: DictConfig) -> None:
     """Call the function that `job._target_` names with the composed configuration."""
-    with one_line_errors():  # here as well as in main: what leaves this function, Hydra comments on in lines of its own
+    with one_line_errors():  # also here: Hydra adds its own lines to errors that leave this function
         if cfg.job.makes_a_run:
             begin_and_run(cfg, Path(HydraConfig.get().runtime.output_dir))
         else:
@@ -56,7 +56,7 @@ def compose_and_run(cfg: DictConfig) -> None:
 
 
 def begin_and_run(cfg: DictConfig, folder: Path) -> None:
-    """Call a job that makes a run, on each of the run's ranks; a run that is refused leaves no folder."""
+    """Call a job that makes a run, on each rank; a refused run leaves no folder."""
     begun = False
     try:
         start.check_switches(cfg)
@@ -72,7 +72,7 @@ def begin_and_run(cfg: DictConfig, folder: Path) -> None:
 
 
 def job(cfg: DictConfig) -> Callable[[DictConfig], None]:
-    """The function that `job._target_` names. Raises ValueError if there is none, or one that is not a job."""
+    """Return the function that `job._target_` names; raise ValueError if it is missing or not a job."""
     try:
         found = hydra.utils.get_method(cfg.job._target_)
         names = list(inspect.signature(found).parameters)
@@ -88,7 +88,7 @@ def job(cfg: DictConfig) -> Callable[[DictConfig], None]:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the process with one line on stderr for a user's mistake (status 2) or a run that stopped (status 1)."""
+    """Exit with one line on stderr for a user's mistake (status 2) or a run that stopped (status 1)."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -104,14 +104,14 @@ def one_line_errors() -> Iterator[None]:
         line = str(known) if isinstance(known, run_folder.RunFailed) else mistake(error)
         if line is None:
             raise
-        # What is wrong before the ranks have met is the same on each of a node's.
+        # Before the rendezvous, all ranks of a node make the same mistake.
         if this_process().local_rank == 0 or isinstance(known, run_folder.RunFailed):
             print(f"palimpsest: {line}", file=sys.stderr)
         sys.exit(1 if isinstance(known, run_folder.RunFailed) else USER_ERROR)
 
 
 def full_disk(error: Exception) -> run_folder.RunFailed | None:
-    """The line for a disk, or a quota, that is used up; None for any other error."""
+    """Return the error for a full disk or quota; None for any other error."""
     if not is_full_disk(error):
         return None
     return run_folder.RunFailed(
@@ -120,7 +120,7 @@ def full_disk(error: Exception) -> run_folder.RunFailed | None:
 
 
 def mistake(error: Exception) -> str | None:
-    """The line for a user's mistake; None for any other error."""
+    """Return the line for a user's mistake; None for any other error."""
     if isinstance(error, HydraException | OmegaConfBaseException | ValueError | yaml.YAMLError):
         return one_line(error)
     extra = extra_with(error.name or "") if isinstance(error, ModuleNotFoundError) else None
@@ -131,7 +131,7 @@ def mistake(error: Exception) -> str | None:
 
 
 def extra_with(module: str) -> str | None:
-    """The extra of ours, the smallest, that installs a module; None where there is none."""
+    """Return our smallest extra that installs a module; None without one."""
     name = module.partition(".")[0].replace("_", "-").lower()
     found = re.compile(rf'{re.escape(name)}\b[^;]*; extra == "(\w+)"')
     requirements = importlib.metadata.requires("palimpsest-lm") or []
@@ -141,9 +141,9 @@ def extra_with(module: str) -> str | None:
 
 
 def refuse_the_other_kernels_package() -> None:
-    """Raise ValueError when the distribution named `kernels` is installed: it would shadow our folder, or be shadowed.
+    """Raise ValueError if the distribution `kernels` is installed: it and our folder would shadow each other.
 
-    transformers imports that distribution when it is present, and would get our folder in its place.
+    transformers imports that distribution if present, and would get our folder instead.
     """
     try:
         version = importlib.metadata.version("kernels")
@@ -156,8 +156,8 @@ def refuse_the_other_kernels_package() -> None:
 
 
 def one_line(error: Exception) -> str:
-    """The error's message on one line, with the configuration key that Hydra was building, if any."""
-    if isinstance(error.__cause__, MissingMandatoryValue) or not str(error):  # Hydra built what lacks it, or wraps it
+    """Return the error's message on one line, with the configuration key that Hydra was building, if any."""
+    if isinstance(error.__cause__, MissingMandatoryValue) or not str(error):  # Hydra wrapped the actual error
         error = error.__cause__ or error
     key = getattr(error, "full_key", None)
     text = str(error)
@@ -167,9 +167,9 @@ def one_line(error: Exception) -> str:
         key = text.rsplit("full_key: ", 1)[1].strip() if "full_key: " in text else None
         text = str(error.__cause__)
     elif isinstance(error, OmegaConfBaseException):
-        known = ours(error)  # says all there is to say
+        known = ours(error)  # the complete message
         key, text = (None, str(known)) if known else (key, error.msg or text.splitlines()[0])
-    elif merged := re.fullmatch(r"Error merging override ([^=]*)=(.*)", text, re.DOTALL):  # a list in a mapping's place
+    elif merged := re.fullmatch(r"Error merging override ([^=]*)=(.*)", text, re.DOTALL):  # a list for a mapping
         key, value = merged.groups()
         text = f"{key}={value} is not known: it has keys, give them as {key}.NAME=VALUE, or null for none"
     line = " ".join(text.split())
@@ -181,7 +181,7 @@ def one_line(error: Exception) -> str:
 
 
 def ours(error: BaseException | None) -> Exception | None:
-    """The error of our own that this one is, or that a function which the configuration calls has raised behind it."""
+    """Return our own error: this one, or the one that a function called by the configuration raised behind it."""
     behind = isinstance(error, OmegaConfBaseException)
     while error is not None:
         if isinstance(error, ValueError | run_folder.RunFailed | run_folder.SilentExit) and not isinstance(

@@ -1,1 +1,1 @@
-"""`job=generate`, and decoding that is replayed as a CUDA graph."""
+"""`job=generate`, and decoding by CUDA graph replay."""

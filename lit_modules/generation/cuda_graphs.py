@@ -1,7 +1,7 @@
-"""Generation whose every token is one replay of a CUDA graph: nothing waits for the host to launch what is small.
+"""Generation with one CUDA graph replay per token, so that small kernels do not wait for host launches.
 
-A step is all that a token takes: embedding, layers, head, the choice of the next token, and its place in the output.
-All that changes from token to token is on the device. Without CUDA the same step runs eagerly.
+A step is everything that a token needs: embedding, layers, head, choosing the next token, and writing it to the output.
+All state that changes from token to token is on the device. Without CUDA the same step runs eagerly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,19 +24,19 @@ from lit_modules.networks.linearized import LinearizedForCausalLM
 from lit_modules.networks.positions import Positions, locate
 
 LOOK_EVERY = 16
-"""Tokens after which the host looks whether all rows have ended, and prints."""
+"""Tokens between two host checks of whether all rows have ended, each followed by printing."""
 
 WARM_UP = 3
-"""Tokens whose step is run before it is captured, so that kernels are compiled and libraries have their workspaces."""
+"""Tokens whose step runs before capture, so that kernels are compiled and libraries have their workspaces."""
 
 Choice = Callable[[Tensor], Tensor]
-"""From logits `[B, vocabulary]` float32 to tokens `[B]`."""
+"""Maps logits `[B, vocabulary]` float32 to tokens `[B]`."""
 
 
 def can_be_captured(model: Any) -> bool:
-    """Whether `model` is linearized and on a GPU, and its step asks nothing of the host.
+    """Return whether `model` is linearized and on a GPU, and its step never synchronizes with the host.
 
-    Rotary tables that change with the longest position so far are made by a question to the host at each token.
+    Rotary tables that depend on the longest position so far synchronize at each token.
     """
     if not isinstance(model, LinearizedForCausalLM) or model.device.type != "cuda":
         return False
@@ -61,28 +61,28 @@ def generate_captured(
     fused: bool = True,
     compile: bool = False,
 ) -> Tensor:
-    """Write on from prompts, as `generate` does, until all rows have ended.
+    """Continue prompts, as `generate` does, until all rows have ended.
 
     Args:
-        model: a linearized one in eval mode.
-        input_ids: `[B, T]` int64, padded on the left.
+        model: a linearized model in eval mode.
+        input_ids: `[B, T]` int64, left-padded.
         attention_mask: `[B, T]` of 0 and 1; None without padding.
         max_new_tokens: 1 or more.
-        temperature: of sampling; 0: the likeliest token, whatever top_k and top_p say.
-        top_k: sample from so many likeliest tokens; None: from all.
-        top_p: sample from the likeliest tokens that make up so much of the probability; None: from all.
-        eos_token_ids: tokens after which a row has ended.
-        pad_token_id: what a row gets after its end.
-        generator: of random numbers, on the model's device; torch's own when None.
-        streamer: of transformers, for a batch of 1; it is given tokens as they come, `LOOK_EVERY` at a time.
-        fused: run layers as `lit_modules.generation.fused_layers` says, where they can; weights move in memory, once.
-        compile: compile the layers' step, which takes a minute and fuses what else is small.
+        temperature: of sampling; 0 takes the likeliest token and ignores top_k and top_p.
+        top_k: sample from this many likeliest tokens; None: from all.
+        top_p: sample from the likeliest tokens with this total probability; None: from all.
+        eos_token_ids: tokens that end a row.
+        pad_token_id: fills a row after its end.
+        generator: random generator on the model's device; None for torch's own.
+        streamer: of transformers, for a batch of 1; receives new tokens, `LOOK_EVERY` at a time.
+        fused: run layers as in `lit_modules.generation.fused_layers`, where possible; moves weights in memory, once.
+        compile: compile the layers' step, which takes a minute and fuses the remaining small kernels.
 
     Returns:
-        `[B, T + new]` int64, prompts included; new is `max_new_tokens`, or what the longest row took to end.
+        `[B, T + new]` int64, including prompts; new is `max_new_tokens`, or the longest row's tokens until its end.
 
     Raises:
-        ValueError: for prompts that end in padding, and on a GPU for a model that `can_be_captured` refuses.
+        ValueError: a prompt ends in padding, or on a GPU `can_be_captured` refuses the model.
     """
     if input_ids.is_cuda and not can_be_captured(model):
         raise ValueError(f"{type(model).__name__} cannot be decoded by replays: use its own generate")
@@ -115,7 +115,7 @@ def generate_captured(
 
 
 def chooser(temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None) -> Choice:
-    """How a token is chosen; arguments as in `generate_captured`."""
+    """Return the function that chooses a token; arguments as in `generate_captured`."""
     if temperature == 0:
         return lambda logits: logits.argmax(-1)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
@@ -125,7 +125,7 @@ def chooser(temperature: float, top_k: int | None, top_p: float | None, generato
         warpers.append(TopPLogitsWarper(float(top_p)))
 
     def sample(logits: Tensor) -> Tensor:
-        # Of exponential variables with these rates, the first to come; multinomial may look at values on the host.
+        # The first arrival among exponential variables with these rates; multinomial may synchronize with the host.
         probabilities = warpers(None, logits).softmax(-1)
         return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
@@ -136,10 +136,10 @@ class Output:
     """The new tokens of a batch, and which rows have ended, on the device.
 
     Args:
-        batch: rows.
-        capacity: new tokens of a row.
-        eos_token_ids: tokens after which a row has ended.
-        pad_token_id: what a row gets after its end.
+        batch: number of rows.
+        capacity: new tokens per row.
+        eos_token_ids: tokens that end a row.
+        pad_token_id: fills a row after its end.
         device: of the tokens.
     """
 
@@ -153,7 +153,7 @@ class Output:
         self.pad_token_id = pad_token_id
 
     def append(self, tokens: Tensor) -> Tensor:
-        """Write the next `tokens` `[B]`; returns them, padding in rows that had ended."""
+        """Write the next `tokens` `[B]`; return them with padding in rows that had ended."""
         tokens = tokens.masked_fill(self.ended, self.pad_token_id)
         self.tokens.index_copy_(1, self.count, tokens[:, None])
         self.count += 1
@@ -162,7 +162,7 @@ class Output:
         return tokens
 
     def longest(self) -> int:
-        """Tokens that were made until the last row ended, or so far."""
+        """Return the number of tokens until the last row ended, or so far."""
         made = int(self.count)
         if not bool(self.ended.all()) or not self.ends.numel():
             return made
@@ -171,10 +171,10 @@ class Output:
 
 
 class _Counters:
-    """What the caches of all layers count tokens with, in one tensor of each kind: a kernel for each layer takes time.
+    """The token counters of all layers' caches, merged into one tensor per kind to save a kernel per layer.
 
     Args:
-        cache: that holds the prompts. Its layers' counters become parts of the tensors.
+        cache: holds the prompts. Its layers' counters become views of the merged tensors.
     """
 
     def __init__(self, cache: Cache):
@@ -182,7 +182,7 @@ class _Counters:
         self._early, self._late = self._together("counters_with_new"), self._together("counters_before_new")
 
     def _together(self, kind: str) -> list[Tensor]:
-        """Lay together, by their names, all counters that the layers list as being of that kind."""
+        """Merge, by name, all counters that the layers list under `kind`."""
         owners: dict[str, list[CacheLayerMixin]] = {}
         for layer in self._layers:
             for name in getattr(layer, kind):
@@ -191,7 +191,7 @@ class _Counters:
         for name, layers in owners.items():
             counters = torch.stack([getattr(layer, name) for layer in layers])
             width = counters.shape[1]
-            # All are aligned to 16 bytes: kernels are compiled for how a tensor is.
+            # Align each to 16 bytes, since kernels are specialized on alignment.
             together.append(F.pad(counters, (0, -width % (16 // counters.element_size()))))
             for layer, mine in zip(layers, together[-1], strict=True):
                 setattr(layer, name, mine[:width])
@@ -199,7 +199,7 @@ class _Counters:
 
     @contextmanager
     def moved_together(self) -> Iterator[None]:
-        """For one token of all layers."""
+        """Advance the counters of all layers by one token around the layers' step."""
         for counters in self._early:
             counters += 1
         for layer in self._layers:
@@ -214,15 +214,15 @@ class _Counters:
 
 
 class DecodingStep:
-    """One token of every row, from the last one chosen to the next: a call that a CUDA graph can capture.
+    """One token of every row, from the last chosen token to the next, as a call that a CUDA graph can capture.
 
     Args:
         model: a causal language model with the layers of Hugging Face's Llama, in eval mode.
-        cache: what its layers keep; it holds the prompts.
+        cache: the layers' cache, which holds the prompts.
         positions: of the prompts' tokens.
-        choose: the next token from logits.
-        output: where it is written.
-        fused: fuse layers and head where they can be, for a linearized model.
+        choose: chooses the next token from logits.
+        output: receives the tokens.
+        fused: fuse layers and head where possible; for a linearized model.
         compile: compile the layers and the head.
     """
 
@@ -257,14 +257,14 @@ class DecodingStep:
             hidden = self._through_layers(hidden, tables)
         self.take(self.choose(self._head(self.model, self._norm_and_head, hidden)))
         if self._compile:
-            # From the second call on: what layers make once, in their first, would be a program of its own.
+            # Compile from the second call on: state that layers create in their first call would need another program.
             self._layer, self._fused_layer, self._head = map(torch.compile, (_layer_step, fused_layer_step, _head_step))
             self._compile = False
 
     def _through_layers(self, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         for number, (layer, fused) in enumerate(zip(self.model.model.layers, self._fused, strict=True)):
-            # Numbers of the host are compiled into a layer's step: with its index, and the length of its cache, there
-            # would be one for each layer and each token. A replay leaves the host's count as it is, too.
+            # Host integers are compiled into a layer's step as constants. Its layer index and cache length would cause
+            # one compilation per layer and token. A replay does not change the host's count either.
             if fused is not None:
                 hidden = self._fused_layer(fused, hidden, self.positions, tables, self.cache.layers[number])
             else:
@@ -274,17 +274,17 @@ class DecodingStep:
         return hidden
 
     def take(self, tokens: Tensor) -> None:
-        """Let `tokens` `[B]` be the next of each row."""
+        """Set `tokens` `[B]` as the next token of each row."""
         self.token.copy_(self.output.append(tokens)[:, None])
         self.positions.index.add_(1)
 
 
 class Replay:
-    """Calls of a step, of which the first few are run, one is captured, and all others are its replays.
+    """Calls of a step: the first few run, the next is captured, and all later ones replay it.
 
     Args:
-        step: what to call; without CUDA it is called each time.
-        generator: of the random numbers in it, where they are not torch's own.
+        step: the step to call; without CUDA it always runs.
+        generator: the step's random generator, if it is not torch's own.
     """
 
     def __init__(self, step: DecodingStep, generator: torch.Generator | None = None):
@@ -292,7 +292,7 @@ class Replay:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        """One token."""
+        """Produce one token."""
         if not self.step.token.is_cuda or self.calls < WARM_UP:
             self.calls += 1
             self.step()
@@ -301,7 +301,7 @@ class Replay:
             self.graph = torch.cuda.CUDAGraph()
             if self.generator is not None:
                 self.graph.register_generator_state(self.generator)
-            # Other threads, which pin batches for training, may go on asking the device for memory meanwhile.
+            # Other threads, such as those that pin training batches, may allocate device memory meanwhile.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.step()
         self.graph.replay()
@@ -309,7 +309,7 @@ class Replay:
 
 @contextmanager
 def _first_of_its_cache(attention: torch.nn.Module) -> Iterator[None]:
-    """For a while, the layer whose cache is the first."""
+    """Make the layer's cache the first one within this context."""
     number = attention.layer_idx
     attention.layer_idx = 0
     try:
@@ -333,14 +333,14 @@ def _layer_step(
 
 
 def _head_step(model: Any, norm_and_head: Product | None, hidden: Tensor) -> Tensor:
-    """Logits `[B, vocabulary]` float32."""
+    """Return logits `[B, vocabulary]` float32."""
     if norm_and_head is not None:
         return norm_and_head(hidden[:, 0]).float()
     return model.lm_head(model.model.norm(hidden))[:, -1].float()
 
 
 def _show(output: Output, shown: int, made: int, streamer: Any) -> int:
-    """Give the streamer what is new, up to the row's end; returns how many tokens it has been given."""
+    """Send new tokens to the streamer, up to the row's end; return the number of tokens handled so far."""
     if streamer is not None:
         for token in output.tokens[:, shown : min(made, output.longest())].cpu().unbind(1):
             streamer.put(token)

@@ -1,8 +1,8 @@
-"""A decoder layer's step of one token in four products: what stands around its matrices is done as they are read.
+"""A decoder layer's one-token step in four matrix products, with the surrounding operations fused into them.
 
-Queries, keys and values are one product, behind the norm before it; the output projection adds the residual; gate and
-up projection are one, behind their norm and with SwiGLU after; the down projection adds the residual. What lies between
-the first two is the attention module's own.
+Queries, keys and values are one product with the preceding norm; the output projection adds the residual; gate and up
+projection are one product with their norm and SwiGLU; the down projection adds the residual. Between the first two, the
+attention module's own code runs.
 """
 
 from itertools import pairwise
@@ -18,11 +18,11 @@ from lit_modules.networks.positions import Positions
 
 ATTENTION = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
 GATED = (("gate_up_proj",), ("gate_proj", "up_proj"))
-"""Names of the projections that read the same input, in their order; not all families have them apart."""
+"""Names of projections that read the same input, in order; some model families have them merged."""
 
 
 class Product(NamedTuple):
-    """A linear layer, or several side by side, and the norm before it."""
+    """One or several concatenated linear layers, and the norm before them."""
 
     weight: Tensor
     bias: Tensor | None
@@ -30,14 +30,14 @@ class Product(NamedTuple):
     norm_eps: float = 0.0
 
     def __call__(self, x: Tensor, **options: Any) -> Tensor:
-        """Of `x` `[rows, K]`, with the options of `small_batch_linear`."""
+        """Apply to `x` `[rows, K]`, with the options of `small_batch_linear`."""
         return small_batch_linear(
             x, self.weight, self.bias, norm_weight=self.norm_weight, norm_eps=self.norm_eps, **options
         )
 
 
 class FusedLayer(NamedTuple):
-    """What a step of a layer needs."""
+    """The parts of a layer's fused step."""
 
     attention: SubstitutedAttention
     qkv: Product
@@ -47,11 +47,11 @@ class FusedLayer(NamedTuple):
 
 
 def fused_layers(model: Any, batch: int) -> list[FusedLayer | None]:
-    """The layers of `model`; None for one that has to run as it is.
+    """Return the fused layers of `model`; None for a layer that must run unfused.
 
-    That is a layer with more in it than Llama's has in those places: adapters, other norms or activations; and every
-    layer of a batch that is too large. Matrices that are read together become parts of one in memory, there and in all
-    modules that share them: no second copy is held.
+    That is a layer that differs from Llama's in these parts (adapters, other norms or activations), and every layer if
+    the batch is too large. Matrices that are read together become views of one tensor, here and in all modules that
+    share them, so no second copy is held.
     """
     usual = model.config.hidden_act in ("silu", "swish") and batch <= MAX_ROWS
     dtype = model.model.embed_tokens.weight.dtype
@@ -59,7 +59,7 @@ def fused_layers(model: Any, batch: int) -> list[FusedLayer | None]:
 
 
 def fused_head(model: Any, batch: int) -> Product | None:
-    """The final norm and the head, or None as above."""
+    """Return the final norm and the head fused, or None as in `fused_layers`."""
     head, norm = model.lm_head, model.model.norm
     dtype = model.model.embed_tokens.weight.dtype
     if batch > MAX_ROWS or not (_are_plain([head], dtype) and _is_rms_norm(norm, dtype)):
@@ -70,15 +70,15 @@ def fused_head(model: Any, batch: int) -> Product | None:
 def fused_layer_step(
     layer: FusedLayer, hidden: Tensor, positions: Positions, tables: Rotary, cache: CacheLayerMixin
 ) -> Tensor:
-    """`hidden` `[B, 1, hidden_size]` after the layer, in `student` mode."""
+    """Return `hidden` `[B, 1, hidden_size]` after the layer, in `student` mode."""
     attention, heads = layer.attention, layer.attention.heads
     rows = hidden[:, 0]
     widths = [count * heads.dim for count in (heads.query, heads.key, heads.key)]
     q, k, v = (x.unflatten(-1, (-1, heads.dim))[:, None] for x in layer.qkv(rows).split(widths, dim=-1))
     if hasattr(attention, "q_norm"):
-        # Under autocast norms with float32 weights return float32.
+        # Under autocast, norms with float32 weights return float32.
         q, k = attention.q_norm(q).to(v.dtype), attention.k_norm(k).to(v.dtype)
-    # The hidden states are those before the norm: no attention that is fused may ask for them.
+    # Hidden states before the norm: no fused attention may use them, so None is passed.
     mixed = attention.student(None, q, k, v, positions, tables, cache)
     rows = layer.out(mixed.flatten(1), residual=rows)
     rows = layer.down(layer.gate_up(rows, gated=True), residual=rows)
@@ -86,9 +86,9 @@ def fused_layer_step(
 
 
 def _fused(layer: nn.Module, dtype: torch.dtype) -> FusedLayer | None:
-    """The layer, for hidden states of that dtype."""
+    """Fuse the layer for hidden states of `dtype`, or return None."""
     attention, mlp = layer.self_attn, layer.mlp
-    if getattr(attention, "gate_proj", None) is not None:  # gates of the hidden states themselves
+    if getattr(attention, "gate_proj", None) is not None:  # gates that read the hidden states
         return None
     qkv, gate_up = _of(attention, ATTENTION), _of(mlp, GATED)
     if not _are_plain([*qkv, attention.o_proj, *gate_up, mlp.down_proj], dtype):
@@ -109,7 +109,7 @@ def _of(module: nn.Module, choices: tuple[tuple[str, ...], ...]) -> list[nn.Modu
 
 
 def _are_plain(linears: list[nn.Module], dtype: torch.dtype) -> bool:
-    """Whether each is a linear layer of that dtype and nothing more."""
+    """Return whether each is a plain linear layer of `dtype`."""
     return all(type(linear) is nn.Linear and linear.weight.dtype == dtype for linear in linears)
 
 
@@ -118,13 +118,13 @@ def _have_equal_biases(linears: list[nn.Module]) -> bool:
 
 
 def _is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether it is one as Llama's and its like are, which have this name for their epsilon."""
+    """Return whether the norm is an RMS norm as in Llama, recognized by the name of its epsilon."""
     return hasattr(norm, "variance_epsilon") and norm.weight.dtype == dtype
 
 
 @torch.no_grad()
 def _side_by_side(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """The weight and bias of all; their own weights are parts of it afterwards."""
+    """Concatenate weights and biases; the layers' own weights become views of the result."""
     weights = [linear.weight for linear in linears]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     follow = (
@@ -139,5 +139,5 @@ def _side_by_side(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
         weight.data = part
     if whole.is_cuda:
-        torch.cuda.empty_cache()  # what the parts have left is of sizes that nothing will ask for
+        torch.cuda.empty_cache()  # the freed parts have sizes that nothing will request again
     return whole, bias

@@ -1,4 +1,4 @@
-"""`job=generate`: write on from a prompt, or from each line of a file, with a trained model."""
+"""`job=generate`: continue a prompt, or each line of a file, with a trained model."""
 
 import contextlib
 import difflib
@@ -33,16 +33,17 @@ from lit_modules.planning import out_of_memory
 log = logging.getLogger(__name__)
 
 PROMPTS = ("prompt", "prompt_file", "prompts_file")
-FOR_MANY = ("output", "batch_size")  # settings for prompts_file alone
+FOR_MANY = ("output", "batch_size")  # settings for prompts_file only
 SETTINGS = ("checkpoint", *PROMPTS, *FOR_MANY, "max_new_tokens", "temperature", "top_k", "top_p", "device", "seed")
 FOR_EVERY_JOB = ("job", "debug", "local", "hydra")
 
 
 def run(cfg: DictConfig) -> None:
-    """Print what follows a prompt as it is written, or the continuations of a file of prompts.
+    """Print the continuation of a prompt as it is generated, or the continuations of a file of prompts.
 
     Raises:
-        ValueError: no prompt or two kinds of prompt, no such checkpoint, a setting out of range or without effect.
+        ValueError: no prompt or several kinds of prompt, an unknown checkpoint, or a setting out of range or without
+            effect.
     """
     refuse_other_settings(cfg)
     transformers.logging.disable_progress_bar()
@@ -61,7 +62,7 @@ def run(cfg: DictConfig) -> None:
 
 
 def generate(cfg: DictConfig, prompts: list[str], settings: dict[str, Any]) -> None:
-    """Load the model, and print or write what follows the prompts."""
+    """Load the model, and print or write the continuations of the prompts."""
     model, tokenizer = load(str(cfg.checkpoint))
     model.to(choose_device(cfg.device)).eval()
     torch.manual_seed(cfg.seed)
@@ -84,10 +85,10 @@ def generate(cfg: DictConfig, prompts: list[str], settings: dict[str, Any]) -> N
 
 
 def read_prompts(cfg: DictConfig) -> list[str]:
-    """The prompt, or the lines of the prompts' file.
+    """Return the prompt, or the lines of the prompts' file.
 
     Raises:
-        ValueError: there is none, or more than one kind, or the file cannot be read.
+        ValueError: there is none or more than one kind, or the file cannot be read.
     """
     if sum(cfg[key] is not None for key in PROMPTS) != 1:
         raise ValueError(
@@ -105,7 +106,7 @@ def read_prompts(cfg: DictConfig) -> list[str]:
 
 
 def read_text(key: str, path: str) -> str:
-    """The text of a file, or of standard input for "-". Raises ValueError naming the key."""
+    """Return the text of a file, or of standard input for "-"; raise ValueError naming the key."""
     try:
         return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -113,7 +114,7 @@ def read_text(key: str, path: str) -> str:
 
 
 def refuse_other_settings(cfg: DictConfig) -> None:
-    """Raise ValueError for a setting on the command line that changes nothing here."""
+    """Raise ValueError for a setting on the command line that has no effect here."""
     if cfg.prompts_file is None and cfg.output is not None:
         raise ValueError(f"output={cfg.output} is for prompts_file=FILE: leave it out, or redirect what is printed")
     given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
@@ -129,7 +130,7 @@ def refuse_other_settings(cfg: DictConfig) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Raise ValueError, before anything is generated, if no file can be at `path`. One that is there stays."""
+    """Raise ValueError, before generating, if no file can be written at `path`. An existing file remains."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -139,10 +140,11 @@ def check_output(path: Path) -> None:
 
 
 def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    """Arguments of `generate` for a temperature (0: greedy), the k likeliest tokens, and the nucleus of mass p.
+    """Return the arguments of `generate` for a temperature (0: greedy), the k likeliest tokens, and the nucleus of mass
+    p.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
     check_number("temperature", temperature)
     if top_k is not None:
@@ -172,14 +174,17 @@ def check_number(key: str, value: Any, *, whole: bool = False) -> None:
 
 
 def load(checkpoint: str) -> tuple[Any, Any]:
-    """Model and tokenizer of a run's folder (its export, or its newest checkpoint), of one of its checkpoints (or
-    `checkpoints/best`), of an export, of the adapter of a linearized model (folded in), or of any Hugging Face folder
-    or name.
+    """Load the model and tokenizer of a checkpoint.
 
-    The tokenizer begins a text as training documents began. Tokenizers saved by earlier versions did not.
+    The tokenizer starts a text as training documents started, also if an earlier version saved it without.
+
+    Args:
+        checkpoint: a run's folder (its export, else its newest checkpoint), one of its checkpoints (or
+            `checkpoints/best`), an export, the adapter of a linearized model (which is merged), or any Hugging Face
+            folder or name.
 
     Raises:
-        ValueError: there is nothing to load, or a file of it is missing.
+        ValueError: there is nothing to load, or a file is missing.
     """
     model, tokenizer = read(checkpoint)
     if isinstance(model.config, PalimpsestConfig) or is_pretraining_run(Path(checkpoint)):
@@ -188,7 +193,7 @@ def load(checkpoint: str) -> tuple[Any, Any]:
 
 
 def is_pretraining_run(folder: Path) -> bool:
-    """Whether the folder is that of a run of job=pretrain on documents (and not on instructions)."""
+    """Return whether the folder is a run of job=pretrain on documents (not on instructions)."""
     config = folder / run_folder.CONFIG
     if not config.is_file():
         return False
@@ -198,8 +203,8 @@ def is_pretraining_run(folder: Path) -> bool:
 
 
 def read(checkpoint: str) -> tuple[Any, Any]:
-    """`load`, with the tokenizer as it was saved."""
-    from lit_modules.networks.linearized import adapters  # peft takes its time, and runs that sample need none
+    """Load as `load` does, but with the tokenizer as it was saved."""
+    from lit_modules.networks.linearized import adapters  # peft is slow to import; sampling runs need none
 
     folder = Path(checkpoint)
     try:
@@ -233,7 +238,7 @@ def read(checkpoint: str) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def damage_told() -> Iterator[None]:
-    """Raise ValueError where tokens cannot be drawn, since probabilities are not numbers."""
+    """Raise ValueError if tokens cannot be sampled because probabilities are not numbers."""
     try:
         yield
     except RuntimeError as error:
@@ -243,7 +248,7 @@ def damage_told() -> Iterator[None]:
 
 
 def check_there(checkpoint: str) -> None:
-    """Raise ValueError for what can only be a folder, and is none."""
+    """Raise ValueError for a path that is not a folder."""
     if not Path(checkpoint).is_dir() and is_path(checkpoint):
         raise ValueError(
             f"checkpoint={checkpoint} is no folder: give a run's, an export's, an adapter's, or a name on the Hub"
@@ -251,10 +256,10 @@ def check_there(checkpoint: str) -> None:
 
 
 def from_checkpoint(path: Path) -> Any:
-    """The network of a training checkpoint, with the weights it had then.
+    """Return the network of a training checkpoint, with its weights.
 
     Raises:
-        ValueError: the checkpoint is one of job=linearize, which holds what is trained and not the network.
+        ValueError: the checkpoint is from job=linearize, which holds the trained weights only.
     """
     state = checkpoints.read_trainer(path)
     config = state["palimpsest"]["model_config"]
@@ -267,10 +272,10 @@ def from_checkpoint(path: Path) -> Any:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device named, or with "auto" the GPU where there is one.
+    """Return the named device, or for "auto" a GPU if there is one.
 
     Raises:
-        ValueError: the device is unknown or not there.
+        ValueError: the device is unknown or not available.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -288,12 +293,15 @@ def write_on(
     settings: dict[str, Any],
     streamer: TextStreamer | None = None,
 ) -> list[str]:
-    """The texts that follow `prompts`, generated as one left-padded batch.
+    """Return the continuations of `prompts`, generated as one left-padded batch.
 
-    Each prompt gets the special tokens that the tokenizer adds, or where that leaves no token at all, the start token.
-    A text ends at the tokenizer's eos, at the ends that the model's generation settings name, and for a model of ours
-    at the start of the next document. Random numbers come from torch's global generator. A linearized model on a GPU
-    decodes by replays of a captured step.
+    Each prompt gets the special tokens that the tokenizer adds or, if it has no tokens at all, the start token. A text
+    ends at the tokenizer's eos, at the end tokens of the model's generation settings, and for our own models at the
+    start of the next document. Random numbers come from torch's global generator. A linearized model on a GPU decodes
+    by CUDA graph replays.
+
+    Raises:
+        ValueError: a prompt is empty and the tokenizer has no start token.
     """
     rows = [tokenizer(prompt)["input_ids"] or [document_start(tokenizer)] for prompt in prompts]
     if [None] in rows:

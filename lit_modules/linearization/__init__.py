@@ -1,1 +1,1 @@
-"""Linearizing a pretrained model: the LightningModule, its stages and the teacher's stored outputs."""
+"""Linearization of a pretrained model: the LightningModule, its stages and the teacher's stored outputs."""

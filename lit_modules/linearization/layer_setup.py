@@ -1,4 +1,4 @@
-"""What the base model's layers become before they are trained: which stay softmax attention, where maps begin."""
+"""Layer setup before training: which layers stay softmax attention, and initial feature maps."""
 
 import itertools
 import json
@@ -20,13 +20,15 @@ from lit_modules.parallel.choosing import device_of
 
 log = logging.getLogger(__name__)
 
-KEPT = "softmax_layers.json"  # in the run's folder: the layers that stay, once they have been chosen
+KEPT = "softmax_layers.json"  # in the run's folder: the layers that stay, once chosen
 SENSITIVITY_BATCHES, FITTING_BATCHES = 8, 4  # micro-batches of the train text
 
 
 def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> None:
-    """Raise ValueError unless `softmax_layers` is one of its two forms, and keeps some of so many layers, not all; or
-    all its keys are null."""
+    """Raise ValueError unless `softmax_layers` has one of its two forms and keeps some layers but not all.
+
+    All keys null is allowed.
+    """
     ways = chosen_ways(kept)
     if OmegaConf.is_dict(kept) and not ways:
         return
@@ -51,22 +53,22 @@ def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> Non
 
 
 def chosen_ways(kept: Any) -> dict[str, Any]:
-    """The keys of `softmax_layers` that are not null."""
+    """Return the keys of `softmax_layers` that are not null."""
     given = OmegaConf.to_container(kept) if OmegaConf.is_dict(kept) else {}
     return {way: number for way, number in given.items() if number is not None}
 
 
 def set_up_layers(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, folder: Path) -> LinearizedForCausalLM:
-    """The model with the layers that `softmax_layers` keeps; a resumed run keeps those that it chose.
+    """Return the model with the layers that `softmax_layers` keeps; a resumed run keeps its earlier choice.
 
     Args:
         model: with its layers linearized; the result has the same parameters.
-        data: prepared; layers are measured, and maps fitted, on the first of its train text.
-        folder: of the run.
+        data: prepared; layers are measured and feature maps fitted on the first of its train text.
+        folder: the run's folder.
     """
     asked, chosen = chosen_ways(cfg.softmax_layers), folder / KEPT
     if "most_sensitive" in asked:
-        # Of several ranks the first one here measures: each by itself might choose another layer in the last digit.
+        # The first rank to get the lock measures: ranks that measure separately might choose differently by rounding.
         with FileLock(folder / f".{KEPT}.lock"):
             if not chosen.is_file():
                 begin_maps(cfg, model, data)
@@ -83,7 +85,7 @@ def set_up_layers(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, fold
 
 
 def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, path: Path) -> LinearizedForCausalLM:
-    """The same model with the layers as softmax attention that lose most, on the first batches of the train text."""
+    """Keep softmax attention in the layers that lose most by linearization, measured on the first train batches."""
     found = sensitivity(model, first_batches(cfg, model, data, SENSITIVITY_BATCHES))
     log.info(
         "nats per token of train text that each layer loses when it alone is linearized: "
@@ -95,12 +97,12 @@ def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any
 
 
 def keep_choice(path: Path, kept: tuple[int, ...], found: list[float] | None = None) -> None:
-    """Write down which layers stay, for when the run goes on, and for other ranks."""
+    """Save which layers stay, for resuming and for other ranks."""
     write_atomic(path, json.dumps({"kept": list(kept), "sensitivity": found}) + "\n")
 
 
 def read_choice(path: Path) -> list[int]:
-    """Which layers `keep_choice` wrote down. Raises ValueError for another file."""
+    """Return the layers that `keep_choice` saved; raise ValueError for any other file."""
     try:
         return json.loads(path.read_text())["kept"]
     except (ValueError, KeyError, TypeError) as error:
@@ -110,7 +112,7 @@ def read_choice(path: Path) -> list[int]:
 
 
 def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> None:
-    """Begin feature maps that are fitted to text, where the settings have such."""
+    """Initialize feature maps that are fitted to text, if the settings use them."""
     if model.linearization.feature_map == "clusters":
         batches = first_batches(cfg, model, data, FITTING_BATCHES)
         fit_clusters(model, [{key: batch[key] for key in ("input_ids", "cu_seqlens")} for batch in batches])
@@ -119,7 +121,7 @@ def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> None
 def first_batches(
     cfg: DictConfig, model: LinearizedForCausalLM, data: Any, number: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Arguments of the model for the first micro-batches of the train text, both on the trainer's device."""
+    """Return the model's arguments for the first train micro-batches; move both to the trainer's device."""
     device = device_of(cfg.trainer.accelerator, cfg.trainer.devices)
     model.to(device)
     names = {"input_ids": "input_ids", "shift_labels": "targets", "cu_seqlens": "cu_seqlens"}

@@ -1,4 +1,4 @@
-"""The LightningModule of linearization: stages of objectives against a teacher that is the same model unchanged."""
+"""LightningModule for linearization: stages of objectives against a teacher, the same model before the change."""
 
 import copy
 import itertools
@@ -27,22 +27,23 @@ from lit_modules.networks.positions import locate
 
 log = logging.getLogger(__name__)
 
-# Of one layer's code, for kinds of layer, modes, with gradients and without: what is beyond dynamo leaves uncompiled.
+# Most compilations of a layer's code, over kinds of layer, modes, and gradients on or off; dynamo runs any beyond its
+# limit eagerly.
 COMPILATIONS = 64
 
 
 class Linearization(Training):
-    """Training of a linearized model towards the text and its teacher, the model that it was.
+    """Training of a linearized model towards the text and its teacher, the original model.
 
     Args:
         stages: by name, in order.
-        max_tokens: of the whole training.
-        schedule: a schedule of lit_modules.schedules; each stage runs through it anew, on its own tokens.
-        optimizer, batch_tokens, compile, activation_checkpointing: as in Training; what is computed again is "none" or
-            "full", every layer.
+        max_tokens: tokens of the whole training.
+        schedule: a schedule of lit_modules.schedules; each stage runs through it from the start, on its own tokens.
+        optimizer, batch_tokens, compile, activation_checkpointing: as in Training; activation_checkpointing is "none"
+            or "full" (every layer).
 
-    The model comes after the data, with `adopt`. While one copy of the weights can be student and teacher at once, it
-    is; where all of them are trained, the teacher is a copy, unless there is a `teacher_store`.
+    The model is set after the data are prepared, with `adopt`. One copy of the weights serves as student and teacher
+    unless a stage trains the base's weights; then the teacher is a copy, or a `teacher_store`.
 
     Raises:
         ValueError: a setting cannot work.
@@ -73,23 +74,23 @@ class Linearization(Training):
         self.base_lr = optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
         self.stages = plan_stages(stages, max_tokens, batch_tokens)
         self.schedules = [schedule_over(name, stage.tokens, schedule) for _, name, stage in self.stages]
-        self.schedule = self.schedules[0]  # of the stage under way
+        self.schedule = self.schedules[0]  # of the current stage
         self.phase_starts = {step: name for step, name, _ in self.stages} if len(self.stages) > 1 else {}
         self.before: dict[str, float] = {}  # held-out loss of the teacher, and of the student before training
-        self.groups: list[str] = []  # of parameters, one for each of the optimizer's groups
-        self.base_weights = ""  # a fingerprint of those that the model was made from
-        self.stage = -1  # the one whose parameters have gradients
-        self.changes_base = False  # whether the teacher's weights are trained, too
-        self.teacher_store: TeacherStore | None = None  # asked in the teacher's place
-        self.micro_batch = 0  # the one under way, counted from the run's beginning
-        self._teacher: list[nn.Module] = []  # in a list: it is no part of this module
-        self._parts: dict[str, Tensor] = {}  # since the last report, by objective: [sum of loss times share, of shares]
+        self.groups: list[str] = []  # the kind of parameters in each optimizer group
+        self.base_weights = ""  # fingerprint of the weights that the model was made from
+        self.stage = -1  # the stage whose parameters have gradients
+        self.changes_base = False  # whether the teacher's weights are trained too
+        self.teacher_store: TeacherStore | None = None  # replaces the teacher
+        self.micro_batch = 0  # the current one, counted from the start of the run
+        self._teacher: list[nn.Module] = []  # in a list, so that it is not a submodule
+        self._parts: dict[str, Tensor] = {}  # since the last report, by objective: [sum of loss * share, sum of shares]
 
     def adopt(self, model: Any) -> None:
-        """Take the linearized model, LoRA and all, that is to be trained.
+        """Set the linearized model to train, including LoRA.
 
         Raises:
-            ValueError: a stage trains what the model does not have.
+            ValueError: a stage trains parameters that the model does not have.
         """
         self.model = model.train()
         self.base_weights = fingerprint(model)
@@ -102,7 +103,7 @@ class Linearization(Training):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         check_groups(model, {name: stage for _, name, stage in self.stages})
         everything = {name for _, _, stage in self.stages for name in stage.train}
-        set_trainable(model, sorted(everything))  # the optimizer takes what any stage trains
+        set_trainable(model, sorted(everything))  # the optimizer gets the parameters that any stage trains
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.kept = self.trained | set(model.new_parameters())
         if self.compile_blocks:
@@ -111,8 +112,10 @@ class Linearization(Training):
                 layer.forward = torch.compile(layer.forward)
 
     def _flops_per_token(self) -> int:
-        """Of the projections alone, in the longest stage: two for each weight and pass. Backward passes that reach no
-        weight cost one pass, those of trained weights two."""
+        """Count the FLOPs per token of the projections alone, in the longest stage: two per weight and pass.
+
+        A backward pass costs one pass for frozen weights and two for trained ones.
+        """
         stage = max((stage for *_, stage in self.stages), key=lambda stage: stage.tokens)
         passes = 3.0 if "all" in stage.train else 2.0
         student = passes if stage.cross_entropy or stage.kl else 0.0
@@ -120,23 +123,23 @@ class Linearization(Training):
         return int(2 * self.parameter_count.active * (student + teacher))
 
     def enter(self, stage: int) -> None:
-        """Let the parameters of a stage have gradients, and no others."""
+        """Enable gradients for the parameters of a stage only."""
         if stage == self.stage:
             return
         self.stage, self.schedule = stage, self.schedules[stage]
         set_trainable(self.model, self.stages[stage][2].train)
 
     def stage_at(self, step: int) -> int:
-        """The stage that an optimizer step belongs to."""
+        """Return the stage of an optimizer step."""
         return max(number for number, (first, _, _) in enumerate(self.stages) if first <= step)
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the teacher's weights are still there."""
+        """Whether the teacher's weights are still available."""
         return bool(self._teacher) or not self.changes_base
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """One group for each kind of parameter that a stage trains, weight decay for matrices only."""
+        """Return groups for each kind of parameter that a stage trains, with weight decay for matrices only."""
         kept = self.model.no_decay_parameters()
         parameters = dict(self.model.named_parameters())
         seen: set[str] = set()
@@ -152,7 +155,7 @@ class Linearization(Training):
         return groups
 
     def factor(self, group: int, tokens: int) -> float:
-        """The factor of optimizer.lr of a parameter group, after so many tokens; 0 in stages that do not train it."""
+        """Return the factor on a group's optimizer.lr after `tokens`; 0 in stages that do not train it."""
         number = self.stage_at(tokens // self.batch_tokens)
         first, _, stage = self.stages[number]
         if self.groups[group] not in stage.train:
@@ -165,12 +168,12 @@ class Linearization(Training):
             teacher.to(self.device)
 
     def on_train_start(self) -> None:
-        """Measure where the training begins, and where it is to lead."""
+        """Measure the held-out loss of the teacher and of the student before training."""
         if self.before:
             return
         limit = self.trainer.limit_val_batches
         for mode in ("teacher", "student"):
-            last_chance = mode == "teacher" and not self.has_teacher  # so on all the text, as the student at the end
+            last_chance = mode == "teacher" and not self.has_teacher  # so use all the text, as at the end
             self.before[mode] = self.measure(mode, None if last_chance or isinstance(limit, float) else limit)
             if not math.isfinite(self.before["teacher"]):
                 raise RunFailed(
@@ -187,10 +190,10 @@ class Linearization(Training):
 
     @torch.no_grad()
     def measure(self, mode: str, batches: int | None = None) -> float:
-        """The held-out loss in nats per token of the "teacher" or of the "student", over all ranks.
+        """Return the held-out loss in nats per token of the "teacher" or the "student", over all ranks.
 
         Args:
-            batches: of each rank; None: all.
+            batches: per rank; None: all.
         """
         data, strategy = self.trainer.datamodule, self.trainer.strategy
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -211,15 +214,17 @@ class Linearization(Training):
         self.enter(self.stage_at(self.trainer.global_step))
 
     def share(self, batch: dict[str, Any]) -> Tensor | None:
-        """The part of the tokens that have a target, where the stage's objectives are of next tokens: those of a long
-        answer count as much as those of a short one, whichever micro-batches and ranks they come to."""
+        """Return the fraction of tokens with a target if the stage has next-token objectives, else None.
+
+        Every target then counts equally, however targets are distributed over micro-batches and ranks.
+        """
         stage = self.stages[self.stage][2]
         if not stage.cross_entropy and not stage.kl:
             return None
         return (batch["targets"] != IGNORE_INDEX).float().mean()
 
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
-        """The weighted sum of the stage's objectives."""
+        """Return the weighted sum of the stage's objectives."""
         stage, ids = self.stages[self.stage][2], batch["input_ids"]
         positions = locate(*ids.shape, 0, ids.device, cu_seqlens=batch["cu_seqlens"])
         parts: dict[str, Tensor] = {}
@@ -240,8 +245,11 @@ class Linearization(Training):
     def next_token_loss(
         self, batch: dict[str, Any], positions: Any, teacher: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted sum of the stage's objectives of next tokens, and each alone. teacher: its features, if they are
-        there already."""
+        """Return the weighted sum of the stage's next-token objectives, and each one unweighted.
+
+        Args:
+            teacher: the teacher's features, if already computed.
+        """
         stage, head, targets = self.stages[self.stage][2], self.model.lm_head.weight, batch["targets"]
         ids, counted = batch["input_ids"], targets != IGNORE_INDEX
         student = self.model.features(ids, positions=positions)
@@ -269,13 +277,13 @@ class Linearization(Training):
 
     @torch.no_grad()
     def teacher_features(self, ids: Tensor, positions: Any) -> Tensor:
-        """What the head reads of the model before it was linearized: `[1, N, hidden_size]`."""
+        """Return the head's input in the original model: `[1, N, hidden_size]`."""
         model = self._teacher[0] if self._teacher else self.model
         return model.features(ids, positions=positions, mode="teacher")
 
     @torch.no_grad()
     def token_losses(self, batch: dict[str, Any], mode: str = "student") -> Tensor:
-        """Nats of each token, [N], of the "student" or of the "teacher"."""
+        """Return the loss in nats of each token, [N], of the "student" or the "teacher"."""
         ids = batch["input_ids"]
         positions = locate(*ids.shape, 0, ids.device, cu_seqlens=batch["cu_seqlens"])
         model = self._teacher[0] if self._teacher and mode == "teacher" else self.model
@@ -283,7 +291,7 @@ class Linearization(Training):
         return linear_cross_entropy(hidden, model.lm_head.weight, batch["targets"], reduction="none")[0]
 
     def take_metrics(self) -> dict[str, float]:
-        """The mean of each objective since the last call, over all ranks."""
+        """Return the mean of each objective since the last call, over all ranks."""
         names = self.objectives()
         sums = self._part_sums()
         self._parts.clear()
@@ -292,11 +300,11 @@ class Linearization(Training):
         return {f"train/{name}": value / number for name, value, number in found if number}
 
     def objectives(self) -> list[str]:
-        """The objectives of any stage, in the order in which they are reported."""
+        """Return the objectives of all stages, in reporting order."""
         return sorted({name for *_, stage in self.stages for name in OBJECTIVES if getattr(stage, name)})
 
     def _part_sums(self) -> Tensor:
-        """`[objectives, 2]`: the sums of this rank since the last report."""
+        """Return `[objectives, 2]`: this rank's sums since the last report."""
         zero = torch.zeros(2, device=self.device)
         return torch.stack([self._parts.get(name, zero) for name in self.objectives()])
 
@@ -319,11 +327,10 @@ class Linearization(Training):
                 "base: its weights are not those that this run began with: bring them back, or start a new run without "
                 "resume"
             )
-        self.schedule = self.schedules[self.stage_at(max(0, checkpoint["global_step"] - 1))]  # that has its state
+        self.schedule = self.schedules[self.stage_at(max(0, checkpoint["global_step"] - 1))]  # its state was saved
         super().on_load_checkpoint(checkpoint)
         self.before = checkpoint["palimpsest"]["before"]
 
     def checkpointed(self, name: str) -> bool:
-        """Whether a tensor of this module belongs in a checkpoint: what is of the base model, and stays as it is, comes
-        from there."""
+        """Return whether a tensor belongs in a checkpoint; unchanged tensors are read from the base model."""
         return name.removeprefix("model.") in self.kept

@@ -1,4 +1,4 @@
-"""The stages of a linearization's training: settings, checks, and how they fill its tokens."""
+"""Stages of a linearization's training: settings, checks, and their token counts."""
 
 import copy
 import dataclasses
@@ -10,26 +10,26 @@ from common.settings import check_whole, is_number
 from lit_modules.networks.linearized.lora import trainable
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
-CHANGES_BASE = {"projections", "all"}  # groups of weights that the teacher is made of, too
+CHANGES_BASE = {"projections", "all"}  # groups of weights that the teacher shares
 OBJECTIVES = ("cross_entropy", "kl", "attention_transfer")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a linearization's training: what is trained, for how long, towards what.
+    """A part of a linearization's training: which parameters, how many tokens, and which objectives.
 
-    The loss is the sum of the objectives, each times its weight; one of weight 0 costs nothing. Those of next tokens
-    are means over all targets of an optimizer step, however it is cut into micro-batches and ranks.
+    The loss is the weighted sum of the objectives; one of weight 0 is not computed. Next-token objectives are means
+    over all targets of an optimizer step, however it is split into micro-batches and ranks.
 
     Args:
-        tokens: that it reads; None: the rest of max_tokens.
+        tokens: tokens to read; None: the rest of max_tokens.
         train: groups of parameters (lit_modules.networks.linearized.lora): lora, feature_maps, scalars, norms, gates,
             projections, or all.
         lr: peak learning rate; None: optimizer.lr.
         cross_entropy: weight of the next tokens' cross-entropy.
         kl: weight of KL(teacher || student) of the next tokens' distributions.
         attention_transfer: weight of the squared error of the layers' attention outputs, the mean over layers, each
-            computed from what the teacher's layer before it gives (arXiv 2410.10254, eq. 6).
+            computed from the output of the teacher's previous layer (arXiv 2410.10254, eq. 6).
 
     Raises:
         ValueError: a value is out of range; the line names the key.
@@ -64,7 +64,7 @@ class Stage:
 
 
 def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) -> list[tuple[int, str, Stage]]:
-    """(first optimizer step, name, stage) of each stage, its `tokens` filled in: whole optimizer steps.
+    """Return (first optimizer step, name, stage) of each stage, with its `tokens` rounded to whole optimizer steps.
 
     Raises:
         ValueError: the stages do not fill max_tokens, or a stage cannot work.
@@ -93,7 +93,7 @@ def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) ->
 
 
 def check_groups(model: LinearizedForCausalLM, stages: dict[str, Stage]) -> None:
-    """Raise ValueError, naming the key, where a stage trains what the model, LoRA and all, does not have."""
+    """Raise ValueError, naming the key, if a stage trains parameters that the model with its LoRA lacks."""
     for name, stage in stages.items():
         try:
             trainable(model, stage.train)
@@ -102,7 +102,7 @@ def check_groups(model: LinearizedForCausalLM, stages: dict[str, Stage]) -> None
 
 
 def schedule_over(stage: str, tokens: int, schedule: Any) -> Any:
-    """The schedule from its beginning, run through in a stage's tokens where it has a length.
+    """Return a fresh schedule, fitted to a stage's tokens if it has a length.
 
     Raises:
         ValueError: they are too few for it; the line names the stage.

@@ -1,4 +1,4 @@
-"""What the teacher expects next in every training sequence: its likeliest tokens, computed once, on the disk."""
+"""The teacher's likeliest next tokens for every training sequence, computed once and stored on disk."""
 
 import hashlib
 import itertools
@@ -20,7 +20,7 @@ from lit_modules.networks.linearized import LinearizedForCausalLM
 from lit_modules.networks.linearized.adapters import base_values
 from lit_modules.networks.linearized.fingerprints import fingerprint
 
-FORMAT = 1  # part of every fingerprint: raise it when the code writes something else from the same inputs
+FORMAT = 1  # part of every fingerprint; increase it when the code writes different data from the same inputs
 INDICES, LOG_PROBABILITIES = "indices.int32", "log_probabilities.float16"
 
 
@@ -29,8 +29,8 @@ class TeacherStore:
 
     Args:
         data: a `data_pipeline.tokens.token_data.TokenData`, prepared, without a trainer.
-        sequences: that the run reads, those that it reads again counted again.
-        k: tokens of each position.
+        sequences: number that the run reads, including repeats.
+        k: tokens per position.
     """
 
     def __init__(self, data: Any, sequences: int, k: int) -> None:
@@ -43,13 +43,13 @@ class TeacherStore:
         self._stored: tuple[np.memmap, np.memmap] | None = None
 
     def prepare(self, model: LinearizedForCausalLM, base: str, precision: str, device: torch.device) -> None:
-        """Open what is stored, or ask the teacher first and store it under `data_dir`, whole or not at all.
+        """Open the store; if it is missing, run the teacher first and write it under `data_dir`, atomically.
 
         Args:
-            model: whose teacher is asked.
+            model: provides the teacher.
             base: the folder or name that it was loaded from.
-            precision: of the training; "bf16-mixed" has the teacher under autocast, too.
-            device: on which it is asked; it stays there.
+            precision: of the training; "bf16-mixed" also runs the teacher under autocast.
+            device: where the teacher runs; the model stays there.
 
         Raises:
             ValueError: the disk is full.
@@ -99,13 +99,13 @@ class TeacherStore:
                 stage.advance(ids.numel())
 
     def of(self, sequences: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """(log-probabilities `[1, N, k]` float16, tokens `[1, N, k]` int32) of the positions of a micro-batch.
+        """Return (log-probabilities `[1, N, k]` float16, tokens `[1, N, k]` int32) of a micro-batch's positions.
 
         Args:
-            sequences: their indices in the train split, as the order of the data gives them.
+            sequences: their indices in the train split, in the order of the data.
 
         Raises:
-            RunFailed: the teacher was not asked about one of them.
+            RunFailed: one of them is not in the store.
         """
         rows = np.searchsorted(self.read, sequences).clip(max=len(self.read) - 1)
         missing = np.asarray(sequences)[self.read[rows] != sequences]
@@ -119,13 +119,13 @@ class TeacherStore:
 
 
 def files_of(base: str, by: str = WHOLE) -> list[str]:
-    """What tells the weights of a base model, a folder or a name on the Hub, from others.
+    """Identify the weights of a base model, a folder or a name on the Hub.
 
     Args:
-        by: how files of a folder are told apart, see `data_pipeline.identity.file_identity`.
+        by: how files of a folder are identified, see `data_pipeline.identity.file_identity`.
     """
     if Path(base).is_dir():
         files = sorted(path.resolve() for kind in ("*.safetensors", "*.bin") for path in Path(base).glob(kind))
         return [file_identity(files, by)]
-    config = try_to_load_from_cache(base, "config.json")  # in a folder that is named after the commit
+    config = try_to_load_from_cache(base, "config.json")  # in a folder named after the commit
     return [base, Path(config).parent.name] if isinstance(config, str) else [base]
