@@ -4,13 +4,11 @@ measure of closeness, and a quicker interpreter.
 `make test-gpu` runs the tests marked `gpu`, in processes that share one GPU and Triton's cache on disk.
 """
 
-import functools
 import os
 import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 import torch
@@ -104,35 +102,13 @@ def a_fault_ends_its_process(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def language_patched_once_a_kernel() -> Iterator[None]:
-    """The interpreter puts its own operations into triton.language when a kernel begins, and anew at every call of a
-    function in the kernel, which changes nothing and took a third of these tests' time."""
+def quicker_interpreter() -> Iterator[None]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
-    import triton.language as tl
-    from triton.runtime import interpreter
+    from tests.kernels.interpreter import quickened
 
-    patch, run_kernel = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    done: set[frozenset[str]] = set()
-
-    @functools.cache
-    def modules(function: FunctionType) -> frozenset[str]:
-        return frozenset(x.__name__ for x in function.__globals__.values() if x is tl or x is tl.core)
-
-    def patch_once(function: FunctionType) -> interpreter._LangPatchScope:
-        if modules(function) in done:
-            return interpreter._LangPatchScope()
-        done.add(modules(function))
-        return patch(function)
-
-    def run_anew(executor: interpreter.GridExecutor, *args, **kwargs) -> None:
-        done.clear()
-        run_kernel(executor, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-        monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_anew)
+    with quickened():
         yield
 
 
