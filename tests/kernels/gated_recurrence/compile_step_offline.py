@@ -29,7 +29,7 @@ class WidthCompiler(Compiler):
 
 
 def main() -> None:
-    compiler = WidthCompiler()
+    compiler = WidthCompiler(disassembles=False)
     for architecture, widths in HEAD_DIMS.items():
         compiler.driver.architecture = architecture
         for key_dim, value_dim in widths:
