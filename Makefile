@@ -1,4 +1,5 @@
 # make demo: from raw text to a trained FoX on this machine.   make test: everything that CI checks.
+# make quick: lint, and for a minute the tests nearest to what changed.
 # make test-gpu: every kernel on this machine's GPU.   With VENV= it takes PYTHON as it is and installs nothing.
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 PROCESSES ?= 3
 GPU_PROCESSES ?= 16
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test quick test-gpu lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/palimpsest experiment=demo
@@ -15,6 +16,10 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(MAKE) lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
+
+quick: $(VENV)/.installed-dev
+	$(MAKE) lint
+	$(BIN)/python -m tests.quick
 
 # In processes that share the GPU, since compiling the kernels takes most of the time; then, alone, what wants it whole.
 test-gpu: private RUN := $(if $(VENV),$(BIN)/python,$(PYTHON))

@@ -4,10 +4,12 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
+import hypothesis
 import pytest
 import torch
 from omegaconf import DictConfig
@@ -83,6 +85,7 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", type=float, help="after which a process starts no further test: make quick")
     parser.addoption("--soak-seconds", type=float, help="of each kernel beside each neighbour in test_soak.py")
 
 
@@ -91,6 +94,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     runs, which mostly wait, come beside files that compute, and one after the other."""
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(Path(item.fspath).name, len(LONGEST)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A failed test that draws by hypothesis prints what repeats it."""
+    hypothesis.settings.register_profile("repeatable", hypothesis.settings.default, print_blob=True)
+    hypothesis.settings.load_profile("repeatable")
+
+
+STARTED = pytest.StashKey[float]()
+"""When this process started its first test."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    spent = time.monotonic() - item.config.stash.setdefault(STARTED, time.monotonic())
+    if (seconds := item.config.getoption("--seconds")) and spent > seconds:
+        pytest.skip("make quick has no time left for it: make test")
+
+
+@pytest.fixture(autouse=True)
+def the_same_draws_alone_as_among_others() -> None:
+    """What a test draws without a generator of its own follows from no test before it, so that it can be repeated."""
+    torch.manual_seed(0)
+    random.seed(0)
+
+
+@pytest.fixture
+def drawn_seed() -> int:
+    """A seed that differs from run to run; a failure shows it, and PALIMPSEST_TEST_SEED repeats it."""
+    seed = int(os.environ.get("PALIMPSEST_TEST_SEED") or random.SystemRandom().randrange(2**32))
+    print(f"PALIMPSEST_TEST_SEED={seed} repeats what this test draws")
+    return seed
 
 
 @pytest.fixture(autouse=True, scope="session")

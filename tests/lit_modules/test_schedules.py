@@ -4,6 +4,8 @@ import pytest
 
 from lit_modules.schedules import Plateau, WarmupCosine, WarmupLinear, WarmupStableDecay
 
+pytestmark = pytest.mark.core
+
 
 @pytest.mark.parametrize("schedule", [WarmupCosine(100, 1000, 0.1), WarmupLinear(100, 1000, 0.1)])
 def test_warm_up_rises_in_a_line_to_the_peak_and_ends_at_the_final_factor(schedule):

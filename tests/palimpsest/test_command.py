@@ -13,6 +13,8 @@ import palimpsest
 from lit_modules.launching.conf_files import Files
 from tests.conftest import ROOT, composed
 
+pytestmark = pytest.mark.core
+
 
 def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_experiments():
     code = (

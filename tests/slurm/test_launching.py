@@ -13,6 +13,8 @@ from lit_modules.launching import slurm_queue
 from tests.conftest import ROOT, Command, Finished
 from tests.slurm.cluster import Cluster
 
+pytestmark = pytest.mark.long
+
 LAUNCHER = (
     "-m",
     "hydra/launcher=slurm",

@@ -16,6 +16,8 @@ import pytest
 from tests.conftest import ROOT, Command
 from tests.slurm.cluster import Cluster, until
 
+pytestmark = pytest.mark.long
+
 SCRIPT = f"""#!/bin/sh
 #SBATCH --partition=cpu --nodes=2 --ntasks-per-node=1 --mem=2G --time=20 --requeue --open-mode=append
 export GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 WANDB_MODE=offline PYTHONPATH={ROOT}

@@ -9,6 +9,8 @@ from data_pipeline.cleaning.language import Language
 from data_pipeline.cleaning.quality import Quality
 from data_pipeline.cleaning.sites import Sites
 
+pytestmark = pytest.mark.core
+
 ENGLISH = "The scheduler moves a task to another processor when the queue of its own one has grown too long. "
 GERMAN = "Der Prozess wird auf einen anderen Kern verschoben, wenn die eigene Warteschlange zu lang geworden ist. "
 CODE = "```\nfor (int i = 0; i < n; ++i) { queue[i] = next(queue, i); }\nif (queue == NULL) { return -ENOMEM; }\n```\n"

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from data_pipeline.mixtures.plan import Available, phase_ends, plan, read_phases
 
+pytestmark = pytest.mark.core
+
 LENGTH = 10  # tokens in a sequence
 
 

@@ -49,12 +49,12 @@ def one_line(error) -> str:
 
 
 def test_killed_again_and_again_the_result_is_the_undisturbed_ones_and_a_kill_costs_at_most_what_was_in_flight(
-    tmp_path, server
+    tmp_path, server, drawn_seed
 ):
     source = write_corpus(tmp_path / "in", 240)
     with ScriptedServer() as undisturbed:
         run_rewriting(source, tmp_path / "calm", undisturbed, chunk_documents=16)
-    draw, kills, concurrency = random.Random(), 0, 8
+    draw, kills, concurrency = random.Random(drawn_seed), 0, 8
     server.delay = 0.04
     for _ in range(3):
         job = Job(source, tmp_path / "out", server, concurrency)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from data_pipeline.documents import Problems
 from data_pipeline.sources.text_files import TextFiles, _pieces
 
+pytestmark = pytest.mark.core
+
 
 def read(path, strict=False, **settings):
     problems = Problems(strict)

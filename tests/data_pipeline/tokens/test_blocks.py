@@ -18,6 +18,8 @@ from data_pipeline.tokens.encoding import Encoded
 from data_pipeline.tokens.tokenizer import Pretrained, add_document_start, document_start
 from data_pipeline.tokens.yardsticks import target_counts
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(scope="module")
 def data(make_data):

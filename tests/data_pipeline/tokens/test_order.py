@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from data_pipeline.tokens.order import TrainOrder, ValidationOrder, sequences_at
 
+pytestmark = pytest.mark.core
+
 
 @given(st.integers(1, 50), st.integers(0, 5), st.integers(0, 120), st.integers(0, 60))
 def test_the_order_is_a_function_of_seed_and_position(total, seed, position, count):

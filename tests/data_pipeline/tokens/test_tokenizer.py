@@ -11,6 +11,8 @@ from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
 from data_pipeline.tokens.tokenizer import END_OF_TEXT, ByteLevelBPE, Pretrained, add_document_start
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture(scope="module")
 def trained(make_data):

@@ -5,6 +5,8 @@ import torch
 
 from kernels import forgetting_attention
 
+pytestmark = pytest.mark.core
+
 
 def int32(*values):
     return torch.tensor(values, dtype=torch.int32)

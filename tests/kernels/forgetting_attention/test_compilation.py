@@ -81,6 +81,7 @@ def compiled(tmp_path_factory) -> list[dict]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.long
 def test_every_row_of_the_table_fits_into_the_shared_memory_of_its_chips(compiled):
     assert {record["row"] for record in compiled} >= {
         f"{90 if least == 9 else 89}:{name}:{head_dim}" for least, name, head_dim in TABLE
@@ -89,17 +90,20 @@ def test_every_row_of_the_table_fits_into_the_shared_memory_of_its_chips(compile
         assert record["shared"] <= SHARED[record["architecture"]], record
 
 
+@pytest.mark.long
 def test_kernels_on_hopper_keep_their_tiles_in_registers(compiled):
     # Bytes a thread, stored and loaded. A tile of 64 x 128 accumulators would be 512, in each iteration.
     assert not [record for record in compiled if record["architecture"] == 90 and record["spilled"] > 1024]
 
 
+@pytest.mark.long
 def test_matrix_products_on_hopper_are_not_serialized(compiled):
     hopper = [record for record in compiled if record["architecture"] == 90]
     assert {record["kernel"] for record in hopper} >= {"_forward", "_backward"}
     assert not [record for record in hopper if record["serialized"]]
 
 
+@pytest.mark.long
 def test_no_address_on_hopper_is_computed_from_a_register_that_nothing_sets(compiled):
     assert not [record for record in compiled if record.get("unset_registers")]
 
@@ -117,6 +121,7 @@ def test_a_register_that_nothing_sets_is_seen():
     assert registers_nothing_sets(assembly) == [21, 22, 23]
 
 
+@pytest.mark.long
 def test_barriers_on_hopper_keep_their_memory(compiled):
     # The memory of a barrier that no group of warps takes is given to the groups' arguments, and its initialization may
     # land on top of them: pointers of the loading warp were lost to it, whenever another process used the GPU.

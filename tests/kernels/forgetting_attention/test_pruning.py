@@ -9,6 +9,8 @@ from kernels import forgetting_attention
 from kernels.forgetting_attention import forgetting_attention_reference
 from kernels.forgetting_attention.blocks import Decay, Segment, blocks
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture
 def decaying(make_inputs):

@@ -75,6 +75,7 @@ def solve(make_inputs, agree, problem, dtype):
     agree(inputs, **options)
 
 
+@pytest.mark.long
 @settings(max_examples=32, deadline=None, derandomize=True)
 @given(problem=problems(gates=[None, -8.0, 1.0, 6.0]))
 def test_output_and_gradients_equal_the_definition(make_inputs, agree, problem):

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from kernels import gated_recurrence, gated_slot_attention
 from kernels.gated_recurrence import forms, gated_recurrence_reference
 
+pytestmark = pytest.mark.core
+
 
 def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

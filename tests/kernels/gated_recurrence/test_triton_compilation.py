@@ -41,6 +41,7 @@ def compiled(tmp_path_factory) -> list[dict]:
     return [record for stdout, _ in outputs for record in json.loads(stdout)]
 
 
+@pytest.mark.long
 def test_every_kernel_compiles_and_fits_into_shared_memory(compiled):
     assert {record["case"] for record in compiled} == set(CASES)
     by_channel = {"_decay_chunks", "_scan_forward", "_scan_backward", "_gradients_of_weak", "gradients_of_strong"}
@@ -51,6 +52,7 @@ def test_every_kernel_compiles_and_fits_into_shared_memory(compiled):
         assert record["shared"] <= record["allowed"], record
 
 
+@pytest.mark.long
 def test_matrix_products_on_hopper_are_not_serialized(compiled):
     on_hopper = [record for record in compiled if record["architecture"] == 90]
     serialized = {record["kernel"] for record in on_hopper if record["serialized"]}
@@ -59,6 +61,7 @@ def test_matrix_products_on_hopper_are_not_serialized(compiled):
     assert not all(record["serialized"] for record in on_hopper if record["kernel"] == "_decay_chunks")
 
 
+@pytest.mark.long
 def test_no_address_on_hopper_is_computed_from_a_register_that_nothing_sets(compiled):
     # ptxas does so with tiles of rows that are not aligned (20 channels) and of 32 channels: reads out of bounds.
     assert not [record for record in compiled if record.get("unset_registers")]

@@ -331,6 +331,7 @@ def test_a_hundred_batches_lengths_and_layouts_after_the_first_compile_nothing(g
     assert not names
 
 
+@pytest.mark.long
 def test_compiles_for_ampere_and_hopper_with_wide_loads_and_the_state_in_registers(tmp_path):
     program = Path(__file__).with_name("compile_step_offline.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}

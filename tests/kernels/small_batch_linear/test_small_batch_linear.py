@@ -12,6 +12,8 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 from kernels.small_batch_linear import small_batch_linear, small_batch_linear_reference
 from kernels.small_batch_linear.triton_linear import triton_small_batch_linear
 
+pytestmark = pytest.mark.core
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()

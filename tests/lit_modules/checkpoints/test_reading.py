@@ -10,6 +10,8 @@ from lit_modules import checkpoints
 from lit_modules.parallel.strategies import OneDevice
 from tests.lit_modules.checkpoints import training
 
+pytestmark = pytest.mark.core
+
 
 class Foreign:
     """Unpickled, it writes a file."""

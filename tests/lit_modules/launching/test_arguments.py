@@ -13,6 +13,8 @@ from omegaconf import OmegaConf
 from lit_modules.launching import arguments
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.core
+
 CONF = ROOT / "conf"
 PARSER = OverridesParser.create()
 

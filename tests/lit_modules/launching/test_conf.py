@@ -9,6 +9,8 @@ import pytest
 from lit_modules.launching.conf_files import OF_HYDRA, Files, is_part
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.core
+
 CONF = ROOT / "conf"
 FILES = Files([CONF])
 PATHS = sorted(

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+pytestmark = pytest.mark.core
+
 EXACT = {"rtol": 0, "atol": 1e-9}
 
 

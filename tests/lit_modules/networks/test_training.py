@@ -10,6 +10,8 @@ from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.networks.positions import locate
 from lit_modules.networks.rotary import rotary_tables
 
+pytestmark = pytest.mark.core
+
 IDS = torch.randint(0, 61, (2, 16), generator=torch.Generator().manual_seed(1))
 TARGETS = IDS.roll(-1, 1)
 PRO = {"qk_norm": True, "output_gate": True, "output_norm": True, "kv_shift": True}
