@@ -1,4 +1,4 @@
-"""Report how busy each GPU and host of a run is, and which rank slows the others down."""
+"""Load of each GPU and host of a run, and detection of the rank that slows the others down."""
 
 import logging
 import math
@@ -34,7 +34,7 @@ PACE = ("forward_seconds", "data_seconds")  # per micro-batch, measured by OwnPa
 
 
 class DeviceStats(Callback):
-    """Gather each rank's device statistics in one collective, every `every_tokens` as Progress, and log them on rank 0.
+    """Callback that logs all ranks' device statistics on rank 0, every `every_tokens`, from one collective.
 
     To wandb, for each host and each of its GPUs: `system/<host>/gpu0_utilization` (percent), `..._memory_gib`,
     `..._temperature` (degrees C), `..._power` (watts), `..._forward_seconds`, `..._data_seconds`, and
@@ -150,7 +150,7 @@ def gather_places(trainer: lightning.Trainer, device: torch.device) -> list[Devi
 
 
 class OwnPace:
-    """Measure a rank's own work: computing and waiting for data, without waiting for other ranks.
+    """Timer of a rank's own work: computing and waiting for data, without waiting for other ranks.
 
     A step takes equally long on all ranks, since collectives wait for the slowest. What differs is timed here: the
     forward pass of each block and the wait for the next batch. The block hooks run inside FSDP's (after its all-gather

@@ -1,4 +1,4 @@
-"""Report forget gates: statistics for each layer, and pictures of the gate matrix and the attention."""
+"""Forget gates: statistics for each layer, and pictures of the gate matrix and the attention."""
 
 import itertools
 import math
@@ -18,11 +18,11 @@ from lit_modules.parallel.context import whole_sequences
 
 
 class ForgetGates(Callback):
-    """After each validation, log every layer's gates and draw F and A of some heads (FoX, figure 3) on held-out text.
+    """Callback that logs every layer's gates and draws F and A of some heads (FoX, figure 3) on held-out text.
 
-    Logged for layer n: `forget_gate/layer_n_mean`, the mean gate; `forget_gate/layer_n_memory_shortest` and
-    `..._longest`, over the heads, the tokens after which the mean gate has decayed to 1/e: -1 / mean(log f). Recurrent
-    layers are left out; a model without attention shows nothing.
+    Logged for layer n after each validation: `forget_gate/layer_n_mean`, the mean gate;
+    `forget_gate/layer_n_memory_shortest` and `..._longest`, over the heads, the tokens after which the mean gate has
+    decayed to 1/e: -1 / mean(log f). Recurrent layers are left out; a model without attention shows nothing.
 
     Args:
         heads: number of heads drawn, evenly spaced from the fastest to the slowest to forget.

@@ -1,4 +1,4 @@
-"""Send pictures to loggers that support them, and survive a full disk."""
+"""Pictures for loggers that support them, and tolerance of a full disk."""
 
 import contextlib
 import logging

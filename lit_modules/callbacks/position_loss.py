@@ -1,4 +1,4 @@
-"""Draw the loss over tokens trained, and over tokens of context, which shows how well a model uses distant context."""
+"""The loss over tokens trained, and over tokens of context: how well a model uses distant context."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from lit_modules.loggers.figures import draw_loss, draw_position_loss
 
 
 class PositionLoss(Callback):
-    """After each validation, draw `figures/loss.png` and `figures/position_loss.png`, and write the latter's table.
+    """Callback that draws `figures/loss.png` and `figures/position_loss.png`, with a table, after each validation.
 
     Positions count the tokens that the model sees: those of the same document within the same sequence.
 

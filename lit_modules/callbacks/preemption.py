@@ -41,7 +41,7 @@ SAME_INTERRUPT = 1.0  # seconds: the terminal and torchrun both forward one Ctrl
 
 
 class Preempted(SilentExit):
-    """A run ends on the signal `sent` and can be resumed; rank 0 has reported it."""
+    """End of a run by the signal `sent`; the run can be resumed, and rank 0 has reported it."""
 
     def __init__(self, sent: signal.Signals) -> None:
         here = this_process()
@@ -51,7 +51,7 @@ class Preempted(SilentExit):
 
 
 class Preemption(Callback):
-    """End the run cleanly on a signal: checkpoint, requeue, loggers closed as preempted."""
+    """Callback that ends the run cleanly on a signal: checkpoint, requeue, loggers closed as preempted."""
 
     def __init__(self) -> None:
         self.noted: float | None = None  # time of this rank's first signal
@@ -67,8 +67,7 @@ class Preemption(Callback):
 
     @contextlib.contextmanager
     def listening(self, trainer: lightning.Trainer, module: Any) -> Iterator[None]:
-        """Within this context, the first signal sets `module.asked_to_end`, and a second SIGINT raises
-        KeyboardInterrupt."""
+        """Handle signals: the first sets `module.asked_to_end`, a second SIGINT raises KeyboardInterrupt."""
 
         def note(number: int, frame: FrameType | None) -> None:
             if self.noted is None:  # only the first counts: after a requeue SLURM also sends SIGTERM

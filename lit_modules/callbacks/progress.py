@@ -1,4 +1,4 @@
-"""Report progress as log lines and metrics: tokens per second, model FLOPs utilization, loss, time left."""
+"""Progress as log lines and metrics: tokens per second, model FLOPs utilization, loss, time left."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ def reports_after(trainer: lightning.Trainer, module: Any, batch_idx: int, every
 
 
 class Progress(Callback):
-    """Print a line and log metrics every `every_tokens` (and after the first and the last step).
+    """Callback that prints a line and logs metrics every `every_tokens` (and after the first and the last step).
 
     Throughput covers training only, without validations and checkpoints, and the whole run. `tokens_per_second_per_gpu`
     and `mfu` divide it by all GPUs, including those that share a sequence or a layer. `memory_gib` is the peak of the

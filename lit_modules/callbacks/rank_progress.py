@@ -1,4 +1,4 @@
-"""Track how far each rank has come and its current work, and word the watchdog's findings."""
+"""Each rank's progress and current action, and the wording of the watchdog's findings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

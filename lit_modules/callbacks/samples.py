@@ -1,4 +1,4 @@
-"""Generate samples of text at each validation, to show directly what a model has learned."""
+"""Samples of text at each validation, to show directly what a model has learned."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from lit_modules.parallel.context import whole_sequences
 
 
 class Samples(Callback):
-    """Continue each prompt after a validation; write to `samples/step_<n>.txt` and to loggers that support text.
+    """Callback that continues prompts after a validation, for `samples/step_<n>.txt` and loggers of text.
 
     Args:
         prompts: the texts to continue.

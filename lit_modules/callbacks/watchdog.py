@@ -50,7 +50,7 @@ BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|socket|connection|peer|process ?group
 
 
 class RankLost(RunFailed):
-    """Another rank caused the end of this one. `culprit`: the entries of failed.json about that rank."""
+    """Error for an end that another rank caused. `culprit`: the entries of failed.json about that rank."""
 
     def __init__(self, words: str, place: RankProgress, folder: Path) -> None:
         super().__init__(words)
@@ -58,7 +58,7 @@ class RankLost(RunFailed):
 
 
 class Watchdog(Callback):
-    """Name the rank that hangs or is gone, and end the run so that it restarts from its last checkpoint.
+    """Callback that names a rank that hangs or is gone, and ends the run to restart from its last checkpoint.
 
     Args:
         seconds: time without a new action after which a rank counts as hanging; null disables the watchdog.

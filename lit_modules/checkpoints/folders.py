@@ -1,4 +1,4 @@
-"""Manage a run's `checkpoints/`: complete checkpoints by step, the link `best`, and verification.
+"""A run's `checkpoints/`: complete checkpoints by step, the link `best`, and verification.
 
 step_00000016/           appears once every rank has written its part
     __0_0.distcp ...     the tensors, one or more files per rank (torch.distributed.checkpoint)
@@ -59,7 +59,7 @@ def newest_whole(folder: Path) -> Path | None:
     """Return the newest undamaged checkpoint in a run's `checkpoints/`; log and skip damaged ones. None without any.
 
     This reads the newest checkpoint completely, with several threads. Only one rank should call it; the strategy's
-    `load_checkpoint` broadcasts that rank's path. `newest` is None exactly if this is.
+    `load_checkpoint` broadcasts that rank's path. Other ranks can use `newest`, which is None in the same cases.
 
     Raises:
         ValueError: there are checkpoints, but all are damaged.

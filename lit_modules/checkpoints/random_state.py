@@ -1,4 +1,4 @@
-"""Save and restore the random generators, so that a resumed run continues exactly."""
+"""Saved state of the random generators, so that a resumed run continues exactly."""
 
 import random
 from typing import Any
@@ -10,8 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 
 class RandomState(Callback):
-    """Save every random generator of this rank, which Lightning does not, so that dropout and sampling continue
-    exactly.
+    """Callback that saves this rank's random generators, which Lightning does not, for exact dropout and sampling.
 
     A resume with the same number of ranks restores each rank's own state; any other number restores rank 0's on all.
     """

@@ -1,4 +1,4 @@
-"""Read tensors from a checkpoint into any distribution, without executing code from its files."""
+"""Reading of checkpoints into any sharding, without executing code from their files."""
 
 import pickle
 import warnings

@@ -1,4 +1,4 @@
-"""Decide when to write checkpoints, and which to keep."""
+"""When checkpoints are written, and which are kept."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints(Checkpoint):
-    """Save every `every_tokens`; keep the last few and the best by validation loss.
+    """Callback that saves every `every_tokens`, and keeps the last few and the best by validation loss.
 
     Training continues while a checkpoint is written, and waits only if the next one is due earlier. An older checkpoint
     is removed only after a newer one is complete. If one cannot be written (a full disk), an error is logged, earlier

@@ -117,10 +117,10 @@ class Checkpointed:
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has read them."""
+        """Do nothing: `load_checkpoint` has read them."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has read them."""
+        """Do nothing: `load_checkpoint` has read them."""
 
     def remove_checkpoint(self, filepath: Path | str) -> None:
         if self.is_global_zero:

@@ -1,4 +1,4 @@
-"""Collect the tensors of a training by name under any strategy, and divide them among ranks for writing."""
+"""The tensors of a training by name under any strategy, and their division among ranks for writing."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""Write checkpoints in the background: training waits only while tensors are copied to main memory."""
+"""Background writing of checkpoints: training waits only while tensors are copied to main memory."""
 
 import io
 import logging
@@ -27,7 +27,7 @@ APPEARS_WITHIN = 60.0  # seconds; a shared disk may show another node's files la
 
 
 class NotWritten(Exception):
-    """The disk refused a checkpoint; the message names the rank and the reason."""
+    """Error for a checkpoint that the disk refused; the message names the rank and the reason."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ShardWriter(FileSystemWriter):
 
 
 class Writer:
-    """Write the checkpoints of a training, one at a time, with every rank taking part.
+    """Writer of a training's checkpoints, one at a time, with every rank taking part.
 
     All ranks call `begin` and `wait` in the same order. In the background, ranks communicate over a separate gloo
     group, which does not interfere with the training's collectives.

@@ -1,4 +1,4 @@
-"""Summarize a training: the numbers of summary.json, and the lines for the terminal."""
+"""Summary of a training: the numbers of summary.json, and the lines for the terminal."""
 
 import logging
 import math

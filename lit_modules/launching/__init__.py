@@ -1,1 +1,1 @@
-"""Start the processes of a run: their identity, common folder, logs, supervision and SLURM submission."""
+"""The processes of a run: identity, common folder, logs, supervision and SLURM submission."""

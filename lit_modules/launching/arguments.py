@@ -1,4 +1,4 @@
-"""Prepare the command line for Hydra: quote the prompt and add conf/ of the current folder to the search path."""
+"""Command-line arguments for Hydra: the prompt quoted, and ./conf added to the search path."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Launch the ranks of one machine through Lightning, and name a rank that is killed."""
+"""Launcher for the ranks that Lightning starts on one machine, which names a rank that is killed."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""List the choices of conf/'s groups, for the help and for errors about unknown choices."""
+"""The choices of conf/'s groups, for the help and for errors about unknown choices."""
 
 import re
 from pathlib import Path

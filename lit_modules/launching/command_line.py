@@ -1,4 +1,4 @@
-"""Compose and check the command line's configuration before the run has a folder."""
+"""Composition and check of the command line's configuration, before the run has a folder."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Read the YAML files of conf/ without Hydra: the keys that each declares before composition."""
+"""The YAML files of conf/ without Hydra: the keys that each declares before composition."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Check that the ranks of a run agree on code, folder, devices and world size."""
+"""Consistency of the ranks of a run: code, folder, devices and world size."""
 
 import hashlib
 import logging

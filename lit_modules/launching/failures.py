@@ -1,4 +1,4 @@
-"""Report the first rank of a run that failed: it alone writes failed.json and informs the user."""
+"""Failure reports: the first rank that fails alone writes failed.json and informs the user."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Check the keys of a configuration on the command line's own composition, before heavy imports.
+"""Check of a configuration's keys on the command line's own composition, before heavy imports.
 
 A node with a `_target_` takes the arguments of that class or function. A collection such as `callbacks` takes such
 nodes under any name. Every other node takes the keys that conf/ declares for it: those of the composition without

@@ -1,4 +1,4 @@
-"""Check the settings of `hydra/launcher=slurm` before sbatch sees them, with one line that names the key."""
+"""Check of the settings of `hydra/launcher=slurm` before sbatch sees them, with one line that names the key."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Identify this process among those of its run from the environment of SLURM, torchrun or Lightning."""
+"""This process's identity within its run, from the environment of SLURM, torchrun or Lightning."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Set up the log of each rank: rank 0 uses the terminal and palimpsest.log, the others logs/rank_*.log."""
+"""The log of each rank: rank 0 uses the terminal and palimpsest.log, the others logs/rank_*.log."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Check a run on the submitting machine, so that mistakes appear before anything is queued."""
+"""Check of a run on the submitting machine, so that mistakes appear before anything is queued."""
 
 import copy
 from pathlib import Path

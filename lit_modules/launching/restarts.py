@@ -1,4 +1,4 @@
-"""Restart a run automatically: request it from SLURM, and limit restarts without a new checkpoint.
+"""Automatic restarts of a run: the request to SLURM, and the limit on restarts without a new checkpoint.
 
 Heavy imports are avoided: a rank's supervisor calls this when the rank ran out of memory.
 """

@@ -1,4 +1,4 @@
-"""Manage the folder of a run: its path, lock, completion, and the settings that a resume may change.
+"""The folder of a run: its path, lock, completion, and the settings that a resume may change.
 
 `runs/<experiment>/<timestamp>/` holds `.hydra/`, `config.yaml` (the initial configuration, resolved), `tokenizer/`,
 `checkpoints/`, `metrics.csv`, `figures/`, `export/`, `logs/` (of all ranks except 0) and, once the run has finished,
@@ -62,11 +62,11 @@ MAY_CHANGE = (
 
 
 class RunFailed(RuntimeError):
-    """A run ends early for a reason that no setting caused (divergence, a full disk): exit status 1."""
+    """Error that ends a run early for a reason that no setting caused (divergence, a full disk): exit status 1."""
 
 
 class SilentExit(Exception):
-    """Exit silently with `status`: the reason was already printed, here or by another rank."""
+    """Silent exit with `status`: the reason was already printed, here or by another rank."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)

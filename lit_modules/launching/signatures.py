@@ -1,4 +1,4 @@
-"""Read the arguments of the class or function at a dotted path from its source.
+"""The arguments of the class or function at a dotted path, read from its source.
 
 Nothing is imported, so a mistake in a setting of torch.optim.AdamW or lightning.Trainer is found before they load.
 """

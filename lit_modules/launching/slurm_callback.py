@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 
 class ThroughSlurm(Callback):
-    """Replaces submitit's executor by ours before the launcher of hydra-submitit-launcher uses it."""
+    """Hydra callback that replaces submitit's executor by ours before hydra-submitit-launcher uses it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse the launcher without -m: Hydra would ignore it and train on the login node."""

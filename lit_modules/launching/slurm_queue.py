@@ -1,4 +1,4 @@
-"""Query SLURM about jobs through squeue and scontrol; not sacct, since many clusters keep no accounting."""
+"""Queries to SLURM about jobs by squeue and scontrol; not sacct, since many clusters keep no accounting."""
 
 import re
 import subprocess

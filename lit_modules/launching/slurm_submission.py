@@ -1,4 +1,4 @@
-"""Submit runs to SLURM through submitit, in place of hydra-submitit-launcher's own executor.
+"""Submission of runs to SLURM through submitit, in place of hydra-submitit-launcher's own executor.
 
 submitit writes the script, ships the run to its tasks and keeps their results. This module covers the user's side:
 sbatch's errors, waiting and its output, and which rank failed.
@@ -37,7 +37,7 @@ def take_over(config: DictConfig) -> None:
 
 
 class Task:
-    """The callable of each task: runs the launcher's function in a process set up as by the command."""
+    """Callable of each task: runs the launcher's function in a process set up as by the command."""
 
     def __init__(self, launch: Any) -> None:
         self.launch = launch

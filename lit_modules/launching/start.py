@@ -1,4 +1,4 @@
-"""Start a run on each of its ranks: its folder, whether work is left, and its log."""
+"""Start of a run on each of its ranks: its folder, whether work is left, and its log."""
 
 import contextlib
 import json

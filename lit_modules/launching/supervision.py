@@ -1,4 +1,4 @@
-"""Supervise each rank of srun or torchrun from a small parent process that names a killed rank and requests a restart.
+"""Supervisor above each rank of srun or torchrun: it names a killed rank and requests a restart.
 
 A rank that gets SIGKILL, as from the out-of-memory killer, cannot report anything; with `--kill-on-bad-exit` srun ends
 the other ranks long before their watchdogs notice. srun or torchrun see only the supervisor: it forwards their signals
@@ -34,7 +34,7 @@ _above: int | None = None  # on a rank, a pipe to its supervisor
 
 
 class RankKilled(RunFailed):
-    """A rank was killed, which ends the run. `culprit`: the entries of failed.json about that rank."""
+    """Error for a killed rank, which ends the run. `culprit`: the entries of failed.json about that rank."""
 
     def __init__(self, words: str, culprit: dict[str, object]) -> None:
         super().__init__(words)

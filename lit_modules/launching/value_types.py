@@ -1,4 +1,4 @@
-"""Check the values of a configuration against the type hints of the objects that it builds."""
+"""Check of a configuration's values against the type hints of the objects that it builds."""
 
 import re
 from collections.abc import Callable, Iterable

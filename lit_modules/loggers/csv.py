@@ -1,4 +1,4 @@
-"""Log every run's metrics to `metrics.csv`."""
+"""Metrics of every run in `metrics.csv`."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricsCsv(Logger):
-    """Write `metrics.csv` in the run's folder: one row per log call, written at once.
+    """Logger to `metrics.csv` in the run's folder: one row per log call, written at once.
 
     Lightning's own CSV logger deletes the file when a run is resumed. This one keeps it, and drops only the rows of
     steps that the resumed run repeats. A new metric adds a column.

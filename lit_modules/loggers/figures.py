@@ -1,4 +1,4 @@
-"""Draw the figures of a run as PNG files, without a display."""
+"""Figures of a run as PNG files, drawn without a display."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Log metrics to Weights & Biases, if configured."""
+"""Logging to Weights & Biases, if configured."""
 
 import html
 import logging
