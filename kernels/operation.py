@@ -1,4 +1,4 @@
-"""How implementations become operations of torch."""
+"""Registration of implementations as torch operations."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,13 @@ from torch import Tensor
 
 
 def register_operation(name: str, function: Callable, fake: Callable, mutates: tuple[str, ...] = ()) -> Callable:
-    """The operation palimpsest::name: what torch.library.custom_op makes, without its checks at every call.
+    """Register the operation palimpsest::name like torch.library.custom_op, without its checks at every call.
 
-    Those took longer than the pruned kernels. fake: empty results, in shape and dtype those of the function. mutates:
-    names of the arguments that it writes to.
+    Those checks took longer than the pruned kernels.
+
+    Args:
+        fake: returns empty tensors with the shapes and dtypes of the function's results.
+        mutates: names of the arguments that the function writes to.
     """
     torch.library.define(f"palimpsest::{name}", torch.library.infer_schema(function, mutates_args=mutates))
     torch.library.impl(f"palimpsest::{name}", "default", function)
@@ -19,5 +22,5 @@ def register_operation(name: str, function: Callable, fake: Callable, mutates: t
 
 
 def empty_gradients(q: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-    """What a backward operation returns, in shape and dtype; an empty tensor for what is None."""
+    """Return empty gradients with the shapes and dtypes of the arguments; a tensor of size 0 for None."""
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, *others))

@@ -1,4 +1,4 @@
-"""Losses of a language model's logits, with their gradient in the logits' place: cross-entropy and KL divergence."""
+"""Cross-entropy and KL divergence of a language model's logits; the gradient overwrites the logits."""
 
 import torch
 from torch import Tensor
@@ -19,31 +19,31 @@ def token_losses(
     temperature: float = 1.0,
     gradient: bool = True,
 ) -> Tensor:
-    """Cross-entropy and KL divergence of each token; `logits` becomes the gradient of their weighted sum.
+    """Compute each token's cross-entropy and KL divergence; overwrite `logits` with their weighted sum's gradient.
 
     With z a token's logits, t its teacher's, y its target and c the temperature:
 
         cross-entropy = logsumexp(z) - z_y          divergence = c^2 KL(softmax(t / c) || softmax(z / c))
 
-    in nats. c^2 keeps the size of the divergence's gradient, which is c (softmax(z / c) - softmax(t / c)). Softmax and
-    sums are taken in float32 at least.
+    in nats. c^2 keeps the size of the divergence's gradient, c (softmax(z / c) - softmax(t / c)), nearly constant in c.
+    Softmax and sums are float32 or wider.
 
     Args:
-        logits: `[N, P]`, rows contiguous; from column vocab_size on it is padding, which takes part in nothing.
+        logits: `[N, P]`, rows contiguous; columns from vocab_size on are padding and ignored.
         targets: `[N]` int64 below vocab_size, or -100 to leave a token out of the cross-entropy.
         teacher_logits: `[N, P]`, finite; for the divergence.
-        mask: `[N]` bool, which tokens count in the divergence; all by default.
-        weights: `[2]`, of cross-entropy and divergence in what the gradient is of; 1 and 1 by default.
+        mask: `[N]` bool, the tokens that count in the divergence; all by default.
+        weights: `[2]`, weights of cross-entropy and divergence in the gradient; 1 and 1 by default.
         vocab_size: default P.
         temperature: of both distributions of the divergence.
-        gradient: whether to overwrite `logits` with the gradient, 0 in the padding; else they are left as they are.
+        gradient: overwrite `logits` with the gradient, 0 in the padding; otherwise leave them unchanged.
 
     Returns:
-        `[2, N]` cross-entropies and divergences, float32 at least; 0 where left out, or without targets or a teacher.
-        On a GPU a target that is no token gives NaN; elsewhere PyTorch raises.
+        `[2, N]` cross-entropies and divergences, float32 or wider; 0 where left out, or without targets or a teacher.
+        An out-of-range target gives NaN on a GPU; elsewhere PyTorch raises.
 
     Raises:
-        ValueError: for shapes that do not agree.
+        ValueError: the shapes do not agree, or the temperature is not positive.
     """
     vocab_size = vocab_size or logits.shape[-1]
     _check(logits, targets, teacher_logits, mask, vocab_size, temperature)

@@ -1,4 +1,4 @@
-"""Cross-entropy and KL divergence of logits with their gradient, in plain PyTorch: the definition, for CPUs too."""
+"""Cross-entropy and KL divergence of logits with their gradient, in plain PyTorch: the reference, also used on CPUs."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ def reference_token_losses(
     temperature: float,
     gradient: bool,
 ) -> Tensor:
-    """`token_losses` in any dtype; at most three tensors of the logits' size are held beside them."""
+    """Compute `token_losses` in any dtype, with at most three further tensors of the logits' size."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     losses = torch.zeros(2, logits.shape[0], dtype=dtype, device=logits.device)
     used, total = logits[:, :vocab_size], None

@@ -1,12 +1,12 @@
 """Cross-entropy and KL divergence of logits with their gradient, in Triton.
 
-A program has one token. It goes through the token's logits z, and its teacher's t, in blocks: once for
+A program owns one token. It reads the token's logits z, and its teacher's t, in blocks: once for
 
     m = max z, s = sum_i e^{z_i - m}, s' = sum_i e^{(z_i - m) / c}        of t: n, r' = sum_i e^{(t_i - n) / c},
     x = sum_i e^{(t_i - n) / c} (t_i - z_i)
 
-with the sums corrected where a block raises a maximum, and once more for the gradient, written over z. What the first
-way has read is mostly still in the cache. With a = m / c + log s' and b = n / c + log r' the divergence is
+with the sums rescaled when a block raises a maximum, and once more for the gradient, which overwrites z. The second
+pass mostly hits the cache. With a = m / c + log s' and b = n / c + log r' the divergence is
 c^2 (x / (r' c) - b + a), exactly 0 where t = z.
 """
 
@@ -22,8 +22,8 @@ BLOCK = 4096
 NUM_WARPS = 8
 
 
-# With the checks at every call, which here are for a chunk of tokens, and in a namespace of its own: those of
-# palimpsest:: go over time.
+# custom_op's checks at every call are affordable here: one call serves a chunk of tokens. The namespace is separate
+# because the planner counts every operation in palimpsest:: as mixing over time.
 @torch.library.custom_op("palimpsest_losses::token_losses", mutates_args=("logits",))
 def fused_token_losses(
     logits: Tensor,
@@ -121,7 +121,7 @@ def _row(
             divergence = difference / teacher_total * coldness - teacher_normalizer + warm_normalizer
             tl.store(losses + tokens + row, tl.where(compared, divergence * temperature * temperature, 0.0))
         if GRADIENT:
-            # Every thread has read what it needs of the chosen logit before any writes over it.
+            # All threads must have read the chosen logit before any thread overwrites it.
             tl.debug_barrier()
             for start in range(0, width, BLOCK):
                 place = start + columns

@@ -1,10 +1,10 @@
-"""What has to be computed: segments, and the blocks of queries within a segment with the keys that each one reads.
+"""Plan of the chunked form: segments, their blocks of queries, and the keys that each block reads.
 
-A segment is a run of queries and the keys they can see: a packed document, or a batch row between kv_start and kv_end
-(short rows that are alike are taken together, as if their heads were heads of one row). Its queries stand at its last
-positions, so every query sees at least its own key, and no mask for padding or for documents is needed anywhere. Within
-a segment a block of queries at [first, last) reads the keys [keys_from, last): later ones are in the future; earlier
-ones lie, in every head, outside the window, behind a closed gate, or under the pruning threshold.
+A segment is a run of queries and the keys they can see: a packed document, or a batch row between kv_start and kv_end.
+Short rows with equal bounds are batched along the head axis. The queries are the segment's last positions, so every
+query sees at least its own key, and padding and documents need no mask. Within a segment a block of queries at
+[first, last) reads the keys [keys_from, last): later keys are in the future; earlier keys are, in every head, outside
+the window, before a closed gate, or under the pruning threshold.
 """
 
 import math
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kernels.forgetting_attention.reference import CLOSED_GATE
 
-# Rows taken together need a copy of their keys, which pays while the keys are few.
+# Most keys of a group of batched rows: batching copies the keys, which pays only while they are few.
 KEYS_TOGETHER = 2048
-# Largest decay within a block up to which a float32 bias, taken from the block's middle, is right to 4e-6.
+# Largest decay within a block for which a float32 bias relative to the block's middle is accurate to 4e-6.
 STEEP_DECAY = 128.0
 
 
@@ -51,9 +51,10 @@ def segments(
     kv_end: Tensor | None,
     chunk_area: int,
 ) -> Iterator[Segment]:
-    """All segments that have a query. A query in none of them sees no key.
+    """Yield all segments that have a query. A query in none of them sees no key.
 
-    chunk_area: rows are taken together while queries x keys x rows stays within it, and keys x rows in KEYS_TOGETHER.
+    Args:
+        chunk_area: bound on queries x keys x rows of batched rows; keys x rows is bounded by KEYS_TOGETHER.
     """
     batch, num_queries = q.shape[:2]
     if cu_seqlens is not None:
@@ -78,11 +79,12 @@ def segments(
 
 @dataclass(frozen=True)
 class Decay:
-    """The decay along one segment, for each head and key; H is Hq times the segment's rows.
+    """Decay along one segment, for each head and key; H is Hq times the segment's rows.
 
-    `total` [H, n] float64 is the sum of the log gates up to each key; the bias of a score is `total_i - total_j`. It is
-    float64 because small differences are wanted of sums that grow with the length. `first` [H, n] int64, or None where
-    no gate is closed, is the first key that the query at each position sees; closed gates are left out of `total`.
+    Attributes:
+        total: [H, n] float64, the sum of the log gates up to each key, without closed gates; the bias of a score is
+            `total_i - total_j`. float64 because sums grow with the length and their differences are small.
+        first: [H, n] int64, the first key that the query at each position sees; None if no gate is closed.
     """
 
     total: Tensor
@@ -101,9 +103,9 @@ class Decay:
         return cls(gates.masked_fill(closed, 0.0).cumsum(-1), first)
 
     def gradient_of_gates(self, grad_total: Tensor) -> Tensor:
-        """Reverse cumulative sum of the gradient of `total` [H, n], within the segment.
+        """Return the reverse cumulative sum of the gradient of `total` [H, n], within the segment.
 
-        Exactly 0 for a closed gate (f dL/df at f = 0) and for the segment's first gate, which decays nothing.
+        Exactly 0 for a closed gate (f dL/df at f = 0) and for the segment's first gate, which decays no token.
         """
         grad_gates = grad_total.double().flip(-1).cumsum(-1).flip(-1)
         grad_gates[:, 0] = 0.0
@@ -117,8 +119,9 @@ class Decay:
 class Block:
     """Queries at positions [first, last) of a segment's keys, reading the keys [keys_from, last).
 
-    Keys before `masked_until` are hidden from some of the queries in some head. `steep`: decay so strong within the
-    block that no one reference serves all its rows in float32.
+    Attributes:
+        masked_until: keys before it are hidden from some query in some head.
+        steep: the decay within the block is too strong for one float32 reference for all rows.
     """
 
     first: int
@@ -131,10 +134,11 @@ class Block:
 def blocks(
     segment: Segment, query_chunk: int, window: int | None, decay: Decay | None, prune_threshold: Tensor | None
 ) -> list[Block]:
-    """Blocks of nearly equal size, at most `query_chunk`, that cover the segment's queries.
+    """Return blocks of nearly equal size, at most `query_chunk`, that cover the segment's queries.
 
-    prune_threshold: [H] float64, `log eps - 2 U`. A key is skipped when in every head its largest bias over the block
-    is under that minus log(number of keys) (arXiv 2504.06949).
+    Args:
+        prune_threshold: [H] float64, `log eps - 2 U`. A key is skipped if in every head its largest bias over the block
+            is under that minus log(number of keys) (arXiv 2504.06949).
     """
     num_queries = segment.num_keys - segment.offset
     count = -(-num_queries // query_chunk)
@@ -150,7 +154,7 @@ def blocks(
             keys_from = list(map(max, keys_from, decay.first[:, firsts].amin(0).tolist()))
             masked_until = list(map(max, masked_until, decay.first[:, [last - 1 for last in lasts]].amax(0).tolist()))
         if prune_threshold is not None:
-            # The bias is largest for the block's first query and rises with the key: what can be skipped is a prefix.
+            # The bias is largest for the block's first query and rises with the key, so the skipped keys are a prefix.
             smallest_kept = prune_threshold[:, None] - math.log(segment.num_keys) - at_first
             skipped = torch.searchsorted(-decay.total, smallest_kept)
             keys_from = list(map(max, keys_from, skipped.amin(0).tolist()))

@@ -1,15 +1,15 @@
 """Forgetting attention in plain PyTorch, chunk by chunk: the form for machines without CUDA.
 
-c_i is constant along row i and leaves its softmax, so with a reference r for each block of queries
+c_i is constant along row i and cancels in its softmax, so with a reference r for each block of queries
 
     s_ij = scale q_i . k_j + (r - c_j)                      P_ij = exp(s_ij - lse_i)
     dP   = dO V^T        dS = P * (dP - delta)              delta_i = dO_i . O_i - dlse_i
     dQ   = scale dS K    dK = scale dS^T Q    dV = P^T dO   dc_i = sum_j dS_ij - sum_k dS_ki
 
-For each segment and block of queries: its keys in chunks, from the diagonal backwards (so that every row has a finite
-maximum from the first chunk on), with an online softmax. Masks touch only the columns that need one. Query heads that
-share a key head are stacked as rows of one matrix: K and V are never repeated, and their gradients are summed over the
-sharing heads by the matrix product itself. Memory: O(T) for the results, and a chunk of scores for each head.
+Each block of queries reads its keys in chunks, from the diagonal backwards (so that every row has a finite maximum from
+the first chunk on), with an online softmax. Masks touch only the columns that need one. Query heads that share a key
+head are stacked as rows of one matrix: K and V are never repeated, and the matrix product sums their gradients over the
+sharing heads. Memory: O(T) for the results, and a chunk of scores for each head.
 """
 
 from functools import partial
@@ -38,10 +38,11 @@ def chunked_forward(
     cumulative: bool,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B, T, Hq, Dv] in q's dtype; sums [B, Hq, T] for the backward pass; lse [B, T, Hq], empty unless asked for.
+    """Return out, sums for the backward pass, and lse as `forgetting_attention` defines it.
 
-    sums are the log2 of the sum of exp2 of each row's logits, as `SegmentScores.logits` gives them, lse the natural log
-    of what `forgetting_attention` calls the scores, both float32 or float64; -inf without a key.
+    Returns:
+        out [B, T, Hq, Dv] in q's dtype. sums [B, Hq, T], log2 of the sum of exp2 of each row of `SegmentScores.logits`.
+        lse [B, T, Hq], empty without return_lse. sums and lse are float32 or float64, and -inf without a key.
     """
     check_values(q, k, log_forget, cu_seqlens, kv_start, kv_end, cumulative)
     out, sums, lse = _empty_results(q, v, return_lse)
@@ -51,7 +52,7 @@ def chunked_forward(
     for segment in segments(q, k, cu_seqlens, kv_start, kv_end, QUERY_CHUNK * KEY_CHUNK):
         scores = SegmentScores(segment, q, k, v, log_forget, scale, window, cumulative)
         for block in scores.blocks(prune_threshold):
-            # Autocast would round the products, and so the sums that the backward pass takes for exact.
+            # Autocast would round the products, and the backward pass needs exact sums.
             with torch.autocast(q.device.type, enabled=False):
                 block_out, block_sums = _attend(scores, block)
             out[segment.rows, scores.rows(block)] = scores.heads_last(block_out).to(out.dtype)
@@ -63,7 +64,7 @@ def chunked_forward(
 
 
 def _attend(scores: SegmentScores, block: Block) -> tuple[Tensor, Tensor]:
-    """One block of queries over all its keys: out [H, n, Dv], log2 of its sums [H, n]."""
+    """Attend with one block of queries to all its keys. Return out [H, n, Dv] and the log2 of its sums [H, n]."""
     queries = scores.queries(block)
     row_max = row_sum = out = None
     for keys in scores.key_chunks(block):
@@ -112,7 +113,7 @@ def chunked_backward(
     cumulative: bool,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and log_forget, each in its own dtype; the last is empty without log_forget."""
+    """Return the gradients of q, k, v and log_forget in their dtypes; the last is empty without log_forget."""
     grads = [grad.zero_() for grad in empty_gradients(q, k, v, log_forget)]
     for segment in segments(q, k, cu_seqlens, kv_start, kv_end, QUERY_CHUNK * KEY_CHUNK):
         scores = SegmentScores(segment, q, k, v, log_forget, scale, window, cumulative)
@@ -130,7 +131,7 @@ def chunked_backward(
 
 
 class SegmentGradients:
-    """Sums over the blocks of one segment: `k` [Hk, n, Dk] (times log2 e), `v` [Hv, n, Dv], `decay` [H, n]."""
+    """Gradient sums over the blocks of one segment: `k` [Hk, n, Dk] (times log2 e), `v` [Hv, n, Dv], `decay` [H, n]."""
 
     def __init__(self, scores: SegmentScores):
         self.scores = scores
@@ -140,7 +141,7 @@ class SegmentGradients:
         self.decay = new_zeros(scores.num_heads, num_keys)
 
     def add_block(self, block: Block, grad_out: Tensor, out: Tensor, sums: Tensor, grad_lse: Tensor | None) -> Tensor:
-        """Add what a block of queries gives to k, v and decay, and return its gradient of q, [H, n, Dk]."""
+        """Add a block's gradients to k, v and decay, and return its gradient of q, [H, n, Dk]."""
         scores, rows = self.scores, (self.scores.segment.rows, self.scores.rows(block))
         queries = scores.queries(block)
         grad_rows = scores.heads_first(grad_out[rows]).contiguous()
@@ -155,7 +156,7 @@ class SegmentGradients:
             self.v[:, keys] += stack(weights, scores.value_heads).mT @ stack(grad_rows, scores.value_heads)
             grad_logits = scores.grad_weights(grad_rows, keys).sub_(delta).mul_(weights)
             if scores.decay is not None:
-                # Rows minus columns: row sums are 0 (or dlse) only in exact arithmetic; errors would add up over time.
+                # Keep the row sums: they are 0 (or dlse) only in exact arithmetic, and errors would add up over time.
                 self.decay[:, block.first : block.last] += grad_logits.sum(-1)
                 self.decay[:, keys] -= grad_logits.sum(-2)
             stacked = stack(grad_logits, scores.key_heads)
@@ -164,7 +165,7 @@ class SegmentGradients:
         return grad_q.mul_(scores.scale).view(scores.num_heads, block.last - block.first, -1)
 
     def of_gates(self, cumulative: bool) -> Tensor:
-        """The gradient of the segment's log_forget, [H, n]."""
+        """Return the gradient of the segment's log_forget, [H, n]."""
         return self.decay if cumulative else self.scores.decay.gradient_of_gates(self.decay)
 
 
@@ -180,7 +181,7 @@ def _save(ctx, inputs, output):
     q, k, v, log_forget, cu_seqlens, kv_start, kv_end, prune_threshold, *ctx.settings, return_lse = inputs
     out, sums, lse = output
     ctx.mark_non_differentiable(*((sums,) if return_lse else (sums, lse)))
-    # Else zeros would be filled in for the gradient of each of them.
+    # Otherwise autograd materializes zero gradients for unused outputs.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, log_forget, out, sums, cu_seqlens, kv_start, kv_end, prune_threshold)
 

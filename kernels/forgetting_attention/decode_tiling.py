@@ -1,4 +1,4 @@
-"""How decoding is cut into programs: groups of heads, tiles of keys, splits. On the host, from sizes alone."""
+"""Division of decoding into programs: groups of heads, tiles of keys, splits. On the host, from sizes alone."""
 
 import math
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor
 from kernels.rounding import next_power_of_2
 
 NUM_WARPS = 4
-# Depth of the pipeline that loads K, V and c: one tile in use, the others on their way.
+# Depth of the pipeline that loads K, V and c: one tile in use, the others in flight.
 NUM_STAGES = 3
-# Programs that a multiprocessor's shared memory is divided among: one computes while another waits.
+# Programs that share a multiprocessor's shared memory: one computes while another waits.
 PROGRAMS_PER_MULTIPROCESSOR = 2
-# What a program keeps in shared memory beside those tiles: scores on their way between warps.
+# Shared memory of a program besides those tiles: scores exchanged between warps.
 SHARED_MEMORY_BESIDE = 8 * 1024
 MAX_KEYS = 128
 # The smallest matrix product that tensor cores take, in rows and in keys.
@@ -21,13 +21,13 @@ SMALLEST_PRODUCT = 16
 # Rows (queries times heads), and rows times channels, up to which accumulators and scores stay in registers.
 MAX_ROWS = 64
 MAX_ACCUMULATOR = 8192
-# Fewer keys than this are not worth a program and its place in the join.
+# Fewer keys do not pay for another program and its part of the join.
 MIN_KEYS_PER_SPLIT = 256
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the heads are cut into `groups`, and the tile that one program works on: rows x keys.
+    """Division of the heads into `groups`, and the tile of one program: rows x keys.
 
     A group has `heads` query heads, which read `key_heads` key heads and `value_heads` value heads. Its rows are
     `queries` x `padded_heads`, powers of 2.
@@ -43,9 +43,9 @@ class Tiling:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> "Tiling":
-        """The fewest groups that have no key head and no value head in common, if their tiles fit.
+        """Choose the fewest groups that share no key head and no value head, if their tiles fit.
 
-        Otherwise the fewest whose tiles fit: groups beside each other then read the same keys or values.
+        Otherwise choose the fewest whose tiles fit: neighboring groups then read the same keys or values.
         """
         num_heads, num_key_heads, num_value_heads = q.shape[2], k.shape[2], v.shape[2]
         shared_memory = _shared_memory(q.device)
@@ -67,12 +67,12 @@ class Tiling:
 
 
 def block_dim(head_dim: int) -> int:
-    """Channels of a tile: a power of 2 that tensor cores take."""
+    """Return the channels of a tile: a power of 2 that tensor cores accept."""
     return max(SMALLEST_PRODUCT, next_power_of_2(head_dim))
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that the tiles of one program may take."""
+    """Return the bytes of shared memory for the tiles of one program."""
     if device.type != "cuda":
         return 96 * 1024
     of_multiprocessor = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
@@ -80,9 +80,11 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def choose_splits(programs: int, num_keys: int, device: torch.device) -> int:
-    """The fewest splits of the keys that keep the device's multiprocessors about as busy as any number of splits.
+    """Return the fewest splits of the keys that keep the device's multiprocessors nearly as busy as any other number.
 
-    programs: of one split. What one split of a row takes is at least MIN_KEYS_PER_SPLIT of its num_keys.
+    Args:
+        programs: number of programs with one split.
+        num_keys: keys of a row; a split gets at least MIN_KEYS_PER_SPLIT of them.
     """
     if device.type != "cuda":
         return 1

@@ -1,13 +1,14 @@
 """The backward pass for Hopper, in Gluon: the arithmetic of triton_backward.py, scheduled by hand.
 
-A program has one block of 128 keys, and four groups of warps that work side by side:
+A program owns one block of 128 keys and has up to four groups of warps that run concurrently:
 
     one warp loads tiles of Q and dO through the tensor memory accelerator, ahead of the others;
-    two warpgroups compute, each for 64 of the keys (rows of the transposed tiles), P, dS, and from registers dV and dK;
-    a third multiplies dS, which both leave in shared memory, by K, and adds dQ to a float32 buffer in global memory.
+    two warpgroups compute P, dS, dV and dK, each for 64 of the keys (rows of the transposed tiles);
+    a third (head dimensions up to 64) multiplies dS, read from shared memory, by K and adds dQ to a float32 buffer in
+    global memory. Without it each of the two computes half the channels of dQ.
 
-While one warpgroup waits for its exponentials the tensor cores work for the others. All blocks of keys add to the same
-dQ, in the order in which they come.
+While one warpgroup waits for its exponentials, the tensor cores work for the others. All blocks of keys add to the same
+dQ with atomics, in no fixed order.
 """
 
 import torch
@@ -130,7 +131,7 @@ def _compute(
         m = begin + index
         stage = index % STAGES
         buffer = index % 2
-        # The products are added to -lse / scale and -delta, which takes neither instructions nor registers of its own.
+        # Start the accumulators at -lse / scale and -delta: this costs no extra instructions and no extra registers.
         mbarrier.wait(full.index(stage), index // STAGES & 1)
         q = q_smem.index(stage)
         grad_out = grad_out_smem.index(stage)
@@ -165,16 +166,16 @@ def _compute(
         mbarrier.arrive(grad_full.index(buffer))
         if HAS_GATES:
             if not THIRD:
-                # Later and of rounded numbers: registers are short, and every one held here is one spilled elsewhere.
+                # Sum the rounded values, after the store: registers are scarce, and holding more here spills others.
                 by_key = gl.sum(grad_halves.to(gl.float32), 1)
             grad_keys -= by_key
-            # The tile's sum, left in parts: to gather it here, all warps would have to wait for each other.
+            # Leave the tile's sum in PARTS partial sums: reducing it here would synchronize all warps.
             gl.atomic_add(grad_queries + m * PARTS + key % PARTS, by_key, sem="relaxed")
         if THIRD:
             grad_v, grad_k = warpgroup_mma_wait(0, deps=(grad_v, grad_k))
             mbarrier.arrive(empty.index(stage))
         else:
-            # Both warpgroups have left their dS before either goes on, and so have read the last one's: two buffers do.
+            # Each warpgroup waits until both have stored dS, so both have read the previous dS: two buffers suffice.
             mbarrier.wait(grad_full.index(buffer), index // 2 & 1)
             grad = grad_smem.index(buffer).permute((1, 0))
             k = k_all_smem.slice(half * PIECE, PIECE, dim=1)
@@ -269,7 +270,7 @@ def _backward(
             mbarrier.init(grad_empty.index(buffer), count=1)
     if count > 0:
         HALF: gl.constexpr = BLOCK_N // 2
-        # Whole lists, twice: put together from parts, they lose what is constant in them.
+        # Spelled out twice: concatenating the lists drops constexpr-ness.
         if THIRD:
             gl.warp_specialize(
                 [
@@ -374,7 +375,7 @@ def backward(
     config: Config,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """As `triton_backward.backward`, for what `hopper_tiles.supports`; grad_queries of block_m queries together."""
+    """Compute `triton_backward.backward` for inputs that `hopper_tiles.supports`; grad_queries sums block_m queries."""
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
     key_dim, value_dim = width(q), width(v)
@@ -384,7 +385,7 @@ def backward(
         descriptor(out, CHUNK), descriptor(grad_out, CHUNK), lse, grad_lse, stats, num_queries,
         BLOCK=CHUNK, VALUE_DIM=tile_width(v), BLOCK_M=config.block_m,
     )  # fmt: skip
-    # What is added to begins at 0. So does what nobody may write: gradients of keys that no query sees.
+    # Zero the accumulation buffers, and gradients that may stay unwritten: keys that no query sees.
     groups = cdiv(num_queries, config.block_m)
     sizes = [batch * heads * rows * key_dim, 0 if decay is None else batch * heads * groups * PARTS.value]
     sums, grad_queries = lse.new_zeros(sum(sizes)).split(sizes)

@@ -1,13 +1,13 @@
 """The forward pass for Hopper, in Gluon: the arithmetic of triton_forward.py, scheduled by hand.
 
-A program has one block of 128 queries. One warp loads tiles of K and V through the tensor memory accelerator, and the
+A program owns one block of 128 queries. One warp loads tiles of K and V through the tensor memory accelerator, and the
 decay of their keys; two warpgroups compute, each for 64 of the queries. Tiles of keys are read from the diagonal
 backwards. In each warpgroup the products overlap with the softmax:
 
-    S of a tile and P V of the tile before are in flight together; while P V goes on, P of this tile is computed.
+    S of a tile and P V of the previous tile are in flight together; while P V runs, P of this tile is computed.
 
-The decay costs nothing in registers: products are added to it. What a tile's keys are decayed by, relative to the
-queries' own chunk and in units of the scale, is where the accumulator of S begins.
+The decay needs no extra registers: it initializes the accumulator of S, relative to the queries' own chunk and in units
+of the scale.
 """
 
 import torch
@@ -101,7 +101,7 @@ def _hide(
 def _softmax(scores, row_max, scale):
     """New maxima (in units of the scale), weights, and what the earlier sums shrink by."""
     new_max = gl.maximum(row_max, gl.max(scores, 1))
-    # A row that has seen no key yet has no finite maximum, and must not give NaN.
+    # A row that has seen no key yet has maximum -inf, and must not give NaN.
     subtracted = gl.where(new_max == float("-inf"), 0.0, new_max) * scale
     weights = gl.exp2(scores * scale - subtracted[:, None])
     shrink = gl.exp2(row_max * scale - subtracted)
@@ -172,7 +172,7 @@ def _forward(
     VALUE_WIDTH: gl.constexpr, CHUNK: gl.constexpr, GRAIN: gl.constexpr, STAGES: gl.constexpr,
     HAS_GATES: gl.constexpr, HAS_FIRST: gl.constexpr, PRUNES: gl.constexpr,
 ):  # fmt: skip
-    # The longest rows first: what is left for the end is short.
+    # Schedule the longest rows first, so that short ones fill the end.
     m = gl.num_programs(0) - 1 - gl.program_id(0)
     head, row = gl.program_id(1), gl.program_id(2)
     heads = gl.num_programs(1)
@@ -253,7 +253,7 @@ def forward(
     scale: float,
     config: Config,
 ) -> tuple[Tensor, Tensor]:
-    """As `triton_forward.forward`, for what `hopper_tiles.supports`."""
+    """Compute `triton_forward.forward` for inputs that `hopper_tiles.supports`."""
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
     out = q.new_empty(batch, num_queries, heads, v.shape[3])

@@ -1,4 +1,4 @@
-"""What the two Hopper kernels share: which problems they take, tiles in memory, tiles in accumulators."""
+"""Shared parts of the two Hopper kernels: supported inputs, tile descriptors, tiles in accumulators."""
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -10,13 +10,13 @@ from kernels.forgetting_attention.triton_configs import capability
 from kernels.rounding import next_power_of_2
 
 SWIZZLED_TILE = gl.NVMMASharedLayout(128, 16, 4)
-# Triton 3.7 renamed the one, 3.9 the other.
+# Triton 3.7 renamed the first, 3.9 the second.
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 def supports(q: Tensor, v: Tensor, kv_start: Tensor | None, kv_end: Tensor | None, scale: float) -> bool:
-    """Whether the Hopper kernels can: half precision, head dimensions up to 128, no padding, a positive scale."""
+    """Return whether the Hopper kernels fit: half precision, head dimensions up to 128, no padding, scale > 0."""
     return (
         capability(q.device) == 9
         and q.element_size() == 2
@@ -28,12 +28,12 @@ def supports(q: Tensor, v: Tensor, kv_start: Tensor | None, kv_end: Tensor | Non
 
 
 def width(x: Tensor) -> int:
-    """The channels of a tile, whose rows are whole swizzles of 128 bytes."""
+    """Return the channels of a tile; its rows are whole 128-byte swizzles."""
     return max(64, next_power_of_2(x.shape[3]))
 
 
 def tiles(x: Tensor, block: int) -> TensorDescriptor:
-    """Tiles [1, 1, block, head_dim rounded up] of x [B, N, H, D]; what lies outside reads as 0."""
+    """Describe tiles [1, 1, block, head_dim rounded up] of x [B, N, H, D]; reads out of bounds give 0."""
     heads_first = x.transpose(1, 2)
     shape = [1, 1, block, width(x)]
     return TensorDescriptor(heads_first, list(heads_first.shape), list(heads_first.stride()), shape, SWIZZLED_TILE)

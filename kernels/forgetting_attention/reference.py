@@ -1,12 +1,12 @@
-"""Forgetting attention by its definition, with a [T, S] matrix for each head: what the other forms are tested against.
+"""Reference implementation of forgetting attention, with a [T, S] matrix for each head; tests compare against it.
 
     c_j  = sum_{l <= j} log_forget_l
     s_ij = scale * q_i . k_j + c_i - c_j                    for the keys j that query i sees
     o_i  = sum_j softmax_j(s_ij) v_j                       (FoX, arXiv 2503.02130, eq. 2 to 4)
     lse_i = log sum_j exp(s_ij)
 
-A gate of 0 (log_forget_l = -inf) hides every j < l from every i >= l. It is kept out of the sum and made a mask:
--inf - -inf never arises, and the other gates do not drown in it.
+A gate of 0 (log_forget_l = -inf) hides every j < l from every i >= l. It becomes a mask instead of a term of the sum:
+-inf - -inf never arises, and the other gates keep their precision.
 """
 
 import torch
@@ -30,7 +30,7 @@ def forgetting_attention_reference(
     cumulative: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The arguments of `forgetting_attention` except `prune`, which by definition changes nothing here.
+    """Compute `forgetting_attention` by its definition, without pruning; same arguments except prune and logit_bound.
 
     Differentiable by autograd. Computes in float64 for float64 inputs, otherwise in float32; O(T S) memory.
     """
@@ -61,26 +61,26 @@ def forgetting_attention_reference(
 
 
 def _heads_first(x: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, S, H, D] -> [B, Hq, S, D], each head of x repeated for the query heads that share it."""
+    """Return x [B, S, H, D] as [B, Hq, S, D], each head repeated for the query heads that share it."""
     return x.to(dtype).repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2)
 
 
 def _query_positions(q: Tensor, k: Tensor, kv_end: Tensor | None) -> Tensor:
-    """[B, T]: where each query stands among the keys; they are the last T positions of what the keys hold."""
+    """Return each query's position among the keys, [B, T]: the last T positions that the keys hold."""
     batch, length = q.shape[:2]
     end = kv_end.long() if kv_end is not None else torch.full((batch,), k.shape[1], device=q.device)
     return end[:, None] - length + torch.arange(length, device=q.device)
 
 
 def _at_positions(x: Tensor, position: Tensor) -> Tensor:
-    """[B, S, H] at positions [B, T] -> [B, H, T]."""
+    """Gather x [B, S, H] at positions [B, T] into [B, H, T]."""
     return x.mT.gather(2, position.clamp(min=0)[:, None].expand(-1, x.shape[2], -1))
 
 
 def _visible(
     query_position: Tensor, k: Tensor, window: int | None, cu_seqlens: Tensor | None, kv_start: Tensor | None
 ) -> Tensor:
-    """[B, 1, T, S] bool: the keys that each query sees, gates apart."""
+    """Return the mask of keys that each query sees, [B, 1, T, S] bool, ignoring gates."""
     query = query_position[:, None, :, None]
     key = torch.arange(k.shape[1], device=k.device)
     visible = key <= query

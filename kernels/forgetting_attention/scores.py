@@ -1,7 +1,7 @@
 """The scores of one segment, block by block.
 
-Scores are kept in base 2: on CPUs exp2 is several times faster than exp, and does not slow down on -inf or on results
-that are nearly 0.
+Scores are kept in base 2: on CPUs exp2 is several times faster than exp, and does not slow down on -inf or on nearly
+zero results.
 """
 
 import math
@@ -19,14 +19,14 @@ LN_2 = math.log(2.0)
 
 
 def stack(x: Tensor, heads: int) -> Tensor:
-    """[H, rows, n] contiguous -> [heads, H / heads * rows, n]: the heads that share one, as rows of one matrix."""
+    """View x [H, rows, n] as [heads, H / heads * rows, n]: heads that share a key head become rows of one matrix."""
     return x.view(heads, -1, x.shape[-1])
 
 
 class SegmentScores:
-    """One segment's q, k, v (views), its decay, and the arithmetic on its blocks, which is done in `dtype`.
+    """One segment's q, k, v (views), its decay, and the arithmetic on its blocks, in `dtype`.
 
-    A segment of several batch rows counts their heads as heads of one: H, Hk, Hv here are heads times rows.
+    A segment of several batch rows batches them along the head axis: H, Hk, Hv here are heads times rows.
     """
 
     def __init__(
@@ -54,26 +54,29 @@ class SegmentScores:
         return blocks(self.segment, QUERY_CHUNK, self.window, self.decay, prune_threshold)
 
     def rows(self, block: Block) -> slice:
-        """Where the block's queries stand in q."""
+        """Return the block's rows of q."""
         begin = self.segment.query_from - self.segment.offset
         return slice(begin + block.first, begin + block.last)
 
     def key_chunks(self, block: Block) -> Iterator[slice]:
-        """From the diagonal backwards; the first covers the whole diagonal. Few queries (decoding) take long chunks."""
+        """Yield chunks of keys from the diagonal backwards; the first covers the whole diagonal.
+
+        Few queries (decoding) get long chunks.
+        """
         size = max(KEY_CHUNK, QUERY_CHUNK * KEY_CHUNK // (block.last - block.first))
         for end in range(block.last, block.keys_from, -size):
             yield slice(max(block.keys_from, end - size), end)
 
     def heads_first(self, x: Tensor) -> Tensor:
-        """[batch rows, n, heads, D] -> [H, n, D] in the dtype of the computation; a view where it can be."""
+        """Return x [batch rows, n, heads, D] as [H, n, D] in `dtype`, a view if possible."""
         return x.transpose(1, 2).flatten(0, 1).to(self.dtype)
 
     def heads_last(self, x: Tensor) -> Tensor:
-        """The inverse of `heads_first`, a view."""
+        """Invert `heads_first`; returns a view."""
         return x.unflatten(0, (self.q.shape[0], -1)).transpose(1, 2)
 
     def queries(self, block: Block) -> Tensor:
-        """[Hk, H / Hk * n, Dk], times scale and log2 e."""
+        """Return the block's queries [Hk, H / Hk * n, Dk], times scale and log2 e."""
         queries = self.heads_first(self.q[:, self.rows(block)]).contiguous()
         return stack(queries * (self.scale * LOG2_E), self.key_heads)
 
@@ -84,20 +87,20 @@ class SegmentScores:
         return self.heads_first(self.v[:, keys])
 
     def weighted_values(self, weights: Tensor, keys: slice) -> Tensor:
-        """[H, rows, n] -> [H, rows, Dv]."""
+        """Return weights [H, rows, n] times values, [H, rows, Dv]."""
         return torch.bmm(stack(weights, self.value_heads), self.values(keys)).view(*weights.shape[:2], -1)
 
     def grad_weights(self, grad_rows: Tensor, keys: slice) -> Tensor:
-        """dP = dO V^T, [H, rows, n]."""
+        """Return dP = dO V^T, [H, rows, n]."""
         return torch.bmm(stack(grad_rows, self.value_heads), self.values(keys).mT).view(*grad_rows.shape[:2], -1)
 
     def _reference(self, block: Block) -> Tensor:
-        """[H, 1] float64: the middle of the block's decay, so that float32 serves both its ends."""
+        """Return the middle of the block's decay, [H, 1] float64, so that float32 suffices at both ends."""
         total = self.decay.total
         return (total[:, block.first : block.first + 1] + total[:, block.last - 1 : block.last]) / 2
 
     def logits(self, queries: Tensor, block: Block, keys: slice) -> Tensor:
-        """[H, rows, n] in base 2, -inf where a query may not see a key."""
+        """Return the logits [H, rows, n] in base 2, -inf where a query may not see a key."""
         num_rows = block.last - block.first
         logits = torch.bmm(queries, self.keys(keys).mT).view(self.num_heads, num_rows, -1)
         if self.decay is not None:
@@ -110,7 +113,7 @@ class SegmentScores:
         return self._hide(logits, block, keys)
 
     def natural(self, lse: Tensor, block: Block) -> Tensor:
-        """[H, rows] log2 of the sums of exp2 of `logits`, as the natural log of the sums of exp of the scores."""
+        """Convert lse [H, rows], the log2 of the sums of exp2 of `logits`, to the natural log-sum-exp of the scores."""
         lse = lse * LN_2
         if self.decay is None or block.steep:
             return lse
@@ -127,7 +130,7 @@ class SegmentScores:
         return logits
 
     def _first_seen(self, block: Block) -> Tensor:
-        """[1 or H, rows]: the first key inside the window and after the last closed gate."""
+        """Return the first key inside the window and not before the last closed gate, [1 or H, rows]."""
         first = torch.zeros(1, block.last - block.first, dtype=torch.int64, device=self.q.device)
         if self.window is not None:
             first = torch.arange(block.first, block.last, device=self.q.device)[None] - (self.window - 1)

@@ -1,16 +1,16 @@
 """The backward pass in Triton.
 
-With t_ij and lse_i of the forward pass, and everything transposed (rows are keys j, columns are queries i), so that no
-product of matrices has to be transposed before it enters the next one:
+With t_ij and lse_i of the forward pass. Tiles are transposed (rows are keys j, columns are queries i), so that no
+matrix product has to be transposed before it enters the next one:
 
     P^T = 2^(K Q^T scale log2(e) + (r - c_j) - lse_i)        dV_j = sum_i P_ij dO_i
     dS^T = P^T * (V dO^T - delta_i)                          dK_j = scale sum_i dS_ij Q_i
     delta_i = dO_i . O_i - dlse_i                            dQ_i = scale sum_j dS_ij K_j
     dc_i = sum_j dS_ij - sum_k dS_ki
 
-One kernel gives dV, dK and dc_j, a program for each block of keys; another dQ and the sums of dS over rows, a program
-for each block of queries. Nothing is added in an order that is not fixed. Heads that share a key or value head write
-each their own dK and dV, which are then summed. hopper_backward.py does all in one kernel, on chips that can.
+One kernel computes dV, dK and dc_j, one program per block of keys; another computes dQ and the row sums of dS, one
+program per block of queries. All sums have a fixed order. Heads that share a key or value head write separate dK and
+dV, which are then summed. hopper_backward.py does all in one kernel on Hopper.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def _key_tile(
     exists = query < num_queries
     q = q_tiles.load([row, head, m * BLOCK_M, 0]).reshape(BLOCK_M, KEY_DIM)
     logits = tl.dot(k, q.T, input_precision=PRECISION)
-    # +inf for queries that see nothing, or are none: their weights are 0.
+    # +inf for queries that see no key or are out of range: their weights are 0.
     column = tl.load(lse + query, mask=exists, other=float("inf"))
     if EXACT:
         bias = exact_at(local, base, query + offset, exists, CHUNK)[None, :] - key_bias[:, None]
@@ -92,7 +92,7 @@ def _backward_keys(
     offset = end - num_queries
     key = n * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    # Blocks of queries [begin, stop); before `whole_from` and from `whole_stop` on some keys are hidden from some.
+    # Blocks of queries [begin, stop); those before `whole_from` and from `whole_stop` on need a mask.
     begin = tl.maximum(n * BLOCK_N - offset, 0) // BLOCK_M
     whole_from = tl.cdiv(tl.maximum(n * BLOCK_N + BLOCK_N - 1 - offset, 0), BLOCK_M)
     stop = tl.cdiv(num_queries, BLOCK_M)
@@ -130,7 +130,7 @@ def _backward_keys(
     k = k_tiles.load([row, head // key_group, n * BLOCK_N, 0]).reshape(BLOCK_N, KEY_DIM)
     v = v_tiles.load([row, head // value_group, n * BLOCK_N, 0]).reshape(BLOCK_N, VALUE_DIM)
     if kv_start is not None or kv_end is not None:
-        # Outside the row's keys there may be anything, NaN too, and 0 * NaN is NaN.
+        # Slots outside the row's keys may hold anything, even NaN, and 0 * NaN is NaN.
         held = ((key >= start) & (key < end))[:, None]
         k, v = tl.where(held, k, 0.0), tl.where(held, v, 0.0)
     grad_k = tl.zeros([BLOCK_N, KEY_DIM], tl.float32)
@@ -268,9 +268,10 @@ def backward(
     config: Config,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k and v in their dtype; grad_keys and grad_queries as `gradient_of_gates` takes them.
+    """Return the gradients of q, k and v in their dtype, and grad_keys and grad_queries for `gradient_of_gates`.
 
-    grad_lse: [B, T, Hq] float32 contiguous, of the natural log; not read where a query sees nothing.
+    Args:
+        grad_lse: [B, T, Hq] float32 contiguous, of the natural log; not read where a query sees no key.
     """
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
@@ -287,7 +288,7 @@ def backward(
     if decay is not None:
         grad_keys = torch.empty_like(decay.local, dtype=torch.float32)
         grad_queries = lse.new_empty(batch, heads, num_queries, 1)
-    # Heads that share a key head write a gradient each, float32 until they are summed.
+    # Heads that share a key head write separate gradients, float32 until they are summed.
     key_group, value_group = heads // k.shape[2], heads // v.shape[2]
     grad_k = for_each_head(k, heads)
     grad_v = for_each_head(v, heads)
@@ -349,7 +350,7 @@ def backward(
 
 
 def for_each_head(x: Tensor, heads: int, new: Callable[..., Tensor] = torch.empty) -> Tensor:
-    """Where each head of q writes its gradient of x: x's own shape and dtype where none is shared, else float32."""
+    """Allocate the gradient of x for each head of q: in x's dtype if no head is shared, else in float32."""
     dtype = x.dtype if x.shape[2] == heads else torch.float32
     return new(*x.shape[:2], heads, x.shape[3], dtype=dtype, device=x.device)
 

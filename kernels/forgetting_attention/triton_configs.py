@@ -1,7 +1,7 @@
 """Block sizes: a table by architecture, kernel and head dimensions. Nothing is tuned at run time.
 
-Those for Hopper with head dimensions up to 128 were the fastest on an H200, measured as
-benchmarks/attention/tune_forgetting_attention.py does; the others are what fits into a chip's shared memory (99 KiB on
+The entries for Hopper with head dimensions up to 128 were the fastest on an H200, as measured by
+benchmarks/attention/tune_forgetting_attention.py; the others are the largest that fit a chip's shared memory (99 KiB on
 Ada).
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Config:
-    """block_m queries and block_n keys a tile; num_warps a program; num_stages tiles in flight."""
+    """Block sizes of a kernel: block_m queries and block_n keys per tile, warps per program, tiles in flight."""
 
     block_m: int
     block_n: int
@@ -22,7 +22,7 @@ class Config:
     num_stages: int
 
 
-# (least compute capability, kernel, largest head dimension): the first row that fits is taken.
+# (minimum compute capability, kernel, maximum head dimension): the first entry that fits is used.
 TABLE = {
     (9, "forward", 64): Config(64, 128, 4, 3),
     (9, "forward", 128): Config(64, 64, 4, 3),
@@ -39,18 +39,22 @@ TABLE = {
     (8, "backward", 128): Config(32, 64, 4, 2),
     (8, "backward", 256): Config(32, 32, 4, 1),
 }
-# float32 is there for tests, and works everywhere.
+# float32 serves tests; this entry fits every chip.
 FLOAT32 = Config(32, 32, 4, 1)
 
 
 @functools.cache
 def capability(device: torch.device) -> int:
-    """The first number of a GPU's compute capability; 8 elsewhere, for Triton's interpreter."""
+    """Return the major compute capability of a GPU; 8 on other devices, for Triton's interpreter."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
 
 
 def select(kernel: str, q: Tensor, v: Tensor) -> Config:
-    """The block sizes of a kernel for q [..., Dk] and v [..., Dv]. Raises ValueError where there are none."""
+    """Return the block sizes of a kernel for q [..., Dk] and v [..., Dv].
+
+    Raises:
+        ValueError: the head dimension or the chip is not supported.
+    """
     head_dim = max(q.shape[-1], v.shape[-1])
     if head_dim > 256:
         raise ValueError(f"head_dim {head_dim}: the Triton kernels take head dimensions up to 256")

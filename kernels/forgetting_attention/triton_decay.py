@@ -1,11 +1,11 @@
-"""The decay along each sequence, and the first key that each query sees, as Triton kernels.
+"""The decay along each sequence, and the first key that each query sees, computed in Triton.
 
-Sums of log gates grow with the length while their small differences are wanted, so they are kept in two parts, both in
+Sums of log gates grow with the length, but scores need their small differences, so each sum has two parts, both in
 base 2 and both without the closed gates:
 
-    c_j = base[j // CHUNK] + local[j]        base float64, local float32 from the beginning of its chunk of 128 keys
+    c_j = base[j // CHUNK] + local[j]        base float64, local float32 from the start of its chunk of 128 keys
 
-For queries in float32 local is float64, too: one gate of -300 in a chunk leaves a float32 sum 3e-5 apart.
+For float32 queries local is float64 too: one gate of -300 in a chunk puts a float32 sum off by 3e-5.
 """
 
 import math
@@ -26,7 +26,7 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Decay:
-    """`local` [B, Hq, chunks * CHUNK] float32 (float64 for queries in float32) and `base` [B, Hq, chunks] float64."""
+    """`local` [B, Hq, chunks * CHUNK] float32 (float64 for float32 queries) and `base` [B, Hq, chunks] float64."""
 
     local: Tensor
     base: Tensor
@@ -45,9 +45,10 @@ def sum_gates(
     *,
     exact: bool = False,
 ) -> tuple[Decay | None, Tensor | None]:
-    """The decay (None without gates), and `first` of `Ranges` (None where causality alone hides keys).
+    """Return the decay (None without gates), and `first` of `Ranges` (None if only causality hides keys).
 
-    exact: `local` in float64.
+    Args:
+        exact: keep `local` in float64.
     """
     if log_forget is None and kv_start is None and cu_seqlens is None and window is None:
         return None, None
@@ -68,7 +69,7 @@ def sum_gates(
         kv_end,
         cu_seqlens,
         *_documents(cu_seqlens),
-        # Beyond num_keys it says no more, and beyond 2^31 it would be another type, which is compiled anew.
+        # A larger window hides no more keys, and from 2^31 on it would be 64 bits wide, which recompiles the kernel.
         num_keys if window is None else min(window, num_keys),
         num_keys,
         *(gates.stride() if log_forget is not None else (0, 0, 0)),
@@ -84,7 +85,7 @@ def sum_gates(
 
 
 def _documents(cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """The number of documents, and of the steps of a binary search among their bounds."""
+    """Return the number of documents, and the number of steps of a binary search among their bounds."""
     bounds = 1 if cu_seqlens is None else cu_seqlens.shape[0]
     return bounds - 1, bounds.bit_length()
 
@@ -149,7 +150,7 @@ def _sum_gates(
             address = gates + row.to(tl.int64) * stride_b + position.to(tl.int64) * stride_s + head * stride_h
             gate = tl.load(address, mask=held, other=0.0).to(tl.float64)
             if CUMULATIVE:
-                # A chunk may begin before the row's first key or beyond its last, where the sum holds anything.
+                # A chunk may start before the row's first key or after its last, where the sum is arbitrary.
                 nearest = tl.minimum(tl.maximum(chunk * CHUNK, start), tl.maximum(end - 1, 0)).to(tl.int64)
                 address = gates + row.to(tl.int64) * stride_b + nearest * stride_s + head * stride_h
                 base = tl.load(address, mask=end > start, other=0.0).to(tl.float64) * LOG2_E
@@ -163,7 +164,7 @@ def _sum_gates(
                 last = tl.max(tl.where(closed, position, 0), 1)
                 before = tl.maximum(closed_at, tl.associative_scan(last, 0, _larger))
                 within = tl.associative_scan(tl.where(closed, position, 0), 1, _larger)
-                # Only what was closed in the chunks before: those of the chunk itself come one by one.
+                # Closed gates of earlier chunks only; `within` covers those of the chunk itself.
                 earlier = tl.where(chunk[:, None] > chunk[None, :], before[None, :], closed_at)
                 first = tl.maximum(first, tl.maximum(within, tl.max(earlier, 1)[:, None]))
                 closed_at = tl.max(before, 0)
@@ -184,11 +185,12 @@ def gradient_of_gates(
     num_queries: int,
     cumulative: bool,
 ) -> Tensor:
-    """The gradient of log_forget [B, S, Hq], in its dtype, from the gradients of the scores.
+    """Return the gradient of log_forget [B, S, Hq], in its dtype, from sums of the gradients of the scores.
 
-    grad_keys: [B, Hq, S padded] float32, minus the sum over each key's scores.
-    grad_queries: [B, Hq, T / queries_together, parts] float32, the sum over the scores of that many queries together,
-        in any number of parts.
+    Args:
+        grad_keys: [B, Hq, S padded] float32, minus the sum over each key's scores.
+        grad_queries: [B, Hq, T / queries_together, parts] float32, the sum over the scores of each group of
+            queries_together queries, as any number of partial sums.
     """
     batch, num_keys, heads = log_forget.shape
     grad = torch.empty_like(log_forget)
@@ -220,9 +222,9 @@ def gradient_of_gates(
 def give_rows_their_own(
     grad_keys: Tensor, grad_queries: Tensor, grad_lse: Tensor, lse: Tensor, num_keys: int, together: int
 ) -> None:
-    """Move dlse, to which rows of dS sum, from the groups' sums to each query's own place.
+    """Move dlse, the sum of each row of dS, from the groups' sums to each query's own entry, in place.
 
-    A group's sum is shared evenly among its queries: right for what rounding left, not for this.
+    A group's sum is divided evenly among its queries, which suits rounding errors but not dlse.
     """
     num_queries, rows = grad_lse.shape[1], lse.shape[2]
     own = torch.where(lse[..., :num_queries] < torch.inf, grad_lse.mT, 0.0)
@@ -266,7 +268,7 @@ def _gradient_of_gates(
         grad = tl.load(grad_keys + plane * keys_stride + position, mask=held, other=0.0).to(tl.float64)
         query = position - offset
         asks = held & (query >= 0)
-        # Rows of dS sum to 0 in exact arithmetic alone. A group's sum, shared evenly, cancels what columns gathered.
+        # Rows of dS sum to 0 only in exact arithmetic. A group's sum, divided evenly, cancels the columns' errors.
         group = query // TOGETHER
         in_group = tl.maximum(tl.minimum(num_queries - group * TOGETHER, TOGETHER), 1)
         sums = grad_queries + plane * queries_stride + group * PARTS

@@ -2,12 +2,12 @@
 
     s_ij = scale q_i . k_j + c_i - c_j        m_i = max_j s_ij        o_i = sum_j exp(s_ij - m_i) v_j / sum_j exp(...)
 
-There is little arithmetic to a key, so time is the reading of K, V and c, each of which is to be read once, whatever
-heads share it. The query heads are cut into groups that share no key head and no value head with another group; a
+Each key needs little arithmetic, so the time is that of reading K, V and c, each of which should be read once even if
+heads share it. The query heads are divided into groups that share no key head and no value head with another group; a
 program owns one group, all queries, and one split of a row's keys:
 
-    rows of a tile: query x head of the group               S [rows, keys] = Q K^T, one product a key head
-    O [rows, Dv] += P V, one product a value head           each row keeps the product of the head that it reads
+    rows of a tile: query x head of the group               S [rows, keys] = Q K^T, one product per key head
+    O [rows, Dv] += P V, one product per value head         each row keeps the product of the head that it reads
 
 so the products do KEY_HEADS and VALUE_HEADS times the work that is needed, on tensor cores that would idle, and every
 tile of K and V is loaded once. A row's keys are divided evenly among its splits on the device, from kv_start, kv_end
@@ -29,7 +29,7 @@ from kernels.operation import register_operation
 from kernels.rounding import next_power_of_2
 
 MAX_QUERIES = 16
-"""Queries up to which `decode` is meant."""
+"""Most queries for which `decode` is used."""
 
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 LN_2 = math.log(2.0)
@@ -47,17 +47,17 @@ def decode(
     cumulative: bool,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`forgetting_attention` for few queries (1 to MAX_QUERIES; more are right, but slow), without a gradient.
+    """Compute `forgetting_attention` for few queries (1 to MAX_QUERIES; more are slow), without a gradient.
 
     Args:
-        q: [B, T, Hq, Dk] float16, bfloat16 or float32; the queries are the last T positions of what each row holds.
+        q: [B, T, Hq, Dk] float16, bfloat16 or float32; the queries are the last T positions of each row's keys.
         k, v: [B, S, Hk, Dk], [B, S, Hv, Dv] in q's dtype; Hk and Hv divide Hq, Dk and Dv are 256 or less. Views of
-            larger tensors are read in place as long as a head's channels lie together.
+            larger tensors are read in place if each head's channels are contiguous.
         log_forget: [B, S, Hq] float32 or float64, or None. Differences of a float64 sum are taken in float64.
-        kv_start, kv_end: [B] int32 or None, as in `forgetting_attention`: what lies outside does not matter.
-        scale: of the logits.
+        kv_start, kv_end: [B] int32 or None, as in `forgetting_attention`; slots outside may hold anything.
+        scale: factor on the logits.
         window: query i sees the keys i - window + 1 to i.
-        cumulative: log_forget is its own cumulative sum already. If not, it is summed first, in float64, over all keys.
+        cumulative: log_forget is already its cumulative sum. If not, it is first summed over all keys, in float64.
 
     Returns:
         [B, T, Hq, Dv] in q's dtype; 0 for a query that sees no key. lse [B, T, Hq] float32, as `forgetting_attention`
@@ -81,14 +81,14 @@ def _decode(
     num_splits: int | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`decode`; num_splits: of a row's keys, chosen from the sizes and the device when None."""
+    """Implement `decode`; num_splits of a row's keys is chosen from the sizes and the device when None."""
     out, lse = _empty_results(q, v, return_lse)
     if out.numel() == 0:
         return out, lse
     decay = log_forget if log_forget is None or cumulative else _cumulative(log_forget, kv_start)
     q, k, v, decay = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, decay))
     tiling = Tiling.of(q, k, v, decay)
-    # More keys than there are hide nothing, and a number of keys fits the kernel's 32 bits.
+    # A window beyond the number of keys hides none, and clamped it fits the kernel's 32 bits.
     window = k.shape[1] if window is None else min(window, k.shape[1])
     if num_splits is None:
         keys_read = min(k.shape[1], window + q.shape[1] - 1)
@@ -120,10 +120,10 @@ def _empty_results(q: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tens
 
 
 def _cumulative(log_forget: Tensor, kv_start: Tensor | None) -> Tensor:
-    """[B, S, H] float64: the sum of the log gates from kv_start.
+    """Return the sum of the log gates from kv_start, [B, S, H] float64.
 
-    A closed gate counts as CLOSED_GATE: what lies before it weighs exp(-1e3) = 0, and float64 holds a sum of a hundred
-    thousand of them to 2e-6.
+    A closed gate counts as CLOSED_GATE: keys before it get weight exp(-1e3) = 0, and a float64 sum of a hundred
+    thousand of them is exact to 2e-6.
     """
     gates = log_forget.double().clamp(min=CLOSED_GATE)
     if kv_start is not None:
@@ -189,9 +189,9 @@ def _launch_splits(
 
 
 def _strides_in_units(x: Tensor) -> tuple[int, list[int]]:
-    """The widest unit of up to 16 bytes that divides all strides but the last, and these in such units.
+    """Return the widest unit of up to 16 bytes that divides all strides but the last, and those strides in units.
 
-    The unit is a constant of the kernel and tells it how wide it may load, without compiling anew for each stride.
+    The unit is a constexpr from which the compiler infers load widths, without a recompilation for each stride.
     """
     strides = [0 if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     unit = math.gcd(16 // x.element_size(), *strides)
@@ -236,7 +236,7 @@ def _attend_split(
     begin = first_key + split * split_keys
     stop = tl.minimum(begin + split_keys, end)
 
-    # A cache may hold more than 2^31 numbers: what grows with batch and time is 64 bits wide.
+    # A cache may hold more than 2^31 numbers: offsets that grow with batch and time are 64 bits wide.
     batch = batch.to(tl.int64)
     k_step, k_head_step = k_stride_s.to(tl.int64) * K_UNIT, k_stride_h.to(tl.int64) * K_UNIT
     v_step, v_head_step = v_stride_s.to(tl.int64) * V_UNIT, v_stride_h.to(tl.int64) * V_UNIT
@@ -276,14 +276,14 @@ def _attend_split(
             decay_mask = (decay_head < HEADS)[:, None] & held
             key_decay = tl.load(decay_start + decay_offset, mask=decay_mask, other=0.0)
             key_decay = tl.broadcast_to(key_decay[None], (BLOCK_QUERIES, PADDED_HEADS, BLOCK_KEYS))
-            # Large sums cancel here, so in their own dtype.
+            # Large sums cancel here, so subtract them in their own dtype.
             bias = own_decay[:, None] - tl.reshape(key_decay, scores.shape)
             scores += bias.to(tl.float32) * LOG2_E
         visible = (key <= query_position[:, None]) & (key > query_position[:, None] - window)
         scores = tl.where(visible, scores, -float("inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # -inf - -inf is NaN: a row that has seen nothing yet counts from 0.
+        # -inf - -inf is NaN: a row that has seen no key yet uses the reference 0.
         reference = tl.where(new_max == -float("inf"), 0.0, new_max)
         weights = tl.exp2(scores - reference[:, None])
         shrink = tl.exp2(row_max - reference)
@@ -292,7 +292,7 @@ def _attend_split(
         row_max = new_max
         v_start = v + start * v_step
         for head in tl.static_range(VALUE_HEADS):
-            # What lies beyond the keys in use could be NaN, and a weight of 0 times NaN is not 0.
+            # Slots beyond the keys in use may hold NaN, and 0 * NaN is NaN.
             v_mask = held[:, None] & (value_dim < VALUE_DIM)
             v_tile = tl.load(v_start + head * v_head_step + v_offset, mask=v_mask, other=0.0)
             product = tl.dot(weights.to(v_tile.dtype), v_tile, input_precision=PRECISION)
@@ -300,7 +300,7 @@ def _attend_split(
             acc += tl.where(reads[:, None], product, 0.0) if VALUE_HEADS > 1 else product
 
     out_row = ((split * tl.num_programs(2) + batch) * num_queries + row_query) * NUM_HEADS + first_head + row_head
-    # A row that has seen nothing keeps acc = 0 and row_max = -inf.
+    # A row that has seen no key keeps acc = 0 and row_max = -inf.
     total = tl.where(row_sum > 0, row_sum, 1.0)
     if lse is not None:
         tl.store(lse + out_row, row_max + tl.log2(total), mask=row_used)
@@ -337,7 +337,7 @@ def _join_splits(
         total_max = new_max
     total = tl.where(total > 0, total, 1.0)
     if lse_out is not None:
-        # A row that has seen nothing keeps total_max = -inf.
+        # A row that has seen no key keeps total_max = -inf.
         tl.store(lse_out + row, total_max + tl.log2(total))
     acc /= total
     tl.store(out + row * DIM + dim, acc.to(out.dtype.element_ty), mask=dim < DIM)

@@ -1,14 +1,14 @@
 """The forward pass in Triton: one program for each block of queries, head and batch row.
 
-c_i is constant along row i and leaves its softmax, so with a reference r for each block of queries, all in base 2,
+c_i is constant along row i and cancels in its softmax, so with a reference r for each block of queries, all in base 2,
 
     t_ij = scale log2(e) q_i . k_j + (r - base_n) - local_j          (n: the chunk of key j; see triton_decay.py)
     o_i  = sum_j 2^(t_ij - lse_i) v_j          lse_i = log2 sum_j 2^t_ij
 
-The gate costs one addition a score: r - base_n is one number for a whole tile, and is added to the row's maximum
-instead. In float32 r is c_i, and each difference is taken in float64. Keys are read in two loops: first the blocks that
-hold both visible and hidden keys (at the beginning of the range, and on the diagonal), with a mask, so that every row
-has a finite maximum; then the rest, without.
+The gate costs one addition per score: r - base_n is one number for a whole tile, and is added to the row's maximum
+instead. In float32 r is c_i, and each difference is taken in float64. Keys are read in two loops: first, with a mask,
+the blocks that hold both visible and hidden keys (at the start of the range, and on the diagonal), so that every row
+has a finite maximum; then the rest, without a mask.
 """
 
 import math
@@ -28,12 +28,12 @@ LN_2 = math.log(2.0)
 
 
 def tile_width(x: Tensor) -> int:
-    """Channels of a tile of x [..., D]: a power of two, and enough for the matrix units."""
+    """Return the channels of a tile of x [..., D]: a power of two that tensor cores accept."""
     return max(16, next_power_of_2(x.shape[-1]))
 
 
 def descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """Tiles [1, 1, block, head_dim rounded up to a power of two] of x [B, N, H, D]; what lies outside reads as 0."""
+    """Describe tiles [1, 1, block, head_dim rounded up to 2^n] of x [B, N, H, D]; reads out of bounds give 0."""
     heads_first = x.transpose(1, 2)
     tile = [1, 1, block, tile_width(x)]
     return TensorDescriptor(heads_first, list(heads_first.shape), list(heads_first.stride()), tile)
@@ -50,7 +50,7 @@ def forward(
     scale: float,
     config: Config,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, T, Hq, Dv] in q's dtype, and lse [B, Hq, T rounded up to CHUNK] float32, +inf where no key is seen."""
+    """Return out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T rounded up to CHUNK] float32, +inf without a key."""
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
     out = q.new_empty(batch, num_queries, heads, v.shape[3])
@@ -124,7 +124,7 @@ def _tile(
     acc = acc * shrink[:, None]
     v = v_tiles.load([row, value_head, n * BLOCK_N, 0]).reshape(BLOCK_N, VALUE_DIM)
     if MASKED and PADDED:
-        # Outside the row's keys there may be anything, NaN too, and 0 * NaN is NaN.
+        # Slots outside the row's keys may hold anything, even NaN, and 0 * NaN is NaN.
         v = tl.where(((key >= start) & (key < end))[:, None], v, 0.0)
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_max, row_sum
@@ -139,7 +139,7 @@ def _forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHUNK: tl.constexpr, GRAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # The longest rows first: what is left for the end is short.
+    # Schedule the longest rows first, so that short ones fill the end.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     head, row = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
@@ -215,9 +215,9 @@ def _forward(
 
 
 def natural_lse(lse: Tensor, decay: Decay | None, kv_end: Tensor | None, num_queries: int, num_keys: int) -> Tensor:
-    """[B, T, Hq] float32: the natural log of the sum of exp of the scores, from `forward`'s lse; -inf for +inf.
+    """Return the natural log-sum-exp of the scores, [B, T, Hq] float32, from `forward`'s lse; -inf for +inf.
 
-    That of each row is relative to the base of a chunk (in float32 to c_i); here c_i is added, which left the softmax.
+    `forward`'s lse is relative to the base of a chunk (in float32 to c_i); this adds c_i, which cancels in the softmax.
     """
     batch, heads, rows = lse.shape
     out = lse.new_empty(batch, num_queries, heads)

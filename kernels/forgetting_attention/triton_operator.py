@@ -1,4 +1,4 @@
-"""Forgetting attention by the Triton kernels, as operations that torch.compile and autograd know."""
+"""Forgetting attention in Triton, registered as operations for torch.compile and autograd."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ PLAN_DTYPES = (torch.float32, torch.float64, *(torch.int32,) * 4)
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x, or a copy that tensor descriptors can read: rows of whole 16 bytes, aligned, the last axis contiguous."""
+    """Return x, or a copy that tensor descriptors can read: 16-byte rows, aligned, the last axis contiguous."""
     per_16_bytes = 16 // x.element_size()
     if x.shape[3] % per_16_bytes:
         return F.pad(x, (0, -x.shape[3] % per_16_bytes))
@@ -42,12 +42,12 @@ def _attention(
     logit_bound: float | None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of `forgetting_attention`, but its logit_bound in two: logit_bounds [Hq], or one number.
+    """Compute `forgetting_attention`; its logit_bound is either logit_bounds [Hq] or the number logit_bound.
 
     Returns:
-        out [B, T, Hq, Dv] in q's dtype, and for the backward pass: lse [B, Hq, T rounded up] float32, base 2; `local`
-        and `base` of the decay; `first`, `seen_until`, `whole_until` and `kept_from` of the ranges; last the lse that
-        `forgetting_attention` returns, for return_lse. Empty where not needed.
+        out [B, T, Hq, Dv] in q's dtype; for the backward pass lse [B, Hq, T rounded up] float32 in base 2, `local` and
+        `base` of the decay, and `first`, `seen_until`, `whole_until` and `kept_from` of the ranges; then the lse that
+        `forgetting_attention` returns. Unneeded tensors are empty.
     """
     if not q.numel():
         shapes = _empty_results(q, k, v, log_forget, cu_seqlens, kv_start, prune, window, return_lse)
@@ -108,7 +108,7 @@ def _empty_results(
     window: int | None,
     return_lse: bool,
 ) -> tuple[Tensor, ...]:
-    """What `_attention` returns, in shape and dtype."""
+    """Return empty tensors with the shapes and dtypes that `_attention` returns."""
     batch, num_queries, heads, _ = q.shape
     num_keys = k.shape[1]
     gated = log_forget is not None
@@ -155,7 +155,7 @@ def _attention_backward(
     cumulative: bool,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and log_forget, each in its own dtype; the last is empty without log_forget."""
+    """Return the gradients of q, k, v and log_forget in their dtypes; the last is empty without log_forget."""
     if not q.numel():
         return tuple(x.zero_() for x in empty_gradients(q, k, v, log_forget))
     head_dims = q.shape[3], k.shape[3], v.shape[3]
@@ -190,7 +190,7 @@ def _fake_attention_backward(grad_out, q, k, v, log_forget, *rest):
 def _save(ctx, inputs, output):
     q, k, v, log_forget, cu_seqlens, kv_start, kv_end, _, ctx.scale, _, ctx.cumulative, _, _, return_lse = inputs
     ctx.mark_non_differentiable(*(output[1:-1] if return_lse else output[1:]))
-    # Else zeros would be filled in for the gradient of each of them.
+    # Otherwise autograd materializes zero gradients for unused outputs.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, log_forget, *output[:-1], cu_seqlens, kv_start, kv_end)
 

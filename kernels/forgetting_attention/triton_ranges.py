@@ -1,8 +1,8 @@
-"""What each block of queries and of keys has to read, as Triton kernels.
+"""Ranges that each block of queries and of keys must read, computed in Triton.
 
-Every rule that hides keys from a query hides a prefix (window, document, left padding, closed gate), and so does
-pruning: `first[i]` is the first key that the query at position i may see. It never decreases along a row. Hence a block
-of queries reads one range of keys, and a block of keys is read by one range of queries: `Ranges` holds the ends.
+Except for causality, every rule that hides keys from a query hides a prefix (window, document, left padding, closed
+gate, pruning): `first[i]` is the first key that the query at position i may see. It never decreases along a row. Hence
+a block of queries reads one range of keys, and one range of queries reads a block of keys: `Ranges` holds the ends.
 """
 
 import math
@@ -16,18 +16,19 @@ from torch import Tensor
 from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, Decay, halve
 from kernels.rounding import cdiv, next_power_of_2
 
-# Ranges are kept for blocks of this many queries or keys; a smaller block of the attention kernels takes its grain's.
+# Ranges are stored per grain of this many queries or keys; a smaller block of the attention kernels uses its grain's.
 GRAIN = 64
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """What is visible, by heads [B, H or 1, ...] int32; every field is a position among the keys.
+    """Visible ranges of each head, [B, H or 1, ...] int32; every value is a position among the keys.
 
-    `first` [..., chunks * CHUNK]: the first key that the query at each position sees.
-    `seen_until` and `whole_until` [..., S / GRAIN rounded up]: the last query that sees anything of each block of keys,
-    and the last that no rule but causality hides any of it from.
-    `kept_from` [..., T / GRAIN rounded up], with pruning: the first key that can matter to each block of queries.
+    Attributes:
+        first: [..., chunks * CHUNK], the first key that the query at each position sees.
+        seen_until: [..., S / GRAIN rounded up], the last query that sees any key of each block.
+        whole_until: like seen_until, the last query from which only causality hides keys of the block.
+        kept_from: [..., T / GRAIN rounded up], with pruning: the first key that can matter to each block of queries.
     """
 
     first: Tensor
@@ -37,9 +38,9 @@ class Ranges:
 
 
 def largest_norms(q: Tensor, k: Tensor) -> Tensor:
-    """[Hq + Hk] float32: the largest squared norm of each head of q and of k, over all rows and times.
+    """Return the largest squared norm of each head of q and k over all rows and times, [Hq + Hk] float32.
 
-    Rows of q and k are whole 16 bytes, and their last axis is contiguous.
+    Rows of q and k must be multiples of 16 bytes, and their last axis contiguous.
     """
     unit = 16 // q.element_size()
     norms = torch.zeros(q.shape[2] + k.shape[2], dtype=torch.float32, device=q.device)
@@ -80,7 +81,7 @@ def _largest_norms(
         x = k + (row.to(tl.int64) * k_b + time[:, None].to(tl.int64) * k_t + head_of_k * k_h) * UNIT + channel[None, :]
     values = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     squares = tl.sum(values * values, 1)
-    # Outside the keys in use there may be anything, NaN too; in use, what is not finite makes its own NaN.
+    # Unused key slots may hold anything, even NaN; non-finite values in used slots give NaN in the output anyway.
     squares = tl.where(squares < float("inf"), squares, 0.0)
     if block * ROWS < length:
         tl.atomic_max(norms + head, tl.max(squares, 0), sem="relaxed")
@@ -97,9 +98,9 @@ def find_ranges(
     norms: Tensor | None = None,
     scale: float = 1.0,
 ) -> Ranges:
-    """Ranges from `first`; with `prune`, keys end where they cannot matter (see `forgetting_attention`).
+    """Compute the ranges from `first`; `prune` also drops keys that cannot matter (see `forgetting_attention`).
 
-    The bound on the logits is logit_bound, a number or [Hq], or else it is what `largest_norms` and the scale allow.
+    The bound on the logits is logit_bound, a number or [Hq], or else follows from `largest_norms` and the scale.
     """
     batch, heads = first.shape[:2]
     key_blocks, query_blocks = cdiv(num_keys, GRAIN), cdiv(num_queries, GRAIN)
@@ -117,7 +118,7 @@ def find_ranges(
         kept_from,
         0.0 if prune is None else prune - math.log(num_keys),
         0.0 if isinstance(logit_bound, Tensor) or logit_bound is None else float(logit_bound),
-        # Norms are rounded: a little more than they say.
+        # The norms are rounded: add a small margin.
         abs(scale) * 1.00001,
         1 if norms is None else heads // (norms.shape[0] - heads),
         num_queries,
@@ -161,7 +162,7 @@ def _find_ranges(
         if norms is not None:
             of_key = tl.load(norms + tl.num_programs(1) + head // key_group)
             bound = scale * tl.sqrt(tl.load(norms + head)) * tl.sqrt(of_key)
-        # A bound that is NaN, or no bound at all, prunes nothing.
+        # A NaN or infinite bound prunes nothing.
         threshold = tl.where(bound < 1e30, (prune - 2 * bound) * LOG2_E, float("-inf"))
 
     exists = block * GRAIN < tl.minimum(num_keys, end)
@@ -169,8 +170,8 @@ def _find_ranges(
     last_key = tl.minimum(first_key + GRAIN, end) - 1
     if kept_from is not None:
         at_key = _sum_at(local, base, plane, num_chunks, last_key, exists, CHUNK)
-    # Both searches: what is asked for holds at `low` (or low is before the first key), and not at `high`. The last
-    # query is tried first: where it sees all, as without pruning and documents, the search is over.
+    # Invariant of both searches: the condition holds at `low` (or low is before the first key) and fails at `high`.
+    # The last query is tried first: if it sees all, as without pruning and documents, the search ends there.
     low, high = first_key - 1, tl.where(exists, end, first_key)
     whole_low, whole_high = low, high
     middle = tl.where(exists, end - 1, 0)

@@ -1,4 +1,4 @@
-"""What forgetting attention refuses, each in one line that says what was given and what is needed."""
+"""Argument checks of forgetting attention. Each error is one line: what was given and what is needed."""
 
 from itertools import pairwise
 
@@ -20,7 +20,11 @@ def check_arguments(
     prune: float | None,
     logit_bound: float | Tensor | None,
 ) -> None:
-    """Everything that shapes, dtypes and devices tell. Raises ValueError."""
+    """Check shapes, dtypes, devices and Python numbers.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
     _check_qkv(q, k, v)
     batch, num_queries, num_heads, _ = q.shape
     num_keys = k.shape[1]
@@ -124,7 +128,11 @@ def check_values(
     kv_end: Tensor | None,
     cumulative: bool,
 ) -> None:
-    """What only the numbers tell. On the CPU alone: elsewhere, reading them waits for the device. Raises ValueError."""
+    """Check the values in tensors, on the CPU only: on other devices reading them would synchronize.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
     if q.device.type != "cpu":
         return
     num_queries, num_keys = q.shape[1], k.shape[1]

@@ -1,4 +1,4 @@
-"""A linear layer of a few rows, with what decoding has around it: the norm before, SwiGLU or the residual after."""
+"""Linear layer for a few rows, fused with its neighbors in decoding: the norm before, SwiGLU or the residual after."""
 
 import torch
 from torch import Tensor
@@ -21,29 +21,29 @@ def small_batch_linear(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """`y = n(x) W^T + bias + residual`, or `y = silu(n(x) Wg^T) * (n(x) Wu^T) + residual`; without gradients.
+    """Compute `n(x) W^T + bias + residual`, or `silu(n(x) Wg^T) * (n(x) Wu^T) + residual`; without gradients.
 
     n(x) is x, or with a norm_weight its RMS norm, `norm_weight * x / sqrt(mean(x^2) + norm_eps)`. Meant for the rows of
-    a step of decoding, of which a GPU takes as long as it takes to read W.
+    a decoding step, whose time on a GPU is the time to read W.
 
-    On CUDA sums, statistics and all that follows them are float32, and rounded once, at the end: what modules one after
-    the other round in between is not. Normalized activations enter the product as `norm_weight * x`, in x's dtype, and
-    their root mean square divides the result: that product must not overflow.
+    On CUDA sums, statistics and later steps are float32 and rounded once, at the end; separate modules would round
+    after each step. Normalized activations enter the product as `norm_weight * x`, in x's dtype, and their root mean
+    square divides the result, so `norm_weight * x` must not overflow.
 
     Args:
         x: [rows, K], 1 to MAX_ROWS rows, float16, bfloat16, float32 or float64. All others have its dtype and device.
-        weight: [N, K] as nn.Linear keeps it, its rows contiguous; with gated [2 N, K], Wg's rows, then Wu's.
+        weight: [N, K] as in nn.Linear, its rows contiguous; with gated [2 N, K], Wg's rows, then Wu's.
         bias: [N]; with gated [2 N].
         norm_weight: [K].
         norm_eps: added to the mean square.
         residual: [rows, N].
-        gated: whether W is two matrices, one of which is the other's gate.
+        gated: W holds two matrices, the gate Wg and Wu.
 
     Returns:
         y [rows, N] in x's dtype.
 
     Raises:
-        ValueError: for shapes, dtypes or devices that do not fit.
+        ValueError: invalid shapes, dtypes or devices.
     """
     check_arguments(x, weight, bias, norm_weight, residual, gated)
     in_triton = x.is_cuda and x.dtype != torch.float64

@@ -1,4 +1,4 @@
-"""The definition, in plain PyTorch, which is also the form for machines without CUDA."""
+"""Reference implementation in plain PyTorch, also used without CUDA."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ def small_batch_linear_reference(
     residual: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    """The arguments and the result of `small_batch_linear`, for any number of rows, rounded as modules round."""
+    """Compute `small_batch_linear` for any number of rows, rounded like separate modules."""
     if norm_weight is not None:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm_eps)

@@ -1,11 +1,11 @@
-"""A linear layer of a few rows in Triton: the time of reading the weights once.
+"""Linear layer for a few rows in Triton, in the time of reading the weights once.
 
     y = (g x) W^T / sqrt(mean(x^2) + eps)        y = silu(y_g) y_u
 
-A program owns some rows of W, for the gated form the same rows of both matrices, and goes through all of K in steps
-whose tiles are on their way to shared memory several steps ahead. The rows of x, padded to what tensor cores take, come
-from the cache, as every program reads them. Their mean squares are the diagonal of x x^T, a product beside the other:
-as sums of squares in registers they would take longer than the weights do.
+A program owns some rows of W, for the gated form the same rows of both matrices, and iterates over K; its tiles are
+loaded to shared memory several steps ahead. The rows of x, padded to a size that tensor cores accept, come from the
+cache, as every program reads them. Their mean squares are the diagonal of x x^T, a second matrix product: sums of
+squares in registers would take longer than reading the weights.
 """
 
 import math
@@ -18,10 +18,10 @@ from torch import Tensor
 from kernels.operation import register_operation
 from kernels.rounding import cdiv, next_power_of_2
 
-# The smallest matrix product that tensor cores take.
+# The smallest matrix product that tensor cores accept.
 SMALLEST_PRODUCT = 16
-PROCESSORS = 132  # of a Hopper GPU, which all programs should fill, and about as many on each
-SHARED_BYTES = 224 * 1024  # of a processor, less what it keeps for itself
+PROCESSORS = 132  # of a Hopper GPU; programs should fill them evenly
+SHARED_BYTES = 224 * 1024  # usable shared memory of a processor
 MAX_STAGES = 8
 
 
@@ -34,7 +34,7 @@ def _linear(
     residual: Tensor | None,
     gated: bool,
 ) -> Tensor:
-    """The arguments and the result of `kernels.small_batch_linear.small_batch_linear`."""
+    """Compute `kernels.small_batch_linear.small_batch_linear`."""
     out = _empty_out(x, weight, gated)
     rows, outputs = out.shape
     x, bias, norm_weight = (None if t is None else t.contiguous() for t in (x, bias, norm_weight))
@@ -83,10 +83,10 @@ def _empty_out(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
 
 
 def _tiles(block_rows: int, outputs: int, k: int, gated: bool, itemsize: int) -> tuple[int, int, int, int]:
-    """(outputs, step, stages, warps) of a program; the sizes alone decide, as they were fastest for Llama 3 8B.
+    """Return (outputs, step, stages, warps) of a program, from the sizes alone; tuned for Llama 3 8B.
 
-    As many outputs as leave more programs than processors, which then share the work more evenly: the more outputs, the
-    less often x is read. Then as many stages as shared memory has room for, with those programs there at once.
+    More outputs per program read x less often, but there should be more programs than processors, to share the work
+    evenly. Stages then fill the shared memory that the concurrent programs leave.
     """
     programs = {n: cdiv(outputs, n) / PROCESSORS for n in (64, 32, 16)}
     block_outputs = 32 if gated else next((n for n in (64, 32) if programs[n] >= 1.4), 16)
@@ -96,7 +96,7 @@ def _tiles(block_rows: int, outputs: int, k: int, gated: bool, itemsize: int) ->
         block_k = max(SMALLEST_PRODUCT, block_k // 2)
     stage = (block_outputs * (1 + gated) + block_rows) * block_k * itemsize
     together = max(1, min(4 if gated else 2, math.ceil(programs[block_outputs])))
-    # Of so many stages one is in registers.
+    # One of the stages is in registers.
     stages = max(2, min(MAX_STAGES, SHARED_BYTES // together // stage + 1))
     return block_outputs, block_k, stages, 4 if gated or block_outputs == 64 else 2
 

@@ -1,10 +1,10 @@
-"""What the linear layer of a few rows refuses, each in one line that says what was given and what is needed."""
+"""Argument checks of the linear layer for a few rows. Each error is one line: what was given and what is needed."""
 
 import torch
 from torch import Tensor
 
 MAX_ROWS = 64
-"""Rows up to which a program can hold all of them."""
+"""Most rows that one program can hold."""
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -12,7 +12,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_arguments(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None, gated: bool
 ) -> None:
-    """Everything about `small_batch_linear` that shapes, dtypes and devices tell. Raises ValueError."""
+    """Check the shapes, dtypes and devices of `small_batch_linear`'s arguments.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
     if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_ROWS:
         raise ValueError(f"x has shape {list(x.shape)}; it must be [rows, K], of 1 to {MAX_ROWS} rows")
     if x.dtype not in DTYPES:
