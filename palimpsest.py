@@ -72,7 +72,11 @@ def begin_and_run(cfg: DictConfig, folder: Path) -> None:
 
 
 def job(cfg: DictConfig) -> Callable[[DictConfig], None]:
-    """Return the function that `job._target_` names; raise ValueError if it is missing or not a job."""
+    """Return the function that `job._target_` names.
+
+    Raises:
+        ValueError: it is missing, or is not a job.
+    """
     try:
         found = hydra.utils.get_method(cfg.job._target_)
         names = list(inspect.signature(found).parameters)

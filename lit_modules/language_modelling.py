@@ -237,8 +237,7 @@ class Training(lightning.LightningModule):
         return factor
 
     def agree(self, finite: torch.Tensor | bool) -> bool:
-        """Return whether the value is finite on every rank; the same all-reduce sets `agreed_to_end` from all ranks'
-        signals."""
+        """Return whether the value is finite on every rank; the same all-reduce updates `agreed_to_end`."""
         told = torch.tensor([0.0, *map(float, self.asked_to_end)], device=self.device)
         told[0] = ~torch.as_tensor(finite, device=self.device)
         found, *asked = self.trainer.strategy.reduce(told, reduce_op="sum").tolist()

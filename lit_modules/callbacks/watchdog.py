@@ -144,7 +144,11 @@ class Watchdog(Callback):
         self.since = time.monotonic()
 
     def meet(self, trainer: lightning.Trainer) -> dist.TCPStore:
-        """Connect to a separate store on rank 0, not the one that collectives use; raise RunFailed if unreachable."""
+        """Connect to a separate store on rank 0, not the one that collectives use.
+
+        Raises:
+            RunFailed: rank 0 cannot be reached.
+        """
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         timeout = timedelta(seconds=max(30.0, self.gone_after))
         store = None

@@ -68,7 +68,11 @@ class Reader(FileSystemReader):
 
 
 def sizes(path: Path) -> dict[str, torch.Size]:
-    """Return the shape of every tensor of a checkpoint; raise ValueError if its metadata cannot be read."""
+    """Return the shape of every tensor of a checkpoint.
+
+    Raises:
+        ValueError: its metadata cannot be read.
+    """
     return {name: entry.size for name, entry in Reader(path).read_metadata().state_dict_metadata.items()}
 
 

@@ -106,7 +106,11 @@ def read_prompts(cfg: DictConfig) -> list[str]:
 
 
 def read_text(key: str, path: str) -> str:
-    """Return the text of a file, or of standard input for "-"; raise ValueError naming the key."""
+    """Return the text of a file, or of standard input for "-".
+
+    Raises:
+        ValueError: it cannot be read; the line names the key.
+    """
     try:
         return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -93,7 +93,11 @@ def settings_of(kind: type) -> list[str]:
 
 
 def build_stage(name: str, stage: DictConfig) -> Stage:
-    """Build one of `stages`; raise ValueError for an unknown key."""
+    """Build one of `stages`.
+
+    Raises:
+        ValueError: it is not a mapping, or has an unknown key.
+    """
     if not OmegaConf.is_dict(stage):
         raise ValueError(f"stages.{name}={stage} is no stage: give its keys, as stages.{name}.kl=1, or null for none")
     given = OmegaConf.to_container(stage, resolve=True)
@@ -139,7 +143,11 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
 
 
 def base_config(cfg: DictConfig, settings: Linearization) -> PreTrainedConfig:
-    """Return the base model's configuration, linearized; raise ValueError if it is missing or does not fit."""
+    """Return the base model's configuration, linearized.
+
+    Raises:
+        ValueError: it is missing or does not fit.
+    """
     with prefix_errors_with_base(cfg):
         return linearized_config(read_config(str(cfg.base)), settings)
 
@@ -255,7 +263,11 @@ def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
 
 
 def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
-    """Add the configured LoRA to a model, in place; raise ValueError if it does not fit."""
+    """Add the configured LoRA to a model, in place.
+
+    Raises:
+        ValueError: an unknown key, or LoRA that the model cannot have.
+    """
     given = OmegaConf.to_container(cfg.lora, resolve=True)
     check_keys("lora", given, list(inspect.signature(add_lora).parameters)[1:])
     add_lora(model, **given)

@@ -159,7 +159,11 @@ def quieten_libraries() -> None:
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Check the settings outside the groups, and the types of those in groups; raise ValueError naming the key."""
+    """Check the settings outside the groups, and the types of those in groups.
+
+    Raises:
+        ValueError: a setting cannot work; the line names its key.
+    """
     for key in ("max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens"):
         check_whole(key, cfg[key], 1)
     if cfg.validation_tokens is not None:

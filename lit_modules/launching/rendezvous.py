@@ -150,7 +150,11 @@ def meeting() -> Meeting | None:
 
 
 def reach(place: tuple[str, int], seconds: float) -> None:
-    """Wait until an address accepts connections, since torch would log at length; raise OSError on timeout."""
+    """Wait until an address accepts connections, since torch itself would log at length while it waits.
+
+    Raises:
+        OSError: nothing accepts within `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -83,9 +83,12 @@ def of_controller(job: str) -> State | None:
 
 
 def refuse_if_never_to_begin(jobs: list[str], settings: Mapping[str, object], seconds: float = 2.0) -> None:
-    """Cancel the jobs and raise ValueError if SLURM accepted a request that the partition can never satisfy.
+    """Cancel the jobs if SLURM accepted a request that the partition can never satisfy.
 
     SLURM reports this only when it first considers a job, so poll for `seconds`.
+
+    Raises:
+        ValueError: the jobs were cancelled; the line names their settings.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -136,5 +139,9 @@ def follow(
 
 
 def ask(*command: str) -> subprocess.CompletedProcess:
-    """Run a SLURM command; raise ValueError if it is not installed."""
+    """Run a SLURM command.
+
+    Raises:
+        ValueError: it is not installed.
+    """
     return slurm.ask(*command, key="hydra/launcher=slurm")

@@ -102,7 +102,11 @@ def keep_choice(path: Path, kept: tuple[int, ...], found: list[float] | None = N
 
 
 def read_choice(path: Path) -> list[int]:
-    """Return the layers that `keep_choice` saved; raise ValueError for any other file."""
+    """Return the layers that `keep_choice` saved.
+
+    Raises:
+        ValueError: the file is not one of `keep_choice`.
+    """
     try:
         return json.loads(path.read_text())["kept"]
     except (ValueError, KeyError, TypeError) as error:
