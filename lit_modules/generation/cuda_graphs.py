@@ -24,7 +24,7 @@ from lit_modules.networks.linearized import LinearizedForCausalLM
 from lit_modules.networks.positions import Positions, locate
 
 LOOK_EVERY = 16
-"""Tokens between two host checks of whether all rows have ended, each followed by printing."""
+"""Tokens between two points at which the host prints and checks whether all rows have ended."""
 
 WARM_UP = 3
 """Tokens whose step runs before capture, so that kernels are compiled and libraries have their workspaces."""

@@ -1,4 +1,4 @@
-"""LightningModule for linearization: stages of objectives against a teacher, the same model before the change."""
+"""LightningModule for linearization: stages of objectives against a teacher, the original model."""
 
 import copy
 import itertools
@@ -87,7 +87,7 @@ class Linearization(Training):
         self._parts: dict[str, Tensor] = {}  # since the last report, by objective: [sum of loss * share, sum of shares]
 
     def adopt(self, model: Any) -> None:
-        """Set the linearized model to train, including LoRA.
+        """Take the linearized model to be trained, including LoRA.
 
         Raises:
             ValueError: a stage trains parameters that the model does not have.
