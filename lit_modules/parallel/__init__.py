@@ -1,1 +1,1 @@
-"""How a network is spread over devices: Lightning strategies, and plans that lie beside the networks they change."""
+"""Parallelism: Lightning strategies, and plans that distribute the networks in place."""

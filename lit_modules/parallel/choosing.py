@@ -1,4 +1,4 @@
-"""The strategy of a run that names none: the simplest that a model and its devices allow."""
+"""Choose the strategy of a run that names none: the simplest that the model and its devices allow."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from lit_modules.networks import PalimpsestConfig
 from lit_modules.networks.counting import planned_parameters, sizes_of
 from lit_modules.parallel.strategies import DataParallel, OneDevice, Sharded
 
-# Bytes for each parameter in float32 training: the weight, its gradient, AdamW's two moments, and autocast's copy.
+# Bytes per parameter in float32 training: the weight, its gradient, AdamW's two moments, and autocast's copy.
 TRAINING_BYTES = 4 + 4 + 8 + 2
-ROOM = 0.5  # of a device's memory for these; the rest is for activations
+ROOM = 0.5  # share of a device's memory for these; the rest is for activations
 
 
 def choose(accelerator: str, devices: Any, num_nodes: int, parameters: int) -> Strategy:
-    """The strategy that `simplest` names for the devices of this machine and as many on each other node."""
+    """Create the strategy that `simplest` names for this machine's devices and as many on each other node."""
     name = simplest(parameters, count_devices(accelerator, devices), num_nodes, memory_of_a_device(accelerator))
     if name == "one":
         return OneDevice(device_of(accelerator, devices))
@@ -29,11 +29,13 @@ def choose(accelerator: str, devices: Any, num_nodes: int, parameters: int) -> S
 
 
 def simplest(parameters: int, devices: int, num_nodes: int, memory: float | None) -> str:
-    """ "one" device; "ddp" where a device holds the training of all `parameters`; "hsdp", shards within each node,
-    where the `devices` of a node hold it; else "fsdp" over all.
+    """Return the simplest strategy: "one", "ddp", "hsdp" or "fsdp".
+
+    "one" is for a single device. "ddp" needs a device that holds the training of all `parameters`. "hsdp", shards
+    within each node, needs a node whose `devices` hold it. Else "fsdp" shards over all.
 
     Args:
-        memory: bytes of a device; None where it is not divided.
+        memory: bytes of a device; None if the devices share one memory.
     """
     needed = TRAINING_BYTES * parameters
     if devices * num_nodes == 1:
@@ -44,12 +46,12 @@ def simplest(parameters: int, devices: int, num_nodes: int, memory: float | None
 
 
 def check_memory(config: PalimpsestConfig, cfg: DictConfig, strategy: Strategy) -> None:
-    """Refuse a model whose training cannot fit into the memory of this machine, before any memory is asked for.
+    """Refuse a model whose training cannot fit into this machine's memory, before allocating any.
 
-    Only what is certain counts: weights, gradients and AdamW's two moments, spread over as many ranks as can be.
+    Only the certain parts count: weights, gradients and AdamW's two moments, sharded over as many ranks as possible.
 
     Raises:
-        ValueError: it cannot fit. The line says what it takes and what there is.
+        ValueError: if it cannot fit; the line gives the needed and the available memory.
     """
     accelerator, devices, num_nodes = cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes
     try:
@@ -72,12 +74,12 @@ def check_memory(config: PalimpsestConfig, cfg: DictConfig, strategy: Strategy) 
 
 
 def on_gpu(accelerator: str) -> bool:
-    """Whether the trainer's `accelerator` means GPUs here."""
+    """Check that the trainer's `accelerator` means GPUs on this machine."""
     return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
 
 
 def count_devices(accelerator: str, devices: Any) -> int:
-    """How many devices of this machine the trainer's `accelerator` and `devices` mean."""
+    """Count the devices of this machine that the trainer's `accelerator` and `devices` mean."""
     kind = CUDAAccelerator if on_gpu(accelerator) else CPUAccelerator
     if devices in ("auto", -1, "-1"):
         return kind.auto_device_count()
@@ -86,7 +88,7 @@ def count_devices(accelerator: str, devices: Any) -> int:
 
 
 def device_of(accelerator: str, devices: Any) -> torch.device:
-    """The one device that the trainer's `accelerator` and `devices` mean."""
+    """Return the one device that the trainer's `accelerator` and `devices` mean."""
     if not on_gpu(accelerator):
         return torch.device("cpu")
     chosen = CUDAAccelerator.parse_devices(1 if devices in ("auto", -1, "-1") else devices)
@@ -94,5 +96,5 @@ def device_of(accelerator: str, devices: Any) -> torch.device:
 
 
 def memory_of_a_device(accelerator: str) -> int | None:
-    """Bytes of a GPU of this machine; None for a processor, whose memory is not divided."""
+    """Return the bytes of a GPU of this machine; None for CPU devices, which share one memory."""
     return torch.cuda.get_device_properties(0).total_memory if on_gpu(accelerator) else None

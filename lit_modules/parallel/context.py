@@ -1,10 +1,10 @@
-"""Context parallelism: one row of packed documents dealt out over the ranks of a group.
+"""Context parallelism: one row of packed documents split over the ranks of a group.
 
-Rank r of n holds the tokens r N / n to (r + 1) N / n - 1 of a row of N everywhere but in the mixers' operations over
-time. Around these, as in DeepSpeed Ulysses (arXiv 2309.14509), an exchange of all with all turns a part of the tokens
-with all heads into all tokens with a part of the heads, and back. An operation so sees whole sequences, and what it
-sums over time (forget gates, states) it sums as on one device. What looks back a few tokens before that (KV-shift,
-short convolutions) is given the last hidden states of the rank before; their projections are made twice.
+Rank r of n holds the tokens r N / n to (r + 1) N / n - 1 of a row of N, except in the mixers' operations over time.
+Around these, as in DeepSpeed Ulysses (arXiv 2309.14509), an all-to-all turns some tokens with all heads into all tokens
+with some heads, and back. An operation therefore sees whole sequences, and sums over time (forget gates, states) as on
+one device. Layers that look back a few tokens (KV-shift, short convolutions) receive the last hidden states of the
+previous rank, and project them again.
 """
 
 import functools
@@ -29,26 +29,30 @@ KEY = "strategy.context_parallel_size"
 
 
 def split_context(model: PalimpsestForCausalLM, group: dist.ProcessGroup) -> "ContextParallel":
-    """Let every mixer of `model` exchange tokens for heads over `group`, in place; its parameters stay as they are.
+    """Let every mixer of `model` exchange tokens for heads over `group`, in place; parameters do not change.
 
-    To be called before the blocks' first forward pass. The model then takes what `ContextParallel.part` gives.
+    Call it before the blocks' first forward pass. The model then takes the output of `ContextParallel.part`.
 
     Raises:
-        ValueError: the ranks cannot share the heads of a mixer.
+        ValueError: if the ranks cannot share the heads of a mixer.
     """
     check_heads(model.config, group.size())
     plan = ContextParallel(group)
     for block in model.model.layers:
         mixer = block.self_attn
         mixer.operation = functools.partial(plan.over_heads, mixer.operation, mixer.look_back)
-        # before the hooks of a tensor plan, after which hidden states are no plain tensors
+        # before the hooks of a tensor plan, which turn hidden states into DTensors
         mixer.register_forward_pre_hook(plan.look_back, with_kwargs=True, prepend=True)
         mixer.register_forward_hook(plan.drop_what_was_looked_back_at)
     return plan
 
 
 def check_heads(config: PalimpsestConfig, size: int, tensor_parallel_size: int = 1) -> None:
-    """Raises ValueError when `size` ranks cannot share what tensor parallelism leaves to each of a mixer's heads."""
+    """Check that `size` ranks can share the heads that tensor parallelism leaves to each rank.
+
+    Raises:
+        ValueError: if they cannot.
+    """
     for name in dict.fromkeys(config.mixers):
         recurrent = issubclass(MIXERS[name], RecurrentMixer)
         heads = MIXERS[name].state_shape(config).heads if recurrent else config.num_heads
@@ -62,7 +66,11 @@ def check_heads(config: PalimpsestConfig, size: int, tensor_parallel_size: int =
 
 
 def check_tokens(tokens: int, size: int) -> None:
-    """Raises ValueError when `size` ranks cannot share the `tokens` of a micro-batch."""
+    """Check that `size` ranks can share the `tokens` of a micro-batch.
+
+    Raises:
+        ValueError: if they cannot.
+    """
     if tokens % size:
         raise ValueError(
             f"{KEY}={size} does not divide the {tokens} tokens of a micro-batch (data.micro_batch_size times "
@@ -71,15 +79,15 @@ def check_tokens(tokens: int, size: int) -> None:
 
 
 def whole_sequences(plan: "ContextParallel | None") -> AbstractContextManager[None]:
-    """Within, a model takes whole sequences on this rank alone, whether there is a plan for it or not."""
+    """Suspend the plan, if there is one: within, the model takes whole sequences on this rank alone."""
     return nullcontext() if plan is None else plan.suspended()
 
 
 class ContextParallel:
-    """This rank's part in a group that shares sequences. Every rank of `group` has to take the same steps.
+    """This rank's part in a group that shares sequences. Every rank of `group` must make the same calls.
 
     Args:
-        group: the ranks, in the order of their parts of a sequence.
+        group: ranks in the order of their parts of a sequence.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -87,19 +95,18 @@ class ContextParallel:
         self.active = True
 
     def part(self, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """This rank's part of a batch, which all ranks of the group have whole.
+        """Return this rank's part of a batch; all ranks of the group have the whole batch.
 
         Args:
-            batch: input_ids and targets `[1, N]` int64, cu_seqlens int32 `[documents + 1]`; also component `[N]`, where
-                tokens have one.
+            batch: input_ids and targets `[1, N]` int64, cu_seqlens int32 `[documents + 1]`; optionally component `[N]`.
 
         Returns:
-            input_ids, targets `[1, N / n]`, component `[N / n]`; positions, of these tokens, for the model; and
-            targets_per_rank, the targets of the whole row over n: what to divide the sum of this rank's losses by, so
-            that the mean over the ranks is the mean over the row.
+            input_ids, targets `[1, N / n]`, component `[N / n]`; positions of these tokens, for the model; and
+            targets_per_rank, the number of targets in the row divided by n. Divide the sum of this rank's losses by it:
+            the mean over the ranks is then the mean over the row.
 
         Raises:
-            ValueError: the tokens cannot be dealt out evenly.
+            ValueError: if the ranks do not divide the tokens.
         """
         targets, cu_seqlens = batch["targets"], batch["cu_seqlens"]
         length = targets.shape[1]
@@ -114,7 +121,7 @@ class ContextParallel:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within, the model takes whole sequences, on this rank alone."""
+        """Suspend the plan: within, the model takes whole sequences on this rank alone."""
         self.active = False
         try:
             yield
@@ -122,7 +129,7 @@ class ContextParallel:
             self.active = True
 
     def look_back(self, mixer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """A hook before a mixer's forward pass: put the tokens that it looks back at before its own."""
+        """Prepend the tokens that a mixer looks back at (a forward pre-hook)."""
         if not self.active:
             return arguments, keywords
         hidden, positions, *cache = arguments
@@ -143,7 +150,7 @@ class ContextParallel:
         return (hidden, _begun_earlier(positions, count), *cache), keywords
 
     def drop_what_was_looked_back_at(self, mixer: nn.Module, arguments: tuple[Any, ...], out: Tensor) -> Tensor:
-        """A hook after a mixer's forward pass: `out` `[B, T, hidden_size]` of this rank's own tokens alone."""
+        """Drop the prepended tokens from `out` `[B, T, hidden_size]` (a forward hook)."""
         return out[:, mixer.look_back :] if self.active else out
 
     def over_heads(
@@ -156,16 +163,16 @@ class ContextParallel:
         logit_bound: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """A mixer's `operation` over whole sequences and this rank's heads.
+        """Run a mixer's `operation` over whole sequences and this rank's heads.
 
         Args:
-            looked_back: tokens at the beginning that belong to the rank before.
-            inputs, positions, cache, options: the operation's own. `inputs` are `[B, T, heads, ...]`; the first has
-                the most heads.
-            logit_bound: `[heads]`, of the operations that take one.
+            looked_back: leading tokens that belong to the previous rank.
+            inputs, positions, cache, options: arguments of the operation. `inputs` are `[B, T, heads, ...]`; the first
+                has the most heads.
+            logit_bound: `[heads]`, for operations that take it.
 
         Returns:
-            `[B, T, heads, width]`, zero at the tokens looked back at.
+            `[B, T, heads, width]`, zero at the prepended tokens.
         """
         if not self.active:
             bound = {} if logit_bound is None else {"logit_bound": logit_bound}
@@ -183,9 +190,9 @@ class ContextParallel:
         return F.pad(out, (0, 0, 0, 0, looked_back, 0))
 
     def _heads_for_tokens(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Each `[B, N / n, h, ...]` of this rank's tokens to `[B, N, h / n, ...]` of this rank's heads.
+        """Turn each `[B, N / n, h, ...]` of this rank's tokens into `[B, N, h / n, ...]` of this rank's heads.
 
-        Where n does not divide h, heads are repeated until it does. One exchange for all tensors of a dtype.
+        If n does not divide h, heads are repeated until it does. All tensors of a dtype share one all-to-all.
         """
         whole: list[Tensor | None] = [None] * len(tensors)
         for dtype in dict.fromkeys(x.dtype for x in tensors):
@@ -200,7 +207,7 @@ class ContextParallel:
         return whole
 
     def _dealt(self, x: Tensor) -> Tensor:
-        """`[B, T, h, ...]` to `[B, T, n, heads of a rank, ...]`; of heads that are one and the same, one to each."""
+        """Reshape `[B, T, h, ...]` to `[B, T, n, heads of a rank, ...]`; of identical heads each rank gets one."""
         heads = x.shape[2]
         if _is_one(x) and heads > self.size:
             x = x[:, :, : self.size]
@@ -209,19 +216,19 @@ class ContextParallel:
         return x.unflatten(2, (self.size, -1))
 
     def _tokens_for_heads(self, out: Tensor) -> Tensor:
-        """`[B, N, H / n, D]` of this rank's heads to `[B, N / n, H, D]` of this rank's tokens."""
+        """Turn `[B, N, H / n, D]` of this rank's heads into `[B, N / n, H, D]` of this rank's tokens."""
         parts = out.unflatten(1, (self.size, -1)).transpose(0, 1)  # [n, B, N / n, H / n, D]
         return self._exchange(parts).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Part i of `[n, ...]` to rank i; what each rank has sent here, in their order."""
+        """Send part i of `[n, ...]` to rank i; return the received parts in rank order."""
         return all_to_all_single_autograd(parts.contiguous(), None, None, self.group)
 
     def _last_of_the_rank_before(self, hidden: Tensor, count: int) -> Tensor:
-        """The last `count` tokens `[B, count, hidden_size]` of the rank before this one.
+        """Return the last `count` tokens `[B, count, hidden_size]` of the previous rank.
 
-        The first rank is given the last one's, so that all take the same steps: as no document goes on from there,
-        nothing comes of them.
+        The first rank receives the last rank's, so that all ranks make the same calls. It does not use them, because a
+        new document starts there.
         """
         last = hidden[:, -count:]
         to_next, from_before = [0] * self.size, [0] * self.size
@@ -231,19 +238,19 @@ class ContextParallel:
 
 
 def _is_one(x: Tensor) -> bool:
-    """Whether the heads of `x` `[B, T, h, ...]` are views of a single one."""
+    """Check that the heads of `x` `[B, T, h, ...]` are views of a single one."""
     return x.shape[2] > 1 and x.stride(2) == 0
 
 
 def _as_many(heads: Tensor, dealt: Tensor, size: int) -> Tensor:
-    """`heads` that a rank was given of `dealt` `[B, T, h, ...]`: a view of h / n heads where one was sent for all."""
+    """Expand the received `heads` of `dealt` `[B, T, h, ...]` to a view of h / n heads, if one was sent for all."""
     if not _is_one(dealt) or heads.shape[2] == dealt.shape[2] // size:
         return heads
     return heads.expand(-1, -1, dealt.shape[2] // size, *heads.shape[3:])
 
 
 def _begun_earlier(positions: Positions, count: int) -> Positions:
-    """`positions` of this rank's tokens and of `count` before, which matter only as what the first of these follow."""
+    """Extend `positions` by `count` tokens before this rank's first; they only serve as its predecessors."""
     index = positions.index
     before = index[:, :1] - torch.arange(count, 0, -1, device=index.device)
     rotary = positions.rotary and tuple(F.pad(table, (0, 0, count, 0)) for table in positions.rotary)

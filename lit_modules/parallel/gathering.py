@@ -1,4 +1,4 @@
-"""What the ranks have, together: a whole network, from one whose weights are spread over them, and their tensors."""
+"""Gather a whole network, or one tensor per rank."""
 
 from typing import Any
 
@@ -11,8 +11,10 @@ from lit_modules.networks import PalimpsestForCausalLM
 
 
 def gathered(model: PalimpsestForCausalLM, strategy: Any) -> PalimpsestForCausalLM | None:
-    """The model with all its weights on this process: itself where it has them, else on the first rank a copy in main
-    memory, and None on the others. Every rank has to call it."""
+    """Return the model with all weights: itself if unsharded, else a copy in main memory on rank 0 and None elsewhere.
+
+    Every rank must call it.
+    """
     if not strategy.needs_all_ranks:
         return model
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -27,7 +29,7 @@ def gathered(model: PalimpsestForCausalLM, strategy: Any) -> PalimpsestForCausal
 
 
 def of_all_ranks(own: Tensor, world_size: int) -> list[Tensor]:
-    """A tensor of each rank, all of one shape, on every rank. Every rank takes part."""
+    """All-gather one tensor per rank, all of the same shape. Every rank must call it."""
     if world_size == 1:
         return [own]
     gathered = [torch.empty_like(own) for _ in range(world_size)]

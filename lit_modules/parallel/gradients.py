@@ -1,4 +1,4 @@
-"""The norm of gradients that lie on one device or on many."""
+"""The norm of gradients that are on one device or sharded."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
     """Scale all gradients so that their global norm is at most `limit`; return the norm before, float32 at least.
 
-    Parameters may be spread over different meshes, or over none; every rank gets the same norm.
+    Parameters may be sharded over different meshes, or not at all; every rank gets the same norm.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     by_mesh = defaultdict(list)
@@ -25,10 +25,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, gathered from all ranks where it is spread."""
+    """Return the tensor, gathered from all ranks if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that is spread, else the tensor."""
+    """Return this rank's shard of a tensor, or the tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
-"""How the ranks of a run are laid out: copies of the model, its shards, and the parts of a sequence and of its heads.
+"""The layout of a run's ranks: replicas of the model, shards, parts of a sequence and groups of heads.
 
-The rank number counts, from the slowest to the fastest: replicate, shard, context, tensor. So the ranks that talk most
-are neighbours, on one node where a node has as many. The ranks that share a sequence hold different shards of the
-weights, too: `Layout.shard` counts them.
+The rank number counts, from slowest to fastest: replicate, shard, context, tensor. Ranks that communicate most are
+therefore neighbours, on one node if it has enough ranks. Ranks that share a sequence hold different shards of the
+weights; `Layout.shard` includes them.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Layout:
 
     Attributes:
         replicate: copies of the weights.
-        shard: ranks over which one copy is spread, those of a sequence included.
+        shard: ranks per copy, those that share a sequence included.
         context: ranks that share each sequence; it divides shard.
         tensor: ranks that share each layer's heads.
     """
@@ -31,24 +31,26 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Ranks, or groups of them, that read batches of their own."""
+        """Number of ranks, or groups of ranks, that read separate batches."""
         return self.replicate * self.shard // self.context
 
     def weights_mesh(self, device: str) -> DeviceMesh:
-        """The mesh over which the blocks' weights are spread, with dimensions replicate, shard and tensor."""
+        """Create the mesh of the blocks' weights, with dimensions replicate, shard and tensor."""
         return init_device_mesh(
             device, (self.replicate, self.shard, self.tensor), mesh_dim_names=("replicate", "shard", "tensor")
         )
 
     def rest_mesh(self, device: str) -> DeviceMesh:
-        """The mesh of embedding, final norm and head, with dimensions replicate and shard: heads split none of them, so
-        that they are spread over the ranks that share heads, too."""
+        """Create the mesh of embedding, final norm and head, with dimensions replicate and shard.
+
+        Tensor parallelism does not split these, so the ranks that share heads shard them too.
+        """
         return init_device_mesh(
             device, (self.replicate, self.shard * self.tensor), mesh_dim_names=("replicate", "shard")
         )
 
     def context_group(self, device: str) -> dist.ProcessGroup | None:
-        """The ranks that share a sequence with this one; None where none do."""
+        """Return the group of ranks that share a sequence with this one; None without context parallelism."""
         if self.context == 1:
             return None
         names = ("data", "context", "tensor")
@@ -58,12 +60,15 @@ class Layout:
 
 
 def lay_out(world_size: int, *, shard: int | None, context: int, tensor: int) -> Layout:
-    """The layout of `world_size` ranks. `shard`: ranks that one copy of the weights is spread over; None for all.
+    """Return the layout of `world_size` ranks.
+
+    Args:
+        shard: ranks per copy of the weights; None means all.
 
     Raises:
-        ValueError: the sizes do not divide the ranks; the line names the key.
+        ValueError: if the sizes do not divide the ranks; the line names the key.
     """
-    # shard_size last: DDP takes it from context_parallel_size
+    # shard_size last, because DDP sets it to context_parallel_size
     for key, size in (("context_parallel_size", context), ("tensor_parallel_size", tensor), ("shard_size", shard)):
         if size is not None or key != "shard_size":
             check_whole(f"strategy.{key}", size, 1)

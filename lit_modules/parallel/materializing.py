@@ -1,11 +1,11 @@
-"""Initial weights for a model that no rank could hold whole, the same as if one had made it.
+"""Initialize a sharded model that no rank could hold whole, with the same weights as an unsharded one.
 
     with torch.device("meta"):
         model = PalimpsestForCausalLM(config)
     ...                      # split and shard it
     materialize(model, torch.device("cuda"))
 
-Beside its own shards a rank holds one block of the whole model at a time, or the embedding, in main memory.
+In addition to its shards a rank holds one whole block, or the embedding, in main memory at a time.
 """
 
 import torch
@@ -19,10 +19,11 @@ from lit_modules.networks.causal_lm import PalimpsestModel
 
 @torch.no_grad()
 def materialize(model: PalimpsestForCausalLM, device: torch.device) -> None:
-    """Give `model`, made on the meta device and spread over ranks since, its weights on `device`.
+    """Fill `model`, made on the meta device and then sharded, with its initial weights on `device`.
 
-    Bit for bit those of `PalimpsestForCausalLM(model.config)` on the CPU: every rank draws all numbers of its generator
-    in the same order, which therefore has to start alike, and keeps those of its shards. It ends alike, too.
+    They equal `PalimpsestForCausalLM(model.config)` on the CPU bit for bit: every rank draws all random numbers in the
+    same order and keeps those of its shards. The ranks' generators must start in the same state, and end in the same
+    state.
     """
     config = model.config
     model.to_empty(device=device)
@@ -34,11 +35,11 @@ def materialize(model: PalimpsestForCausalLM, device: torch.device) -> None:
         _fill(parameters, f"model.{name}", part, stack)
     with torch.device("meta"), _DrawnForNothing():
         head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-    _fill(parameters, "lm_head", head, stack)  # where it shares the embedding, parameters lacks it
+    _fill(parameters, "lm_head", head, stack)  # `parameters` lacks it if it shares the embedding
 
 
 class _DrawnForNothing(TorchDispatchMode):
-    """Draws, and drops, what constructors would draw on the CPU: the initial weights come after it in the stream."""
+    """Draw and drop the numbers that constructors would draw on the CPU, because they precede the initial weights."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default):
@@ -47,7 +48,7 @@ class _DrawnForNothing(TorchDispatchMode):
 
 
 def _parts(stack: PalimpsestModel) -> list[tuple[str, nn.Module]]:
-    """Embedding, each block, and so on, by name, in the order in which Hugging Face initializes them."""
+    """List embedding, each block, and so on, by name, in the order of Hugging Face's initialization."""
     parts = []
     for name, child in stack.named_children():
         blocks = child.named_children() if isinstance(child, nn.ModuleList) else ()
@@ -56,7 +57,7 @@ def _parts(stack: PalimpsestModel) -> list[tuple[str, nn.Module]]:
 
 
 def _fill(parameters: dict[str, Tensor], prefix: str, part: nn.Module, stack: PalimpsestModel) -> None:
-    """Initialize `part`, which is on the meta device, and copy this rank's share of it into `parameters`."""
+    """Initialize `part`, which is on the meta device, and copy this rank's shards of it to `parameters`."""
     part.to_empty(device="cpu").apply(stack._init_weights)
     for name, whole in part.named_parameters(prefix):
         if name in parameters:
@@ -67,7 +68,7 @@ def _fill(parameters: dict[str, Tensor], prefix: str, part: nn.Module, stack: Pa
 
 
 def own_part(whole: Tensor, spread: Tensor) -> Tensor:
-    """What this rank has of `whole`, which is spread as `spread` is: FSDP cut what tensor parallelism had cut."""
+    """Return this rank's shard of `whole`, placed like `spread`: FSDP shards inside tensor parallelism's parts."""
     if not isinstance(spread, DTensor):
         return whole
     mesh = spread.device_mesh

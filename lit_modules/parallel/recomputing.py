@@ -1,12 +1,12 @@
-"""What the backward pass computes again instead of keeping: activation checkpointing by policy.
+"""Activation checkpointing by policy: what the backward pass recomputes instead of keeping.
 
-The forward pass of a block keeps what its backward pass needs; recomputation keeps less and runs (parts of) the block
-again. Memory falls in the order of the policies, and arithmetic grows in it:
+The forward pass of a block keeps the activations of its backward pass; recomputation keeps fewer and runs (parts of)
+the block again. In the order of the policies memory falls and arithmetic grows:
 
     none       keep everything
-    <n>        run every n-th block again, whole
-    selective  keep the results of matrix products, attention and recurrences, and make the cheap rest again
-    full       run every block again, whole
+    <n>        recompute every n-th block entirely
+    selective  keep the results of matrix products, attention and recurrences; recompute the cheap rest
+    full       recompute every block entirely
 """
 
 from collections.abc import Callable
@@ -30,14 +30,17 @@ EXPENSIVE = [
     torch.ops.palimpsest.gated_recurrence_chunked.default,
     torch.ops.palimpsest.gated_recurrence_triton.default,
 ]
-"""The operations whose results "selective" keeps."""
+"""Operations whose results "selective" keeps."""
 
 
 def check_policy(policy: str | int, layers: int | None = None) -> None:
-    """Raise ValueError, naming the key, unless `policy` is one of POLICIES or a whole number of at least 2.
+    """Check that `policy` is one of POLICIES or a whole number of at least 2.
 
     Args:
-        layers: blocks of the model, where they are known: of fewer than n blocks, n recomputes none.
+        layers: number of blocks, if known; a larger n recomputes none.
+
+    Raises:
+        ValueError: if it is not; the line names the key.
     """
     if policy in POLICIES:
         return
@@ -55,23 +58,23 @@ def check_policy(policy: str | int, layers: int | None = None) -> None:
 
 
 def recompute(model: PalimpsestForCausalLM, policy: str | int) -> None:
-    """Let the blocks of `model` compute again in the backward pass what `policy` says; gradients stay as they are.
+    """Let the blocks of `model` recompute activations in the backward pass by `policy`; gradients do not change.
 
-    Wraps `block.forward`, inside of the block's hooks: FSDP gathers a block's weights once for both computations. A
-    compilation of `block.forward` is to come after this, and then plans the recomputation itself. With a cache, or
-    without gradients, nothing is computed again.
+    This wraps `block.forward`, inside the block's hooks, so that FSDP gathers a block's weights once for both
+    computations. Compile `block.forward` after this; the compiler then plans the recomputation. With a cache or without
+    gradients nothing is recomputed.
 
     Args:
-        policy: "none", "full", "selective", or n >= 2: the n-th block, the 2n-th and so on, whole.
+        policy: "none", "full", "selective", or n >= 2: blocks n, 2n and so on, entirely.
 
     Raises:
-        ValueError: for another policy.
+        ValueError: if the policy is unknown.
     """
     check_policy(policy)
     if policy == "none":
         return
     every = policy if isinstance(policy, int) else 1
-    # A block draws no random numbers, so that none have to be drawn again.
+    # Blocks draw no random numbers, so the RNG state need not be restored.
     run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if policy == "selective":
         run_again = partial(run_again, context_fn=partial(create_selective_checkpoint_contexts, EXPENSIVE))

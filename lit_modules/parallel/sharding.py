@@ -1,4 +1,4 @@
-"""FSDP2, block by block."""
+"""Shard a model with FSDP2, block by block."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,15 +15,15 @@ def shard(
     precision: str,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Spread every block's parameters over the ranks of `mesh`, and the rest of the model's over those of `rest_mesh`.
+    """Shard every block's parameters over the ranks of `mesh`, and the rest of the model's over `rest_mesh`.
 
-    Under mixed precision the blocks' weights travel and are used in bfloat16, and their gradients are summed in
-    float32. Embedding, final norm and head stay float32: the embedding begins the residual stream, which is float32,
-    and the head's gradient is summed in it.
+    Under mixed precision the blocks' weights are gathered and used in bfloat16, and their gradients are reduced in
+    float32. Embedding, final norm and head stay float32: the embedding starts the float32 residual stream, and the
+    head's gradient accumulates in float32.
 
     Args:
-        mesh, rest_mesh: one dimension, or two: copies and shards.
-        precision: the trainer's.
+        mesh, rest_mesh: one dimension, or two: replicas and shards.
+        precision: the trainer's precision.
     """
     lowered = precision.startswith("bf16")
     blocks = MixedPrecisionPolicy(

@@ -1,4 +1,4 @@
-"""A network on the devices of a run: every plan that applies, in the order in which they fit on one another."""
+"""Distribute a network over the devices of a run: apply every plan in the required order."""
 
 from typing import Any
 
@@ -15,19 +15,18 @@ from lit_modules.parallel.tensor import split_tensors
 def spread(
     model: PalimpsestForCausalLM, strategy: Any, *, compile: bool, activation_checkpointing: str | int
 ) -> ContextParallel | None:
-    """Change `model` in place: its heads split, blocks recomputed and compiled, sequences split, weights sharded.
+    """Change `model` in place: split heads, recompute and compile blocks, split sequences, shard weights.
 
     Args:
-        strategy: a strategy of lit_modules.parallel.strategies that is set up; any other means one device, or DDP.
-        compile: torch.compile each block. Its forward is compiled, and not the module: what shards weights hooks into
-            the module's call, and stays outside.
+        strategy: a strategy of lit_modules.parallel.strategies after its setup; any other means one device, or DDP.
+        compile: torch.compile each block's forward, not the module: FSDP hooks the module's call and must stay outside.
         activation_checkpointing: a policy of lit_modules.parallel.recomputing.
 
     Returns:
-        What cuts batches, where sequences are split.
+        The plan that splits batches, or None if sequences are not split.
 
     Raises:
-        ValueError: heads or sequences cannot be split so; the line names the key.
+        ValueError: if heads or sequences cannot be split so; the line names the key.
     """
     sharded = isinstance(strategy, Sharded)
     if sharded and strategy.layout.tensor > 1:

@@ -1,4 +1,4 @@
-"""Lightning strategies that know how many ranks read data of their own, and whose checkpoints fit one another."""
+"""Lightning strategies that know how many ranks read separate data, with interchangeable checkpoints."""
 
 import inspect
 from datetime import timedelta
@@ -14,9 +14,9 @@ from lit_modules.checkpoints.strategy import Checkpointed
 from lit_modules.launching.children import NamesKilledRanks
 from lit_modules.parallel.layout import Layout, lay_out
 
-# Of a collective. The watchdog sees a rank that hangs long before; this is for those who run without it.
+# Timeout of a collective. The watchdog reports a hanging rank much earlier; this is for runs without it.
 TIMEOUT = timedelta(hours=1)
-OF_LIGHTNING = ("module", "device_ids", "output_device", "dim", "process_group", "device_mesh")  # it sets these of DDP
+OF_LIGHTNING = ("module", "device_ids", "output_device", "dim", "process_group", "device_mesh")  # set by Lightning
 
 
 class OneDevice(Checkpointed, SingleDeviceStrategy):
@@ -28,14 +28,14 @@ class OneDevice(Checkpointed, SingleDeviceStrategy):
 
 
 class DataParallel(Checkpointed, NamesKilledRanks, DDPStrategy):
-    """DDP: every rank holds all the weights. `settings`: those of torch's DistributedDataParallel.
+    """DDP: every rank holds all weights. `settings` are arguments of torch's DistributedDataParallel.
 
     Args:
         context_parallel_size: ranks that share each sequence.
-        gradient_as_bucket_view: gradients are views of what is sent, which saves their memory once.
+        gradient_as_bucket_view: gradients are views of the communication buckets, which saves one copy of them.
 
     Raises:
-        ValueError: a size is not a whole number above 0, or DDP has no such setting; the line names the key.
+        ValueError: if a size is not a whole number above 0, or DDP has no such setting; the line names the key.
     """
 
     needs_all_ranks = False
@@ -50,7 +50,7 @@ class DataParallel(Checkpointed, NamesKilledRanks, DDPStrategy):
 
     @property
     def layout(self) -> Layout:
-        """How the ranks are laid out. Raises ValueError where the sizes do not divide them."""
+        """The layout of the ranks. Raises ValueError if the sizes do not divide their number."""
         return lay_out(
             self.num_nodes * self.num_processes,
             shard=self.context_parallel_size,
@@ -60,27 +60,27 @@ class DataParallel(Checkpointed, NamesKilledRanks, DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of a global batch this rank reads: those that share a sequence read the same."""
+        """The part of a global batch that this rank reads; ranks that share a sequence read the same."""
         return {"num_replicas": self.layout.data, "rank": self.global_rank // self.layout.context}
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Blocks are compiled one by one, and DDP sends each one's gradients as they come: cutting their graphs at DDP's
-        # buckets, as dynamo does by default, would only undo what was fused.
+        # Blocks are compiled separately, and DDP sends each block's gradients when they are ready. Dynamo's default
+        # splits graphs at DDP's buckets, which would only undo fusion.
         torch._dynamo.config.optimize_ddp = False
         self.context_group = self.layout.context_group(self.root_device.type)
 
 
 class Sharded(Checkpointed, NamesKilledRanks, ModelParallelStrategy):
-    """FSDP2: the weights, gradients and optimizer states of each block are spread over ranks.
+    """FSDP2: weights, gradients and optimizer states of each block are sharded over ranks.
 
     Args:
-        shard_size: ranks that one copy is spread over; null for all of them, "node" for those of a node (HSDP: the
-            copies of different nodes exchange gradients only).
+        shard_size: ranks that one copy is sharded over; null for all ranks, "node" for those of a node (HSDP: the
+            copies of different nodes exchange only gradients).
         context_parallel_size: ranks that share each sequence.
         tensor_parallel_size: ranks that share the heads of each layer.
-        reshard_after_forward: give the gathered weights of a block back after its forward pass, and gather them again
-            in the backward pass; false keeps them between, which is faster and takes memory.
+        reshard_after_forward: free the gathered weights of a block after its forward pass, and gather them again in the
+            backward pass; false keeps them, which is faster and takes memory.
 
     Raises:
         ValueError: a size is not a whole number above 0; the line names the key.
@@ -106,7 +106,7 @@ class Sharded(Checkpointed, NamesKilledRanks, ModelParallelStrategy):
 
     @property
     def layout(self) -> Layout:
-        """How the ranks are laid out. Raises ValueError where the sizes do not divide them."""
+        """The layout of the ranks. Raises ValueError if the sizes do not divide their number."""
         shard = self.shard_size
         if shard == "node":
             shard = max(1, self.num_processes // self.tensor_parallel_size)
@@ -119,7 +119,7 @@ class Sharded(Checkpointed, NamesKilledRanks, ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of a global batch this rank reads: those that share a sequence or its heads read the same."""
+        """The part of a global batch that this rank reads; ranks that share a sequence or its heads read the same."""
         layout = self.layout
         return {"num_replicas": layout.data, "rank": self.global_rank // (layout.context * layout.tensor)}
 

@@ -1,18 +1,18 @@
-"""Tensor parallelism: each rank of a group has some heads of every attention, and some columns of every SwiGLU.
+"""Tensor parallelism: each rank of a group has some heads of every attention and some columns of every SwiGLU.
 
-A block's input and output are whole, and the same, on all ranks of the group. Matrices that lead into heads are split
-by rows, those that lead out of them by columns; the results of the latter are summed over the group, and so are, in the
-backward pass, the gradients of what goes into the former: two sums for each block in either direction.
+A block's input and output are replicated over the group. Matrices into heads are split by rows, matrices out of heads
+by columns. The results of the latter are all-reduced over the group, and in the backward pass the input gradients of
+the former: two all-reduces per block and direction.
 
-Embedding, final norm and head are whole on every rank. Logits are the largest tensor of all, so each rank takes the
-loss of its share of the tokens. The gradients after a backward pass, for a group of n ranks:
+Embedding, final norm and head are replicated. Logits are the largest tensor, so each rank computes the loss of its
+share of the tokens. The gradients after a backward pass, for a group of n ranks:
 
     blocks                        those of the mean loss of the group's batch, a rank has those of its part
     embedding, final norm, head   whole on every rank; their MEAN over the group is that of the mean loss. The head's
                                   is n times that of the rank's own tokens, the others' are the same on all ranks
 
-So whatever averages gradients over the groups that read different data (FSDP) has to average those of the second line
-over the ranks of a group, too, and not those of the first.
+Gradient averaging over groups that read different data (FSDP) must therefore also average the second line over the
+ranks of a group, but not the first line.
 """
 
 import copy
@@ -39,15 +39,15 @@ from lit_modules.networks.mixers.attention import Attention
 
 
 def split_tensors(model: PalimpsestForCausalLM, mesh: DeviceMesh) -> None:
-    """Split the blocks of `model`, in place, over the ranks of the one-dimensional `mesh`, and its loss.
+    """Split the blocks of `model` and its loss, in place, over the ranks of the one-dimensional `mesh`.
 
-    Parameters that are split become DTensors over `mesh`, from the first rank's values (none are sent for a model on
-    the meta device); the others stay plain tensors. Names stay. The forward pass takes and returns the same as before,
-    on every rank of the group with the same arguments; the loss is that of all tokens on each rank, and its backward
-    pass has to run on each.
+    Split parameters become DTensors over `mesh` with the first rank's values (nothing is sent for a model on the meta
+    device); the others stay plain tensors. Names do not change. Every rank of the group must call the forward pass with
+    the same arguments; inputs and outputs are as before. Each rank gets the loss of all tokens and must run its
+    backward pass.
 
     Raises:
-        ValueError: the model cannot be split so; the line names the key.
+        ValueError: if the model cannot be split so; the line names the key.
     """
     check_split(model.config, mesh.size())
     for block in model.model.layers:
@@ -59,7 +59,11 @@ def split_tensors(model: PalimpsestForCausalLM, mesh: DeviceMesh) -> None:
 
 
 def check_split(config: PalimpsestConfig, ranks: int) -> None:
-    """Raise ValueError, naming the key, unless a model of `config` can be split over so many ranks."""
+    """Check that a model of `config` can be split over `ranks` ranks.
+
+    Raises:
+        ValueError: if it cannot; the line names the key.
+    """
     others = sorted(set(config.mixers) - {"attention"})
     if others and ranks > 1:
         raise ValueError(
@@ -81,8 +85,8 @@ def check_split(config: PalimpsestConfig, ranks: int) -> None:
             )
 
 
-# A block's normalized input becomes replicated before it branches, so that the gradients of its branches are summed
-# over the ranks together.
+# A block's normalized input is marked replicated before it branches, so that one all-reduce sums the gradients of all
+# branches.
 _INTO_THE_BLOCK = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
 _INTO_THE_MIXER = PrepareModuleInput(
     input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
@@ -98,12 +102,12 @@ def _swiglu(output: Replicate | Shard) -> dict[str, ParallelStyle]:
 
 
 class ByHeads(ParallelStyle):
-    """Modules whose parameters are `[heads, ...]`, and which compute each head's result from its parameters alone.
+    """Modules with parameters `[heads, ...]` that compute each head's result from that head's parameters only.
 
-    A module is run on the local parts of its parameters, which is the same arithmetic on fewer heads.
+    The module runs on its local parameters: the same arithmetic on fewer heads.
 
     Args:
-        given_heads: whether the input is each rank's heads, `[B, T, H / n, D]`; else it is a mixer's replicated input.
+        given_heads: True if the input is each rank's heads, `[B, T, H / n, D]`; else it is a mixer's replicated input.
     """
 
     def __init__(self, given_heads: bool = True) -> None:
@@ -111,7 +115,7 @@ class ByHeads(ParallelStyle):
         self.given_heads = given_heads
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        smaller = copy.deepcopy(module).to("meta")  # its own parameters are never used
+        smaller = copy.deepcopy(module).to("meta")  # its parameters are never used
         if hasattr(smaller, "num_heads"):
             smaller.num_heads //= device_mesh.size()
         for owner in module.modules():
@@ -129,7 +133,7 @@ class ByHeads(ParallelStyle):
 
 
 class OwnHeads(ParallelStyle):
-    """A forget gate of no parameters, and so without a gradient: of its `[B, T, H]` each rank takes its heads."""
+    """A forget gate without parameters, hence without gradients: each rank slices its heads of `[B, T, H]`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         forward = module.forward
@@ -157,7 +161,7 @@ def _split_attention(attention: Attention, mesh: DeviceMesh) -> None:
         "o_norm": ByHeads(),
     }
     if attention.augmented_q is not None:
-        # Every column of it reads all heads: they are gathered, and its result comes out split by heads.
+        # Every column reads all heads, so gather them; the result is split by heads.
         plan["q_proj"] = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
         plan |= {f"augmented_q.{name}": style for name, style in _swiglu(Shard(-1)).items()}
     if attention.forget_gate is not None and attention.forget_gate.kind == "fixed":
@@ -180,10 +184,10 @@ def _shared_loss(
     reduction: str,
     num_items_in_batch: int | Tensor | None,
 ) -> Tensor:
-    """In place of the model's `_loss`: each rank takes the loss of its share of the tokens.
+    """Replace the model's `_loss`: each rank computes the loss of its share of the tokens.
 
     Returns:
-        The loss of all tokens, on every rank. For its gradients see the head of this file.
+        The loss of all tokens, on every rank. For its gradients see the module docstring.
     """
     group = mesh.get_group()
     flat_targets = targets.flatten()
@@ -200,7 +204,7 @@ def _shared_loss(
 
 
 class _Share:
-    """This rank's consecutive part of the tokens; the last parts may be smaller, or empty."""
+    """This rank's consecutive share of the tokens; the last shares may be smaller or empty."""
 
     def __init__(self, group: dist.ProcessGroup, tokens: int) -> None:
         self.group, self.ranks, self.tokens = group, group.size(), tokens
@@ -209,7 +213,7 @@ class _Share:
         self.own = slice(start, min(tokens, start + self.size))
 
     def gather(self, own: Tensor) -> Tensor:
-        """All ranks' `own` `[own tokens, ...]`, one after the other: `[tokens, ...]`."""
+        """Gather all ranks' `own` `[own tokens, ...]` in rank order: `[tokens, ...]`."""
         padded = own.new_zeros(self.size, *own.shape[1:])
         padded[: own.shape[0]] = own
         parts = own.new_empty(self.ranks * self.size, *own.shape[1:])
@@ -218,7 +222,7 @@ class _Share:
 
 
 class _OwnTokens(torch.autograd.Function):
-    """This rank's share of `[tokens, D]`. Backward, the gradients of all shares; each came n times too large."""
+    """This rank's share of `[tokens, D]`. Backward gathers the gradients of all shares, which are n times too large."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, share: _Share) -> Tensor:
@@ -232,7 +236,7 @@ class _OwnTokens(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum of all ranks' numbers. Backward, n times the gradient: what is averaged over the n ranks is the sum's."""
+    """All-reduce sum. Backward multiplies the gradient by n: its average over n ranks is the sum's gradient."""
 
     @staticmethod
     def forward(ctx, own: Tensor, group: dist.ProcessGroup) -> Tensor:
