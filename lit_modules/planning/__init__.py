@@ -1,8 +1,8 @@
-"""What `job=plan` says: what a run will need, before it runs and without a GPU.
+"""`job=plan`: the memory and time of a run, estimated before it runs and without a GPU.
 
-The network is traced without contents, a kind of block at a time: what its backward pass keeps, what it multiplies and
-moves (network.py; eager.py, compiled.py). Memory follows from that and the strategy (memory.py), time from that and the
-card (speed.py, gpus.py).
+Each kind of block is traced once with fake tensors: the bytes kept for the backward pass, its products and its traffic
+(network.py; eager.py, compiled.py). Memory follows from these and the strategy (memory.py), time from these and the
+card (speed.py, common/gpus.py).
 """
 
 from common.gpus import Gpu, find_gpu

@@ -1,8 +1,9 @@
-"""What torch.compile makes of a block, found without compiling: its graphs are cut into forward and backward as the
-compiler cuts them, and what it fuses is taken to move each tensor that enters or leaves once.
+"""The cost of a block under torch.compile, estimated without compiling.
 
-A tensor is made in memory ("real") where something that is not fused reads it (a matrix product, one of our operations,
-the end of the graph), or a kernel that runs later: a kernel runs after those products whose results it needs.
+Its graphs are partitioned into forward and backward as the compiler does, and a fused kernel is assumed to move each
+tensor that enters or leaves it once. A tensor is made in memory ("real") if something that is not fused reads it (a
+matrix product, one of our operations, the end of the graph), or a later kernel does: a kernel runs after the products
+whose results it needs.
 """
 
 import operator
@@ -26,12 +27,12 @@ VIEWS |= {"slice", "as_strided", "reshape", "detach", "split", "split_with_sizes
 
 
 def trace_compiled(function: Callable[..., Tensor], module: nn.Module, inputs: Sequence[Tensor], policy: str) -> Traced:
-    """What the compiled `function(*inputs)` does forward and backward; fake tensors, in a FakeTensorMode.
+    """Trace the compiled `function(*inputs)` forward and backward, with fake tensors in a FakeTensorMode.
 
     Args:
-        module: calls `function` makes of it are with parameters, which are there anyway.
-        inputs: the first is the only one that a gradient is asked of.
-        policy: of recomputation, "none", "selective" or "full".
+        module: module that `function` calls; its parameters count as always resident.
+        inputs: only the first one gets a gradient.
+        policy: recomputation policy, "none", "selective" or "full".
     """
     graphs: dict[str, fx.Graph] = {}
     names, weights = zip(*module.named_parameters(), strict=True)
@@ -67,7 +68,7 @@ def trace_compiled(function: Callable[..., Tensor], module: nn.Module, inputs: S
 
 
 def mark(graph: fx.Graph, policy: str) -> None:
-    """Leave on the forward nodes of a joint graph what torch.compile leaves where a checkpoint wraps them."""
+    """Mark the forward nodes of a joint graph as torch.compile does inside a checkpoint."""
     if policy == "none":
         return
     backward: set[fx.Node] = set()
@@ -83,7 +84,7 @@ def mark(graph: fx.Graph, policy: str) -> None:
 
 
 def read(forward: fx.Graph, backward: fx.Graph, first_weight: int) -> Traced:
-    """Count what the two graphs do. `first_weight`: inputs of the forward graph before its weights."""
+    """Count the cost of the two graphs. `first_weight` is the number of forward inputs before the weights."""
     first, last = Graph(forward), Graph(backward)
     saved = [node for node in first.end.args[0][1:] if isinstance(node, fx.Node)]
     inputs = [node for node in forward.nodes if node.op == "placeholder"]
@@ -99,16 +100,16 @@ def read(forward: fx.Graph, backward: fx.Graph, first_weight: int) -> Traced:
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Bytes of a node's value; of all of them, where there are several."""
+    """Return the bytes of a node's value; their sum if it has several."""
     value = node.meta.get("val")
     return sum(map(size, value)) if isinstance(value, tuple | list) else size(value)
 
 
 class Graph:
-    """A graph of one pass, by what is in memory: inputs, results that are not fused, and fused results that are real.
+    """A graph of one pass, by its tensors in memory: inputs, results of unfused operations, and real fused results.
 
-    A node's memory is the node behind its views. Its stage is the number of operations that are not fused on the
-    longest way to it.
+    A node's memory is the node behind its views. Its stage is the number of unfused operations on the longest path to
+    it.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -126,12 +127,12 @@ class Graph:
             for x in () if self.is_view(node) else node.all_input_nodes:
                 self.readers[self.memory_of(x)].append(node)
         self.results = {self.memory_of(x) for x in self.end.all_input_nodes}
-        self.reads: dict[fx.Node, set[fx.Node]] = {}  # what the kernel of a fused node has to read for it
+        self.reads: dict[fx.Node, set[fx.Node]] = {}  # tensors that the kernel of a fused node reads for it
         for node in filter(self.is_fused, self.nodes):
             self.reads[node] = self._read_by(node)
 
     def is_view(self, node: fx.Node) -> bool:
-        """Whether a node only sees another's memory; parts of an operation that is not fused are memory themselves."""
+        """Check that a node is a view of another's memory; outputs of an unfused operation have their own memory."""
         if node.target is operator.getitem:
             return not is_whole(node.args[0])
         return name_of(node) in VIEWS
@@ -147,7 +148,7 @@ class Graph:
         )
 
     def is_real(self, node: fx.Node) -> bool:
-        """Whether a fused result is made in memory."""
+        """Check that a fused result is made in memory."""
         if node in self.results:
             return True
         later = self.stage[node] > 0
@@ -159,12 +160,12 @@ class Graph:
             earlier = self.stage[x] < self.stage[node]
             if not self.is_fused(x) or (earlier and self.is_real(x)):
                 found.add(x)
-            elif earlier:  # cheap to make again in this kernel, from what is in memory
+            elif earlier:  # recomputed cheaply in this kernel, from tensors in memory
                 found |= self.reads[x]
         return found
 
     def count(self, freed: set[str]) -> Pass:
-        """The work of the graph, and how far memory rises in it. freed: inputs that nobody else holds, by name."""
+        """Count the work of the graph and its peak above the start; `freed` names inputs that nothing else holds."""
         work, reads, last_use = Work(), defaultdict(set), {}
         for node in self.nodes:
             if is_whole(node):
@@ -202,17 +203,17 @@ class Graph:
 
 
 def name_of(node: fx.Node) -> str:
-    """The bare name of the operation that a node calls, such as "mm"."""
+    """Return the bare name of the operation that a node calls, such as "mm"."""
     return node.target._schema.name.partition("::")[2] if hasattr(node.target, "_schema") else ""
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Whether a node calls an operation that nothing is fused with: a matrix product, or one of ours."""
+    """Check that a node calls an operation that is never fused: a matrix product, or one of ours."""
     name = node.target._schema.name if hasattr(node.target, "_schema") else ""
     return name.startswith("palimpsest::") or name.partition("::")[2] in PRODUCTS
 
 
 def values(node: fx.Node) -> list[Tensor]:
-    """The tensors of a node's value."""
+    """Return the tensors of a node's value."""
     value = node.meta["val"]
     return [value] if isinstance(value, Tensor) else [x for x in value if isinstance(x, Tensor)]

@@ -1,4 +1,4 @@
-"""What PyTorch does as it runs operation by operation, found on tensors without contents."""
+"""The cost of PyTorch's eager execution, traced on fake tensors."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,13 +14,16 @@ from torch.utils._pytree import tree_leaves
 
 from lit_modules.planning.work import Pass, Traced, Work, size, workspace
 
-# Some versions of torch take RMS norms in float32 under autocast on a GPU, others in the dtype that comes.
+# Some versions of torch compute RMS norms in float32 under autocast on a GPU, others in the input's dtype.
 NORMS_IN_FLOAT32 = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
 
 class AsOnGpu(TorchFunctionMode):
-    """Within, tensors of the processor take the ways of tensors on a GPU: our Triton operations, and RMS norms
-    that keep their input and a number for each row (fused=False: PyTorch's own steps, for a compiler to fuse)."""
+    """Within, CPU tensors take the code paths of GPU tensors: our Triton operations and the fused RMS norm.
+
+    Args:
+        fused: RMS norms keep their input and one number per row; else PyTorch's steps, for a compiler to fuse.
+    """
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class AsOnGpu(TorchFunctionMode):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The memory of the fused kernel that a GPU has."""
+    """A stand-in with the memory of the GPU's fused kernel."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -51,7 +54,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def on_gpu(function: Callable[..., Any], *, fused: bool) -> Callable[..., Any]:
-    """`function`, within AsOnGpu."""
+    """Wrap `function` in AsOnGpu."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         with AsOnGpu(fused):
@@ -61,8 +64,7 @@ def on_gpu(function: Callable[..., Any], *, fused: bool) -> Callable[..., Any]:
 
 
 class Tracker(TorchDispatchMode):
-    """Counts work, and the bytes that are alive of what was made within: now, at most, and of them copies of `weights`
-    in another precision."""
+    """Count work, and the bytes alive of tensors made within: now, at the peak, and as casts of `weights`."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -109,7 +111,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[Pass]:
-        """Within, a pass of its own: its work, and how far it rises above what was alive at its beginning."""
+        """Count one pass: its work, and its peak above the bytes alive at its start."""
         self.work, began, self.peak = Work(), self.alive, self.alive
         found = Pass(self.work, 0)
         with self:
@@ -118,10 +120,10 @@ class Tracker(TorchDispatchMode):
 
 
 def trace_eager(function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Traced:
-    """Run `function(*inputs)` forward and backward; fake tensors, within a FakeTensorMode.
+    """Run `function(*inputs)` forward and backward with fake tensors, within a FakeTensorMode.
 
     Args:
-        inputs: the first is kept for the backward pass, if a gradient is asked of it.
+        inputs: the first is kept for the backward pass if it requires a gradient.
         weights: parameters that `function` reads.
     """
     tracker = Tracker(weights)

@@ -1,4 +1,4 @@
-"""A plan: what one setup of a run will need, and the setups that one could change to."""
+"""Plans: the estimate of one setup, and the setups that could replace it."""
 
 from dataclasses import dataclass, replace
 
@@ -11,9 +11,9 @@ from lit_modules.planning.setup import Setup
 from lit_modules.planning.speed import Speed, speed_of
 
 NODE, MOST_NODES = 8, 64
-STEP_COUNT = 4  # bytes in which AdamW counts the steps of each tensor
-WORTH = 1.01  # times as fast, for a change to be named
-# The key of each setting that a plan may propose to change, in the order in which they are read.
+STEP_COUNT = 4  # bytes of AdamW's step counter per tensor
+WORTH = 1.01  # minimum speedup of a proposed change
+# Configuration key of each setting that a plan may propose to change, in display order.
 OVERRIDES = {
     "fused_optimizer": "+optimizer.fused",
     "micro_batch_size": "data.micro_batch_size",
@@ -28,7 +28,7 @@ OVERRIDES = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a setup will need of a card."""
+    """Memory and speed of a setup on a card."""
 
     setup: Setup
     gpu: Gpu
@@ -37,13 +37,13 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak leaves the card what a run needs beside it."""
+        """True if the peak leaves enough of the card's memory free."""
         return self.memory.peak <= USABLE * self.gpu.memory
 
 
 @dataclass(frozen=True)
 class Change:
-    """Settings as they are given on the command line, and what the run would need with them."""
+    """Command-line overrides, and the estimate with them."""
 
     overrides: str
     estimate: Estimate
@@ -51,16 +51,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `job=plan` says.
+    """The result of `job=plan`.
 
     Attributes:
-        parameters, ends: all of them, and those beside the blocks.
+        parameters, ends: all parameters, and those outside the blocks.
         flops_per_token: forward and backward, without recomputation.
-        tokens: of the whole run.
-        checkpoint, export: bytes of a checkpoint (weights and AdamW's state), and of the model alone.
-        estimate: the configured setup.
-        strategies: it under each strategy.
-        changes: what would make it fit, one on top of the other; or, where it fits, what would make it faster.
+        tokens: tokens of the whole run.
+        checkpoint, export: bytes of a checkpoint (weights and AdamW's state), and of an export (weights only).
+        estimate: of the configured setup.
+        strategies: the same setup under each strategy.
+        changes: cumulative changes that make it fit, or faster if it already fits.
     """
 
     parameters: int
@@ -75,18 +75,22 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of the whole run."""
+        """Seconds of the whole run."""
         return self.tokens / self.estimate.speed.tokens_per_second
 
 
 class Planner:
-    """Estimates of one network; what they share is traced once."""
+    """Estimates for one network; shared parts are traced once."""
 
     def __init__(self, config: PalimpsestConfig) -> None:
         self.config, self.network = config, Network(config)
 
     def estimate(self, setup: Setup) -> Estimate:
-        """Memory and speed of a setup. Raises ValueError for a card that is not known."""
+        """Estimate memory and speed of a setup.
+
+        Raises:
+            ValueError: if the card is unknown.
+        """
         gpu = find_gpu(setup.gpu)
         parts = self.network.parts(setup)
         flops = flops_per_token(self.config, setup.sequence_length)
@@ -94,7 +98,7 @@ class Planner:
         return Estimate(setup, gpu, memory, speed_of(self.network, parts, setup, gpu, flops))
 
     def plan(self, setup: Setup, tokens: int) -> Plan:
-        """All there is to say of a run of so many tokens."""
+        """Make the whole plan for a run over `tokens` tokens."""
         found = self.estimate(setup)
         export = self.network.parameters * setup.weight_bytes
         return Plan(
@@ -110,14 +114,16 @@ class Planner:
         )
 
     def chosen(self, setup: Setup) -> Setup:
-        """The setup with the strategy that training takes where it is given none."""
+        """Return the setup with the strategy that training chooses if none is configured."""
         gpu = find_gpu(setup.gpu)
         name = simplest(self.network.parameters, setup.devices_per_node, setup.nodes, gpu.memory)
         return replace(setup, strategy=name)
 
     def mend(self, setup: Setup) -> list[Change]:
-        """What to change until it fits, one thing on top of the other, the cheapest first. Where the last one does not
-        fit, nothing does."""
+        """Return cumulative changes until the setup fits, the cheapest first.
+
+        If the last one does not fit, no change does.
+        """
         made: list[Change] = []
         now = self.estimate(setup)
         for step in (
@@ -138,14 +144,14 @@ class Planner:
         return made
 
     def shared_sequences(self, setup: Setup) -> Setup | None:
-        """Twice as many GPUs share a sequence, while each keeps 16k tokens of it."""
+        """Let twice as many GPUs share a sequence, if each keeps at least 16k tokens of it."""
         more = 2 * setup.context
         if not setup.sharded or setup.ranks % (more * setup.tensor) or setup.sequence_length < 16384 * more:
             return None
         return replace(setup, context=more)
 
     def faster(self, setup: Setup) -> list[Change]:
-        """What makes it faster and leaves it fitting, one thing on top of the other."""
+        """Return cumulative changes that make the setup faster and still fit."""
         made: list[Change] = []
         now = self.estimate(setup)
         for step in (compiled, fused, no_recomputation, less_recomputation):
@@ -159,7 +165,7 @@ class Planner:
         return made
 
     def strategies(self, setup: Setup) -> list[Estimate]:
-        """The same run under each strategy that its GPUs allow."""
+        """Estimate the same run under each strategy that its GPUs allow."""
         names = ["one"] if setup.ranks == 1 else ["ddp", "hsdp", "fsdp"] if setup.nodes > 1 else ["ddp", "fsdp"]
         found = []
         for name in names:
@@ -170,64 +176,68 @@ class Planner:
 
 
 def fused(setup: Setup) -> Setup | None:
-    """The optimizer's step without temporaries."""
+    """Fuse the optimizer's step, which avoids temporaries."""
     return None if setup.fused_optimizer else replace(setup, fused_optimizer=True)
 
 
 def compiled(setup: Setup) -> Setup | None:
-    """Blocks compiled."""
+    """Compile the blocks."""
     return None if setup.compile else replace(setup, compile=True)
 
 
 def no_recomputation(setup: Setup) -> Setup | None:
-    """Nothing computed twice."""
+    """Recompute nothing."""
     return None if setup.recomputation == "none" else replace(setup, recomputation="none")
 
 
 def less_recomputation(setup: Setup) -> Setup | None:
-    """Products and attention computed once."""
+    """Compute products and attention only once."""
     return None if setup.recomputation in ("none", "selective") else replace(setup, recomputation="selective")
 
 
 def fewer_sequences(setup: Setup) -> Setup | None:
-    """Half the micro-batch."""
+    """Halve the micro-batch."""
     return replace(setup, micro_batch_size=setup.micro_batch_size // 2) if setup.micro_batch_size > 1 else None
 
 
 def more_recomputation(setup: Setup) -> Setup | None:
-    """The next policy that keeps less."""
+    """Take the next policy that keeps less."""
     after = {"selective": "full", "full": None}.get(setup.recomputation, "selective")
     return None if after is None else replace(setup, recomputation=after)
 
 
 def spread_weights(setup: Setup) -> Setup | None:
-    """Weights over all the GPUs that there are."""
+    """Shard weights over all GPUs."""
     if setup.ranks == 1 or setup.shards * setup.tensor == setup.ranks:
         return None
     return replace(setup, strategy="fsdp", shard_size=None)
 
 
 def more_gpus(setup: Setup) -> Setup | None:
-    """Twice the GPUs of a node, up to 8, with weights spread over all."""
+    """Double the GPUs of a node, up to 8, and shard weights over all."""
     if setup.devices_per_node >= NODE:
         return None
     return replace(setup, devices_per_node=2 * setup.devices_per_node, strategy="fsdp", shard_size=None)
 
 
 def more_nodes(setup: Setup) -> Setup | None:
-    """Twice the nodes, with weights spread over all."""
+    """Double the nodes and shard weights over all."""
     if setup.nodes >= MOST_NODES:
         return None
     return replace(setup, nodes=2 * setup.nodes, strategy="fsdp", shard_size=None)
 
 
 def difference(setup: Setup, changed: Setup) -> str:
-    """The overrides that lead from one setup to another."""
+    """Return the overrides that turn one setup into another."""
     keys = {name: key for name, key in OVERRIDES.items() if getattr(setup, name) != getattr(changed, name)}
     given = [(key, getattr(changed, name)) for name, key in keys.items()]
     return " ".join(f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in given)
 
 
 def estimate(config: PalimpsestConfig, setup: Setup) -> Estimate:
-    """Memory and speed of one setup. Raises ValueError for a card that is not known."""
+    """Estimate memory and speed of one setup.
+
+    Raises:
+        ValueError: if the card is unknown.
+    """
     return Planner(config).estimate(setup)

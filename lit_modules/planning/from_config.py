@@ -1,4 +1,4 @@
-"""The setup that a configuration means."""
+"""Build a `Setup` from a configuration."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ STRATEGIES = {"OneDevice": "one", "DataParallel": "ddp", "Sharded": "fsdp"}
 
 
 def setup_of(cfg: DictConfig) -> Setup:
-    """What of a configuration matters to memory and speed.
+    """Return the settings of a configuration that determine memory and speed.
 
     Raises:
-        ValueError: a setting cannot work; the line names its key.
+        ValueError: if a setting cannot work; the line names its key.
     """
     find_gpu(cfg.plan.gpu)
     for key in ("sequence_length", "micro_batch_size", "batch_tokens"):
@@ -44,7 +44,7 @@ def setup_of(cfg: DictConfig) -> Setup:
 
 
 def devices(cfg: DictConfig) -> int:
-    """The GPUs of a node; one where the configuration leaves it to the machine."""
+    """Return the GPUs per node; 1 if the configuration leaves it to the machine."""
     given = cfg.trainer.devices
     if given in ("auto", -1, "-1"):
         return 1
@@ -53,10 +53,10 @@ def devices(cfg: DictConfig) -> int:
 
 
 def strategy_of(strategy: DictConfig) -> dict[str, Any]:
-    """The settings of `Setup` that the configured strategy gives.
+    """Return the fields of `Setup` that the configured strategy determines.
 
     Raises:
-        ValueError: its class is none of ours.
+        ValueError: if its class is not one of ours.
     """
     if strategy._target_ is None:
         return {}
@@ -74,7 +74,11 @@ def strategy_of(strategy: DictConfig) -> dict[str, Any]:
 
 
 def checked_batch(setup: Setup) -> Setup:
-    """The setup itself. Raises ValueError where its micro-batches do not make a global batch."""
+    """Return the setup, after checking that its micro-batches make a global batch.
+
+    Raises:
+        ValueError: if they do not.
+    """
     at_once = setup.micro_tokens * setup.readers
     if setup.batch_tokens % at_once:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The memory of a GPU in training, by part, at the moment when most of it is in use."""
+"""The memory of a GPU in training, by part, at its peak."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,21 +7,21 @@ from lit_modules.planning.network import Network, Parts
 from lit_modules.planning.setup import Setup
 from lit_modules.planning.work import Traced
 
-# What cuBLAS keeps for itself, of torch's memory: one workspace for the forward pass's thread, one for the backward's.
+# Workspaces of cuBLAS in torch's memory: one for the forward thread, one for the backward thread.
 WORKSPACE = 2 * 2**25
-# The driver's context and the kernels' code, which nvidia-smi counts and torch does not.
+# The driver's context and the kernels' code: nvidia-smi counts them, torch does not.
 CONTEXT = 0.7 * 2**30
-# Of a card's memory, what fragments and the cache of freed blocks leave to a run.
+# Usable share of a card's memory; fragmentation and cached free blocks take the rest.
 USABLE = 0.92
-# A block's tensors that tensor parallelism leaves whole, in bytes for each token and channel: its input in float32, and
-# what the two norms and the mixer put out in bfloat16.
+# A block's tensors that tensor parallelism does not split, in bytes per token and channel: its input in float32, and
+# the outputs of the two norms and the mixer in bfloat16.
 UNSPLIT = 10
-# Blocks whose weights are gathered at a time: the one at work, the next one, and the buffer it arrives in.
+# Blocks with gathered weights at a time: the running one, the next one, and its receive buffer.
 GATHERED = 3
 
 
 class Memory(NamedTuple):
-    """Bytes of each part at the peak, in the order of `PARTS`; `at` says when that is."""
+    """Bytes of each part at the peak, in the order of `PARTS`; `at` names the moment."""
 
     weights: float
     optimizer: float
@@ -35,12 +35,12 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """Bytes that torch allocates at most."""
+        """Maximum bytes that torch allocates."""
         return sum(self[:-1])
 
     @property
     def shown(self) -> float:
-        """Bytes that nvidia-smi shows at least."""
+        """Minimum bytes that nvidia-smi shows."""
         return self.peak + CONTEXT
 
 
@@ -58,7 +58,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class _Block:
-    """A block's bytes: kept for the backward pass (copies of weights apart), and risen to within each pass."""
+    """Bytes of a block: saved for backward (without weight copies), copies of weights, and the peak of each pass."""
 
     kept: float
     copies: float
@@ -67,7 +67,7 @@ class _Block:
 
 
 def peak_memory(network: Network, parts: Parts, setup: Setup) -> Memory:
-    """The moment of a step, after the first one, at which a rank holds most."""
+    """Return the moment of a step, after the first step, with the most memory."""
     return max(Timeline(network, parts, setup).moments(), key=lambda memory: memory.peak)
 
 
@@ -77,20 +77,20 @@ class Timeline:
     def __init__(self, network: Network, parts: Parts, setup: Setup) -> None:
         self.setup, self.parts = setup, parts
         item = setup.weight_bytes
-        split = [p * item / setup.tensor for p in network.block_parameters]  # of a block, of this rank's heads
+        split = [p * item / setup.tensor for p in network.block_parameters]  # per block, this rank's heads
         self.of_blocks = [size / setup.shards for size in split]
-        # Embedding and head are whole on the ranks that share heads, and spread over all that weights are spread over.
+        # Tensor parallelism does not split embedding and head, but FSDP shards them over its ranks too.
         self.others = network.others * item / setup.shards / (setup.tensor if setup.sharded else 1)
         self.all = sum(self.of_blocks) + self.others
         self.blocks = [self._block(traced, network.config.hidden_size) for traced in parts.blocks]
         self.stream = setup.rank_tokens * network.config.hidden_size * setup.weight_bytes
-        self.reused = setup.accumulation > 1 or setup.strategy == "ddp"  # gradients are there all the time
+        self.reused = setup.accumulation > 1 or setup.strategy == "ddp"  # gradients are always allocated
         self.gathered_forward, self.gathered_backward = self._gathered(split, network.others * item)
         steady = dict.fromkeys(Memory._fields, 0.0) | {"weights": self.all, "optimizer": 2 * self.all}
         self.steady = Memory(**steady)._replace(workspace=WORKSPACE)
 
     def _block(self, traced: Traced, width: int) -> _Block:
-        """A block's bytes on a rank that has its share of the heads."""
+        """Return a block's bytes on a rank with its share of the heads."""
         kept, tensor = traced.kept - traced.casts, self.setup.tensor
         unsplit = min(UNSPLIT * self.setup.rank_tokens * width, kept)
         ratio = (unsplit + (kept - unsplit) / tensor) / max(kept, 1)
@@ -98,7 +98,7 @@ class Timeline:
         return _Block(kept * ratio, traced.casts / tensor, forward, backward)
 
     def _gathered(self, split: list[float], others: float) -> tuple[float, float]:
-        """Bytes of weights gathered from other ranks in each pass; backward with the gradients on their way there."""
+        """Return bytes of gathered weights in each pass; backward includes gradients to be reduced."""
         if not self.setup.sharded:
             return 0.0, 0.0
         lower = (
@@ -108,11 +108,11 @@ class Timeline:
         return blocks + others, blocks + (1 + lower) * max(split) + 2 * others
 
     def moments(self) -> list[Memory]:
-        """Forward through the last block, the loss, back through it and each block, the embedding, the optimizer."""
+        """List the candidate moments: last block's forward, the loss, backward of each block, embedding, optimizer."""
         copies = sum(block.copies for block in self.blocks)
         kept = sum(block.kept for block in self.blocks)
         last, loss = self.blocks[-1], self.parts.loss
-        # Gradients of the step before, or of the micro-batch before, are there until the loss is known.
+        # Gradients of the previous step or micro-batch are allocated until the loss is known.
         forward = self.steady._replace(gradients=self.all, copies=copies, gathered=self.gathered_forward)
         backward = self.steady._replace(gradients=self.all * self.reused, gathered=self.gathered_backward)
         found = [
@@ -129,7 +129,7 @@ class Timeline:
         for number in reversed(range(len(self.blocks))):
             block, of_block = self.blocks[number], self.of_blocks[number]
             moment = backward._replace(
-                gradients=self.all if self.reused else made,  # the block's own are made in its pass
+                gradients=self.all if self.reused else made,  # the block's gradients are allocated in its pass
                 copies=copies,
                 activations=kept + block.backward + self.stream,
                 at=f"block {number + 1}'s backward pass",

@@ -1,4 +1,4 @@
-"""The parts of a network, each kind traced once: blocks, the embedding, and the end with the loss."""
+"""The parts of a network, each kind traced once: blocks, the embedding, and the final norm with the loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from lit_modules.planning.work import Traced
 
 @dataclass(frozen=True)
 class Parts:
-    """What the parts of a network do with the tokens of a micro-batch: embedding, each block, final norm and loss."""
+    """Costs of a network's parts for one micro-batch: embedding, each block, final norm with loss."""
 
     embedding: Traced
     blocks: tuple[Traced, ...]
@@ -32,12 +32,12 @@ class Parts:
 
 
 class Network:
-    """A configuration's network without contents. What was traced is kept, for other setups that share it.
+    """A configuration's network without contents; traces are cached for setups that share them.
 
     Attributes:
-        parameters, tensors: all of them, and in how many tensors; a shared matrix counted once.
-        others: parameters beside the blocks.
-        block_parameters: of each block.
+        parameters, tensors: number of parameters and of tensors; a shared matrix counts once.
+        others: number of parameters outside the blocks.
+        block_parameters: number of parameters of each block.
     """
 
     def __init__(self, config: PalimpsestConfig) -> None:
@@ -51,7 +51,7 @@ class Network:
         self._traced: dict[tuple, Traced] = {}
 
     def parts(self, setup: Setup) -> Parts:
-        """The parts as `setup` runs them."""
+        """Return the parts as `setup` runs them."""
         ends = torch.bfloat16 if setup.precision == "bf16-true" else torch.float32
         weights = torch.bfloat16 if setup.sharded and setup.autocast else ends
         tokens, autocast = setup.rank_tokens, setup.autocast
@@ -127,7 +127,7 @@ def _trace_loss(config: PalimpsestConfig, tokens: int, dtype: torch.dtype) -> Tr
 
 
 def hollow(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give a module made on the meta device parameters without contents, as the FakeTensorMode around makes them."""
+    """Replace the parameters of a module on the meta device by fake tensors of the surrounding FakeTensorMode."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:

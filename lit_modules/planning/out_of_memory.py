@@ -1,4 +1,4 @@
-"""Memory that has run out, in one line: what was asked for, what there is, and what `job=plan` would lower."""
+"""Report out-of-memory errors in one line: the request, the available memory, and what `job=plan` would lower."""
 
 import contextlib
 import re
@@ -13,15 +13,15 @@ from omegaconf import DictConfig, OmegaConf
 SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 ASKED = re.compile(r"allocate ([\d.]+) ?([KMGTP]iB|bytes)")
 GIB = 2**30
-FALLS = 0.95  # a plan that says that it fits was too low by this at least
+FALLS = 0.95  # target share of the estimated peak, because an estimate that fits was too low
 
 
 @contextlib.contextmanager
 def in_one_line(cfg: DictConfig, lower: str | None = None) -> Iterator[None]:
-    """Turn memory that runs out within into a ValueError that says what to lower.
+    """Turn an out-of-memory error within into a ValueError that says what to lower.
 
     Args:
-        lower: what to lower; for a training, None: as its plan says.
+        lower: what to lower; None for a training, whose plan decides.
     """
     try:
         yield
@@ -33,17 +33,17 @@ def in_one_line(cfg: DictConfig, lower: str | None = None) -> Iterator[None]:
 
 
 def explained(cfg: DictConfig, error: BaseException, lower: str | None = None) -> BaseException:
-    """The ValueError to show for memory that has run out; any other error itself."""
+    """Return the ValueError for an out-of-memory error; any other error itself."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if not known and not (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)):
         return error
-    if not hasattr(error, "said"):  # a plan takes seconds, and a rank asks twice
+    if not hasattr(error, "said"):  # cache: a plan takes seconds, and a rank calls this twice
         error.said = ValueError(line(cfg, str(error), lower))
     return error.said
 
 
 def line(cfg: DictConfig, message: str, lower: str | None) -> str:
-    """What to say of an allocator's message."""
+    """Format the error line for an allocator's message."""
     on_gpu = "CUDA" in message or "CUBLAS" in message
     where, total, others = gpu_memory() if on_gpu else host_memory()
     asked = ASKED.search(message)
@@ -54,13 +54,13 @@ def line(cfg: DictConfig, message: str, lower: str | None) -> str:
 
 
 def gpu_memory() -> tuple[str, float, float]:
-    """The GPU's name, its bytes, and those that other processes hold."""
+    """Return the GPU's name, its bytes, and the bytes that other processes hold."""
     free, total = torch.cuda.mem_get_info()
     return torch.cuda.get_device_name(), total, max(0, total - free - torch.cuda.memory_reserved())
 
 
 def host_memory() -> tuple[str, float, float]:
-    """The same of the machine's main memory."""
+    """Return the same for the machine's main memory."""
     memory = psutil.virtual_memory()
     return "the CPU", memory.total, max(0, memory.total - memory.available - psutil.Process().memory_info().rss)
 
@@ -71,18 +71,18 @@ def in_gib(number: str, unit: str) -> str:
 
 
 def advice(cfg: DictConfig, available: float, on_gpu: bool) -> str:
-    """What to lower, by the plan where one can be made."""
+    """Say what to lower, by the plan if one can be made."""
     sizes = f"data.micro_batch_size={cfg.data.micro_batch_size} x data.sequence_length={cfg.data.sequence_length}"
     try:
         peak, overrides = planned(cfg, available, on_gpu)
-    except Exception:  # whatever keeps the plan from being made, memory is what to speak of
+    except Exception:  # a failing plan must not hide the out-of-memory error
         return f"lower {sizes}, or give activation_checkpointing=full"
     estimate = f"job=plan estimates {peak / GIB:,.1f} GiB for {sizes}"
     return f"{estimate}: give {overrides}" if overrides else f"{estimate}: take a smaller model"
 
 
 def planned(cfg: DictConfig, available: float, on_gpu: bool) -> tuple[float, str | None]:
-    """The estimated peak in bytes, and the cheapest overrides with which the run fits `available` bytes, if any do."""
+    """Return the estimated peak in bytes, and the cheapest overrides that fit `available` bytes, or None."""
     from common.gpus import find_gpu
     from lit_modules.planning.estimating import Planner
     from lit_modules.planning.from_config import setup_of

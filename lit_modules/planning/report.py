@@ -1,4 +1,4 @@
-"""A plan as text, as JSON, and as a picture."""
+"""A plan as text, JSON and a figure."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ NAMES = {"one": "one device", "ddp": "DDP", "hsdp": "HSDP", "fsdp": "FSDP"}
 
 
 def as_text(plan: Plan) -> str:
-    """The plan for a terminal."""
+    """Format the plan for a terminal."""
     found, setup = plan.estimate, plan.estimate.setup
     parts = [
         [f"plan for {describe(found)}", ""],
@@ -39,7 +39,7 @@ def as_text(plan: Plan) -> str:
 
 
 def describe(found: Estimate) -> str:
-    """The GPUs and what is done on them, in one line."""
+    """Describe the GPUs and the setup in one line."""
     setup = found.setup
     gpus = f"{setup.ranks} x {found.gpu.name}" + (f" on {setup.nodes} nodes" if setup.nodes > 1 else "")
     shared = [f"{setup.tensor} share the heads"] * (setup.tensor > 1)
@@ -51,7 +51,7 @@ def describe(found: Estimate) -> str:
 
 
 def batches(found: Estimate) -> str:
-    """How a step's tokens are dealt out."""
+    """Describe how a step's tokens are split into micro-batches."""
     setup = found.setup
     return (
         f"{setup.accumulation} x {setup.micro_batch_size} sequences of {setup.sequence_length} tokens, "
@@ -60,12 +60,12 @@ def batches(found: Estimate) -> str:
 
 
 def of_run(plan: Plan) -> float:
-    """Floating point operations of the run."""
+    """Return the floating point operations of the run."""
     return float(plan.flops_per_token) * plan.tokens
 
 
 def memory_table(estimates: Sequence[Estimate]) -> list[str]:
-    """A column for each strategy, a line for each part."""
+    """Format a table with one column per strategy and one line per part."""
     header = ["", *(NAMES[x.setup.strategy] for x in estimates)]
     lines = [
         [title, *(f"{getattr(x.memory, part) / GIB:.1f}" for x in estimates)]
@@ -78,7 +78,7 @@ def memory_table(estimates: Sequence[Estimate]) -> list[str]:
 
 
 def verdict(found: Estimate) -> str:
-    """Whether it fits."""
+    """Say whether the setup fits."""
     share = found.memory.peak / found.gpu.memory
     if found.fits:
         return f"it fits, with {share:.0%} of the GPU's memory"
@@ -87,7 +87,7 @@ def verdict(found: Estimate) -> str:
 
 
 def speed_lines(plan: Plan) -> list[str]:
-    """Tokens a second and days, and what a step's time goes to."""
+    """Format tokens per second, the step's time by part, and the run's time."""
     speed = plan.estimate.speed
     total = sum(speed.parts.values())
     shares = [f"{name} {seconds / total:.0%}" for name, seconds in speed.parts.items() if seconds > 0.005 * total]
@@ -102,7 +102,7 @@ def speed_lines(plan: Plan) -> list[str]:
 
 
 def change_lines(plan: Plan) -> list[str]:
-    """What to change."""
+    """Format the proposed changes."""
     fits, changes = plan.estimate.fits, plan.changes
     lines = [
         (
@@ -120,7 +120,7 @@ def change_lines(plan: Plan) -> list[str]:
 
 
 def rows(lines: Sequence[Sequence[str]], right: bool = False) -> list[str]:
-    """Aligned columns; right: all but the first to the right."""
+    """Align columns; with `right`, right-align all but the first."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  "
@@ -133,12 +133,12 @@ def rows(lines: Sequence[Sequence[str]], right: bool = False) -> list[str]:
 
 
 def size(number: float) -> str:
-    """Bytes as people say them."""
+    """Format bytes as GiB or MiB."""
     return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:.2f} MiB"
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values: bytes, seconds, tokens."""
+    """Return the plan as plain values: bytes, seconds, tokens."""
     return {
         "parameters": plan.parameters,
         "flops_per_token": plan.flops_per_token,
@@ -154,7 +154,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def of_estimate(found: Estimate) -> dict[str, Any]:
-    """An estimate as plain values."""
+    """Return an estimate as plain values."""
     return {
         "setup": vars(found.setup),
         "gpu": vars(found.gpu),
@@ -169,7 +169,7 @@ def of_estimate(found: Estimate) -> dict[str, Any]:
 
 
 def of_change(change: Change) -> dict[str, Any]:
-    """A change as plain values."""
+    """Return a change as plain values."""
     found = change.estimate
     rate = found.speed.tokens_per_second
     return {
@@ -181,7 +181,7 @@ def of_change(change: Change) -> dict[str, Any]:
 
 
 def draw(plan: Plan, path: Path) -> Path:
-    """Memory by part: a bar for each strategy and for each change, and a line at the GPU's memory."""
+    """Draw memory by part: a bar per strategy and per change, and a line at the GPU's memory."""
     bars = [(NAMES[x.setup.strategy], x) for x in plan.strategies]
     bars += [(change.overrides.replace(" ", "\n"), change.estimate) for change in plan.changes]
     figure = Figure(figsize=(2.6 + 1.5 * len(bars), 5), layout="constrained")

@@ -1,4 +1,4 @@
-"""How a model is to be trained, as far as it matters to memory and speed."""
+"""The training settings that determine memory and speed."""
 
 import math
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ STRATEGIES = ("one", "ddp", "hsdp", "fsdp")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Sizes are of one run: a global batch of `batch_tokens`, of which a rank takes `micro_batch_size` sequences of
-    `sequence_length` tokens at a time.
+    """Settings of one run: a rank takes `micro_batch_size` sequences of `sequence_length` tokens at a time.
 
     Attributes:
         gpu: a name that `find_gpu` knows, or the card.
+        batch_tokens: tokens of a global batch.
         recomputation: "none", "full", "selective", or n: every n-th block.
-        precision: the trainer's; with "bf16-mixed" weights are float32 and products bfloat16.
+        precision: the trainer's precision; with "bf16-mixed" weights are float32 and products bfloat16.
         fused_optimizer: AdamW's steps in one kernel, without temporaries.
         strategy: "one" device, "ddp" (all ranks hold all), "fsdp" (weights over all ranks), "hsdp" (over a node's).
-        shard_size: ranks that one copy of the weights is spread over, where it is not what the strategy says.
-        reshard: a block's gathered weights are given back after its forward pass.
-        tensor, context: ranks that share the heads of a layer, and those that share a sequence.
-        network: bytes a second that a GPU sends to other nodes.
+        shard_size: ranks per copy of the weights, if it differs from the strategy's default.
+        reshard: free a block's gathered weights after its forward pass.
+        tensor, context: ranks that share the heads of a layer, and ranks that share a sequence.
+        network: bytes per second that a GPU sends to other nodes.
     """
 
     gpu: str | Gpu
@@ -44,12 +44,12 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """GPUs in all."""
+        """Number of GPUs."""
         return self.devices_per_node * self.nodes
 
     @property
     def shards(self) -> int:
-        """Ranks over which one copy of the weights is spread, beside those of tensor parallelism."""
+        """Ranks that one copy of the weights is sharded over, without those of tensor parallelism."""
         if not self.sharded:
             return 1
         whole = self.ranks if self.strategy == "fsdp" else self.devices_per_node
@@ -57,41 +57,41 @@ class Setup:
 
     @property
     def autocast(self) -> bool:
-        """Whether products are taken in bfloat16, of weights in float32."""
+        """True if products are bfloat16 and weights float32."""
         return self.precision == "bf16-mixed"
 
     @property
     def weight_bytes(self) -> int:
-        """Of one parameter."""
+        """Bytes of one parameter."""
         return 2 if self.precision == "bf16-true" else 4
 
     @property
     def sharded(self) -> bool:
-        """Whether weights are spread over ranks."""
+        """True if weights are sharded."""
         return self.strategy in ("fsdp", "hsdp")
 
     def policy(self, block: int) -> str:
-        """What is computed again of the block of this number, from 0: "none", "selective" or "full"."""
+        """Return the recomputation policy of a block, counted from 0: "none", "selective" or "full"."""
         if isinstance(self.recomputation, int):
             return "none" if (block + 1) % self.recomputation else "full"
         return self.recomputation
 
     @property
     def readers(self) -> int:
-        """Groups of ranks that read sequences of their own."""
+        """Number of rank groups that read separate sequences."""
         return max(1, self.ranks // (self.tensor * self.context))
 
     @property
     def micro_tokens(self) -> int:
-        """Tokens of a micro-batch, of all ranks that share its sequences."""
+        """Tokens of a micro-batch, over all ranks that share its sequences."""
         return self.micro_batch_size * self.sequence_length
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of a micro-batch that one rank holds."""
+        """Tokens of a micro-batch on one rank."""
         return math.ceil(self.micro_tokens / self.context)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step, of each rank."""
+        """Micro-batches per optimizer step of each rank."""
         return max(1, math.ceil(self.batch_tokens / (self.micro_tokens * self.readers)))

@@ -1,7 +1,7 @@
 """The time of a training step: a roofline by parts, with a few constants measured on one NVIDIA H200.
 
-Constants are shares of the card's own peaks, so that they carry over to others; where those differ in kind (other
-matrix units, smaller caches), the plan is less sure.
+Constants are shares of the card's peaks, so that they transfer to other cards. For cards of another kind (other matrix
+units, smaller caches) the estimate is less certain.
 """
 
 from collections import Counter
@@ -12,33 +12,34 @@ from lit_modules.planning.network import Network, Parts
 from lit_modules.planning.setup import Setup
 from lit_modules.planning.work import Mixing, Pass, Product
 
-# Matrix products: shares of the peak and of the memory's bandwidth (caches make it more than all), one after the other;
-# of the peak where rows are not whole 16 bytes apart, and in float32; of the bandwidth where they are narrow as a tile.
+# Matrix products: shares of the peak and of the memory bandwidth (above 1 because of caches), whose times add up; share
+# of the peak for rows not aligned to 16 bytes, and in float32; share of the bandwidth for products narrower than a
+# tile.
 PRODUCT, PRODUCT_TRAFFIC = 0.79, 1.6
 UNALIGNED, FLOAT32, NARROW, TILE = 0.123, 0.05, 0.55, 64
-# Attention: (forward, backward) shares of the peak in long sequences, by the head's width and whether there are gates,
-# and the tokens of a sequence at which half of that is reached.
+# Attention: (forward, backward) shares of the peak in long sequences, by head width and gating, and the sequence length
+# at which half of them is reached.
 ATTENTION = {
     (64, False): (0.483, 0.514, 1300),
     (64, True): (0.460, 0.520, 1300),
     (128, False): (0.650, 0.541, 900),
     (128, True): (0.657, 0.475, 1050),
 }
-# Recurrences: (forward, backward) shares of the bandwidth, for gates of each channel and of each head.
+# Recurrences: (forward, backward) shares of the bandwidth, for gates per channel and per head.
 RECURRENCE = {False: (0.19, 0.10), True: (0.35, 0.17)}
-# Traffic of everything else, compiled and operation by operation, of the loss, and of the optimizer.
+# All other traffic: shares of the bandwidth, compiled, eager (also the loss), and of the optimizer.
 FUSED, EAGER, OPTIMIZER = 0.79, 0.51, 0.72
-# Seconds that the host takes to launch a kernel of PyTorch's own (what is compiled is launched faster than it runs);
-# and the share of a step that passes between kernels.
+# Seconds for the host to launch an eager kernel (compiled kernels launch faster than they run), and the share of a step
+# between kernels.
 LAUNCH, GAPS = 5e-6, 0.01
-# Bytes for each parameter: AdamW's fused step reads four and writes three, clipping reads twice and writes once.
+# Bytes per parameter: AdamW's fused step reads four values and writes three, clipping reads two and writes one.
 STEP_BYTES, CLIP_BYTES, FOREACH_BYTES = 28, 12, 32
-# Collectives: a share of the links' bandwidth, and how much of them hides behind the arithmetic.
+# Collectives: share of the link bandwidth, and the share of them that overlaps with arithmetic.
 LINKS, HIDDEN = 0.7, 0.9
 
 
 class Speed(NamedTuple):
-    """Seconds of a step by part; and of all ranks together, tokens a second, and model FLOPs utilization."""
+    """Seconds of a step by part; tokens per second of all ranks together; model FLOPs utilization."""
 
     parts: dict[str, float]
     tokens_per_second: float
@@ -46,7 +47,7 @@ class Speed(NamedTuple):
 
 
 def speed_of(network: Network, parts: Parts, setup: Setup, gpu: Gpu, flops_per_token: int) -> Speed:
-    """How fast `setup` trains the network on this card."""
+    """Estimate the speed of training the network with `setup` on this card."""
     clock = Clock(gpu, setup)
     seconds: Counter[str] = Counter()
     for traced in parts.blocks:
@@ -66,20 +67,20 @@ def speed_of(network: Network, parts: Parts, setup: Setup, gpu: Gpu, flops_per_t
 
 
 def optimizer_seconds(setup: Setup, parameters: float) -> float:
-    """Bytes that the optimizer's step, clipping and adding up gradients move, over their share of the bandwidth."""
+    """Return the optimizer's seconds times the bandwidth: bytes of step, clipping and accumulation / OPTIMIZER."""
     step = STEP_BYTES + (0 if setup.fused_optimizer else FOREACH_BYTES)
     added = 3 * setup.weight_bytes * (setup.accumulation - 1)
     return parameters * (step + CLIP_BYTES + added) / OPTIMIZER
 
 
 class Clock:
-    """Seconds of passes on one card."""
+    """The time of passes on one card."""
 
     def __init__(self, gpu: Gpu, setup: Setup) -> None:
         self.gpu, self.setup = gpu, setup
 
     def of(self, one: Pass, *, split: int, fused: bool) -> Counter[str]:
-        """Seconds of a pass by kind of work. split: ranks that share it."""
+        """Return seconds of a pass by kind of work; `split` is the number of ranks that share it."""
         work = one.work
         found = Counter(
             products=sum(number * self.product(x) for x, number in work.products.items()) / split,
@@ -91,7 +92,7 @@ class Clock:
         return found
 
     def product(self, product: Product) -> float:
-        """Seconds of a matrix product."""
+        """Return the seconds of a matrix product."""
         moved = product.bytes / self.gpu.bandwidth
         if min(product.rows, product.inner, product.columns) < TILE:
             return moved / NARROW
@@ -102,7 +103,7 @@ class Clock:
         return product.flops / (self.gpu.flops * PRODUCT) + moved / PRODUCT_TRAFFIC
 
     def mixing(self, mixing: Mixing) -> float:
-        """Seconds of attention or of a recurrence."""
+        """Return the seconds of attention or of a recurrence."""
         if not mixing.attention:
             return mixing.bytes / (self.gpu.bandwidth * RECURRENCE[mixing.per_head][mixing.backward])
         forward, backward, half = ATTENTION[64 if mixing.width <= 64 else 128, mixing.gated]
@@ -112,16 +113,16 @@ class Clock:
 
 
 def exposed(network: Network, setup: Setup, gpu: Gpu, micro_batch: float) -> float:
-    """Seconds of a step in which the GPU waits for the other ranks. micro_batch: seconds of one's arithmetic.
+    """Return the seconds per step that the GPU waits for other ranks; `micro_batch` is the arithmetic time of one.
 
-    What moves weights and gradients hides behind the arithmetic; what splits a layer or a sequence stands in its way.
+    Transfers of weights and gradients overlap with arithmetic; those of tensor and context parallelism do not.
     """
     inside = gpu.link * LINKS
     across = inside if setup.nodes == 1 else min(inside, setup.network * LINKS)
     blocks = sum(network.block_parameters) / setup.tensor
     waits = in_the_way(network, setup, gpu.link * LINKS) * setup.accumulation
     if setup.strategy == "ddp":
-        # A node's GPUs send to the other nodes together.
+        # All GPUs of a node send to the other nodes at the same time.
         rate = inside if setup.nodes == 1 else min(inside, setup.network * setup.devices_per_node * LINKS)
         reduced = 2 * share(setup.ranks) * network.parameters * setup.weight_bytes / rate
         return waits + max(0.0, reduced - HIDDEN * micro_batch * 2 / 3)
@@ -137,16 +138,16 @@ def exposed(network: Network, setup: Setup, gpu: Gpu, micro_batch: float) -> flo
 
 
 def share(ranks: int) -> float:
-    """Of a whole, what a rank sends as it is gathered from, or summed over, so many."""
+    """Return the ring all-gather or reduce-scatter traffic per rank: (n - 1) / n of the tensor."""
     return (ranks - 1) / ranks
 
 
 def in_the_way(network: Network, setup: Setup, rate: float) -> float:
-    """Seconds of a micro-batch for sums over the ranks of a layer's heads, and for keys and values of a sequence's."""
+    """Return the seconds per micro-batch of tensor parallelism's all-reduces and context parallelism's exchanges."""
     config, layers = network.config, network.config.num_layers
     stream = 2 * setup.rank_tokens * config.hidden_size
-    summed = 4 * 2 * share(setup.tensor) * stream * layers  # two of each pass, each a sum over all
+    summed = 4 * 2 * share(setup.tensor) * stream * layers  # two all-reduces per pass
     _, keys, values = config.head_counts
     pair = 2 * setup.micro_tokens * (keys * config.cached_key_dim + values * config.head_dim) / setup.tensor
-    gathered = 3 * share(setup.context) * pair * layers  # forward, again backward, and the gradients
+    gathered = 3 * share(setup.context) * pair * layers  # forward, recomputed backward, and gradients
     return (summed + gathered) / rate

@@ -1,4 +1,4 @@
-"""What a part of a training step computes, moves and keeps."""
+"""The work of a part of a training step: arithmetic, traffic and kept bytes."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,9 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 class Product:
     """`batch` matrix products `[rows, inner] x [inner, columns]`.
 
-    item: bytes of an element. aligned: the rows of all three matrices lie whole 16 bytes apart, as fast kernels want.
+    Attributes:
+        item: bytes of an element.
+        aligned: the rows of all three matrices are aligned to 16 bytes, which fast kernels need.
     """
 
     batch: int
@@ -39,8 +41,11 @@ class Product:
 class Mixing:
     """A call of one of our operations over time: attention or a recurrence.
 
-    tokens, heads, width: of the queries. gated: whether it reads gates; per_head: one for each head and token. bytes:
-    of queries, keys, values, gates and outputs.
+    Attributes:
+        tokens, heads, width: sizes of the queries.
+        gated: True if it reads gates.
+        per_head: True if there is one gate per head and token.
+        bytes: bytes of queries, keys, values, gates and outputs.
     """
 
     attention: bool
@@ -55,7 +60,12 @@ class Mixing:
 
 @dataclass
 class Work:
-    """Arithmetic and traffic of a pass. traffic: bytes of all but products and mixing; kernels: launches."""
+    """Arithmetic and traffic of a pass.
+
+    Attributes:
+        traffic: bytes of everything except products and mixing.
+        kernels: number of kernel launches.
+    """
 
     products: Counter[Product] = field(default_factory=Counter)
     mixing: Counter[Mixing] = field(default_factory=Counter)
@@ -63,7 +73,7 @@ class Work:
     kernels: int = 0
 
     def add(self, function: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-        """Count a product or a mixing; False where the operation `function` is neither."""
+        """Count `function` as a product or a mixing; return False if it is neither."""
         name = function._schema.name
         if name.startswith("palimpsest::"):
             self.mixing[mixing_of(name, inputs, outputs)] += 1
@@ -77,7 +87,7 @@ class Work:
 
 @dataclass
 class Pass:
-    """A pass forward or backward: its work, and the most bytes it holds above those that it began with."""
+    """A forward or backward pass: its work, and its peak of bytes above the start."""
 
     work: Work
     transient: int
@@ -87,8 +97,9 @@ class Pass:
 class Traced:
     """A part of the network, forward and backward.
 
-    kept: bytes that the forward pass leaves for the backward pass, its input among them. casts: those of them that are
-    weights in a lower precision.
+    Attributes:
+        kept: bytes that the forward pass keeps for the backward pass, its input included.
+        casts: bytes among them of weights cast to a lower precision.
     """
 
     forward: Pass
@@ -98,12 +109,12 @@ class Traced:
 
 
 def size(tensor: Any) -> int:
-    """Bytes of a tensor; 0 of anything else."""
+    """Return the bytes of a tensor; 0 for anything else."""
     return tensor.numel() * tensor.element_size() if isinstance(tensor, Tensor) else 0
 
 
 def product_of(inputs: Sequence[Tensor], out: Tensor) -> Product:
-    """The product behind an operation of PRODUCTS."""
+    """Return the product behind an operation of PRODUCTS."""
     left, item = inputs[-2], out.element_size()
     apart = [max(x.stride()[-2:]) * item for x in (*inputs[-2:], out)]
     aligned = not any(distance % 16 for distance in apart)
@@ -111,7 +122,7 @@ def product_of(inputs: Sequence[Tensor], out: Tensor) -> Product:
 
 
 def mixing_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Mixing:
-    """The call behind one of our operations; its backward operation takes the output's gradient first."""
+    """Return the call behind one of our operations; a backward operation takes the output's gradient first."""
     backward, attention = name.endswith("_backward"), "attention" in name
     q, k, v, *others = inputs[1:] if backward else inputs
     out = inputs[0] if backward else outputs[0]
@@ -130,9 +141,9 @@ def mixing_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) ->
 
 
 def workspace(function: Any, inputs: Sequence[Tensor]) -> int:
-    """Bytes that one of our operations holds while it runs, beside its inputs and outputs.
+    """Return the bytes that one of our operations allocates while it runs, without inputs and outputs.
 
-    Attention adds up the queries' gradient in float32; a recurrence makes the gradient of its chunks' states.
+    Attention accumulates the queries' gradient in float32; a recurrence stores the gradient of its chunks' states.
     """
     name = function._schema.name
     if not name.startswith("palimpsest::") or not name.endswith("_backward"):
