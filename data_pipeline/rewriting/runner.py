@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """Result of a part: its text (and pairs), or the reasons for having none, and the seed of the last answer."""
+    """Result of a part: the last answer's text, pairs and seed, and the reasons against it (empty if it is kept)."""
 
     text: str
     pairs: list[dict]

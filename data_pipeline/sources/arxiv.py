@@ -1,4 +1,4 @@
-"""arXiv: the metadata snapshot joined with the bulk source archives, LaTeX turned into Markdown."""
+"""arXiv: the metadata snapshot joined with the bulk source archives, LaTeX converted to Markdown."""
 
 import gzip
 import json
@@ -20,13 +20,13 @@ from data_pipeline.sources.parts import SourceInParts
 
 CATEGORIES = ("cs.DC", "cs.OS", "cs.AR", "cs.PF", "cs.NI", "cs.DB", "cs.SE")
 INDEX = "arxiv.sqlite"
-LINE_BYTES = 16 << 20  # of metadata; the longest, with 3,000 authors, has 0.3 MB
-UNPACKED_BYTES = 512 << 20  # of one paper's source, figures included
-FILE_BYTES = 4 << 20  # of one text file in it
-TEXT_BYTES = 32 << 20  # of all its text files
-NAME_BYTES = 1 << 20  # of a tar's long names and the like
+LINE_BYTES = 16 << 20  # per metadata line; the longest, with 3,000 authors, has 0.3 MB
+UNPACKED_BYTES = 512 << 20  # per paper source, figures included
+FILE_BYTES = 4 << 20  # per text file of a source
+TEXT_BYTES = 32 << 20  # for all text files of a source
+NAME_BYTES = 1 << 20  # for a tar's long names and similar headers
 NAMES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-SHORTEST_BODY = 500  # characters; less is a frame around an included PDF
+SHORTEST_BODY = 500  # characters; a shorter body only wraps an included PDF
 FIGURES = (
     ".pdf",
     ".png",
@@ -43,7 +43,7 @@ FIGURES = (
     ".ttf",
     ".otf",
 )
-OLD_NAME = re.compile(r"([a-z-]+)(\d{7})")  # hep-th9901001, which the metadata calls hep-th/9901001
+OLD_NAME = re.compile(r"([a-z-]+)(\d{7})")  # hep-th9901001, hep-th/9901001 in the metadata
 CREATIVE_COMMONS = re.compile(
     r"creativecommons\.org/(?:licenses/(by(?:-nc)?(?:-nd|-sa)?)/(\d\.\d)|publicdomain/zero/1\.0)"
 )
@@ -51,10 +51,10 @@ CREATIVE_COMMONS = re.compile(
 
 @dataclass(frozen=True)
 class Arxiv(SourceInParts):
-    """Papers with one of `categories`, from their LaTeX source.
+    """Papers in at least one of `categories`, from their LaTeX source.
 
     `metadata`: the snapshot, JSON lines, .gz or plain. `sources`: a folder of the bulk archives (`arXiv_src_*.tar`), or
-    one of them. Title, abstract, date and licence are the metadata's. Papers of which only a PDF is there are counted.
+    one of them. Title, abstract, date and licence come from the metadata. Papers with only a PDF count as skipped.
     """
 
     metadata: str
@@ -67,17 +67,17 @@ class Arxiv(SourceInParts):
         categories = [self.categories] if isinstance(self.categories, str) else [str(name) for name in self.categories]
         if not categories:
             raise ValueError("source.categories=[]: name at least one, such as cs.OS")
-        object.__setattr__(self, "categories", categories)  # Hydra passes lists of its own type
+        object.__setattr__(self, "categories", categories)  # Hydra passes its own list type
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Settings, and the content of the metadata and of every archive."""
+        """Return the settings, and the content of the metadata and of every archive."""
         return {
             "arxiv": settings_identity(self, by, "metadata", "sources"),
             "files": file_identity([self._metadata_file(), *self._archives().values()], by),
         }
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
-        """Put the records of the wanted papers into an index on disk. Raises ValueError where there is none."""
+        """Index the records of the wanted papers on disk; raise ValueError if there are none."""
         index = scratch / INDEX
         if index.exists():
             return
@@ -86,7 +86,7 @@ class Arxiv(SourceInParts):
         path = self._metadata_file()
         connection = sqlite3.connect(partial)
         try:
-            # Written once and renamed when whole: no journal.
+            # The file is written once and renamed when complete, so it needs no journal.
             connection.execute("PRAGMA journal_mode = OFF")
             connection.execute("CREATE TABLE papers (id TEXT PRIMARY KEY, record TEXT) WITHOUT ROWID")
             rows = ((record["id"], json.dumps(_kept(record))) for record in self._wanted(path, problems))
@@ -115,7 +115,7 @@ class Arxiv(SourceInParts):
         try:
             with tarfile.open(archive, "r:", tarinfo=_CheckedTarInfo) as members:
                 for member in members:
-                    members.members = []  # what tarfile would keep of each
+                    members.members = []  # tarfile would keep every header in memory
                     paper = self._paper(index, member)
                     if paper is not None:
                         yield from self._read_paper(archive, members, member, paper, problems)
@@ -137,7 +137,7 @@ class Arxiv(SourceInParts):
         self, archive: Path, members: tarfile.TarFile, member: tarfile.TarInfo, paper: dict, problems: Problems
     ) -> Iterator[Document]:
         if not member.name.endswith(".gz"):
-            problems.counts["paper without LaTeX source"] += 1  # as its authors chose: nothing is broken
+            problems.counts["paper without LaTeX source"] += 1  # the authors' choice, not an error
             return
         where = f"{archive}: {member.name}"
         try:
@@ -180,7 +180,7 @@ class Arxiv(SourceInParts):
         return {path.name if path == folder else path.relative_to(folder).as_posix(): path for path in found}
 
     def _wanted(self, path: Path, problems: Problems) -> Iterator[dict]:
-        """Yield the records with one of the categories; others are not even parsed, which is ten times as quick."""
+        """Yield the records with one of the categories; others are not parsed, which is ten times as fast."""
         names = re.compile(rb"|".join(re.escape(name.encode()) for name in self.categories))
         wanted = set(self.categories)
         for number, line in _lines(path, problems):
@@ -189,7 +189,7 @@ class Arxiv(SourceInParts):
                     record = json.loads(line)
                     if not wanted.isdisjoint(record["categories"].split()):
                         for key in ("id", "title", "abstract"):
-                            record[key].encode()  # a lone surrogate, or no text at all
+                            record[key].encode()  # raises for a lone surrogate, or a value that is not text
                         yield record
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                     detail = f"no {error}" if isinstance(error, KeyError) else _first_line(error)
@@ -197,11 +197,11 @@ class Arxiv(SourceInParts):
 
 
 class _BadTarError(Exception):
-    """A tar that goes wrong where tarfile would not say so, or asks for too much."""
+    """A tar with an error that tarfile would not report, or with excessive sizes."""
 
 
 class _CheckedTarInfo(tarfile.TarInfo):
-    """A header, refused where tarfile would take a broken one for the end, or read a name of gigabytes."""
+    """Tar header that is refused if broken (tarfile would take it for the end) or if its name takes gigabytes."""
 
     @classmethod
     def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_CheckedTarInfo":
@@ -215,7 +215,7 @@ class _CheckedTarInfo(tarfile.TarInfo):
 
 
 class _Bounded:
-    """A stream that gives up after `UNPACKED_BYTES`: a bomb costs that much work, and no memory."""
+    """A stream limited to `UNPACKED_BYTES`: a decompression bomb costs that much work, and no memory."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._left = stream, UNPACKED_BYTES
@@ -229,7 +229,7 @@ class _Bounded:
 
 
 def _source_files(compressed: BinaryIO, where: str, problems: Problems) -> dict[str, str]:
-    """Return the text files of a paper's source, a gzipped tar or a gzipped file of TeX, by path."""
+    """Return the text files of a paper's source (a gzipped tar or a gzipped TeX file), by path."""
     with gzip.GzipFile(fileobj=compressed) as plain:
         head = plain.peek(tarfile.BLOCKSIZE)[: tarfile.BLOCKSIZE]
         if not _is_tar(head):
@@ -244,7 +244,7 @@ def _source_files(compressed: BinaryIO, where: str, problems: Problems) -> dict[
 
 
 def _text_files(members: tarfile.TarFile, where: str, problems: Problems) -> dict[str, str]:
-    """Return the files of a source that may be text. Nothing is written anywhere; links lead nowhere."""
+    """Return the files of a source that may be text. Nothing is written to disk; links are ignored."""
     files: dict[str, str] = {}
     total = 0
     for member in members:
@@ -274,7 +274,7 @@ def _is_tar(head: bytes) -> bool:
 
 
 def _lines(path: Path, problems: Problems) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file, counted from 1; one that is too long is told and stepped over."""
+    """Yield the lines of a file, counted from 1; a line that is too long is reported and skipped."""
     number, overlong = 1, False
     opened = gzip.open if path.suffix == ".gz" else open
     try:
@@ -292,7 +292,7 @@ def _lines(path: Path, problems: Problems) -> Iterator[tuple[int, bytes]]:
 
 
 def _kept(record: dict) -> dict[str, str]:
-    """Return what a document needs of a record. Its date is that of the newest version, which is the one archived."""
+    """Return the fields of a record that a document needs. The date is the newest, archived version's."""
     date = record.get("update_date")
     try:
         date = parsedate_to_datetime(record["versions"][-1]["created"]).date().isoformat()
@@ -304,7 +304,7 @@ def _kept(record: dict) -> dict[str, str]:
 
 
 def _licence(address: str) -> str:
-    """Return the SPDX id of a Creative Commons licence, or the address: arXiv's own licence has no id."""
+    """Return the SPDX id of a Creative Commons licence, else the URL: arXiv's own licence has no id."""
     match = CREATIVE_COMMONS.search(address)
     if match is None:
         return address
@@ -312,7 +312,7 @@ def _licence(address: str) -> str:
 
 
 def _paragraphs(abstract: str) -> str:
-    """Return an abstract with its lines joined; a line that is indented begins a paragraph."""
+    """Return an abstract with its lines joined; an indented line starts a paragraph."""
     paragraphs = re.split(r"\n[ \t]*\n|\n(?=[ \t]{2})", abstract.strip())
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
 

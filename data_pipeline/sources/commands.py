@@ -1,4 +1,4 @@
-"""Command references: manual pages, and what programs print when asked for help."""
+"""Command references: manual pages, and the help texts of programs."""
 
 import bz2
 import contextlib
@@ -30,7 +30,7 @@ PAGE_BYTES = 4 * 1024 * 1024
 HELP_BYTES = 256 * 1024
 HELP_SECONDS = 10
 MINIMUM_CHARACTERS = 100
-PART_BYTES = 8 * 1024 * 1024  # of stored, mostly compressed, pages
+PART_BYTES = 8 * 1024 * 1024  # of pages as stored, mostly compressed
 PARTS = "commands.jsonl"
 
 
@@ -38,12 +38,15 @@ PARTS = "commands.jsonl"
 class Commands(SourceInParts):
     """Manual pages in English as Markdown, and help texts of programs.
 
-    `man_pages`: a folder with man1, man2, ... in it, or None; of `sections`, in their order. A page that only names
-    another, or whose text another file has too, is there once. `help_texts`: a folder of .txt files whose first line is
-    a command (`tar --help`) and whose other lines are what it printed, or None. `run_help`: programs to run with --help
-    and nothing else, one after the other: without a shell, in an empty folder that is also their home, with standard
-    input closed, for HELP_SECONDS, for HELP_BYTES of output. They run with this user's rights: name none that you would
-    not run yourself.
+    Pages that only include another one, and repeated texts, are dropped.
+
+    Args:
+        man_pages: a folder that contains man1, man2, ..., or None.
+        sections: numbers of the sections to read, in this order.
+        help_texts: a folder of .txt files, or None. The first line is a command (`tar --help`), the rest its output.
+        run_help: programs to run with --help only, one after the other: without a shell, in an empty folder that is
+            also their home, with standard input closed, limited to HELP_SECONDS and HELP_BYTES of output. They run
+            with this user's rights: list only programs that you would run yourself.
     """
 
     man_pages: str | None = "/usr/share/man"
@@ -64,17 +67,17 @@ class Commands(SourceInParts):
                 raise ValueError(f"source.{key}={folder}: no such folder; give one, or null to leave these out")
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Settings, and the content of every page, help text and program."""
+        """Return the settings, and the content of every page, help text and program."""
         paths = [path for _, path in self._files()] + list(self._programs().values())
         return {"commands": settings_identity(self, by), "files": file_identity(paths, by)}
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
-        """Read every page once, to leave out aliases and what is there twice, and write the parts into `scratch`."""
+        """Read every page once to drop aliases and duplicates, and write the list of parts into `scratch`."""
         items = itertools.chain(self._pages(problems), ((["run", program], 0) for program in self._programs()))
         write_parts(scratch / PARTS, groups(items, PART_BYTES))
 
     def _pages(self, problems: Problems) -> Iterator[tuple[list[str], int]]:
-        """Yield ([kind, path], bytes) of the pages that are no aliases, each text once."""
+        """Yield ([kind, path], bytes) of the pages that are not aliases, each text once."""
         seen: set[bytes] = set()
         for kind, path in self._files():
             text = _text(path, problems)
@@ -86,7 +89,7 @@ class Commands(SourceInParts):
                 yield [kind, str(path)], path.stat().st_size
 
     def parts(self, scratch: Path) -> list[str]:
-        """Return the parts' names. Raises ValueError naming the keys where there is nothing to read."""
+        """Return the parts' names; raise ValueError, naming the keys, if there is nothing to read."""
         names = part_names(scratch / PARTS)
         if not names:
             folders = f"source.man_pages={self.man_pages}, source.help_texts={self.help_texts}"
@@ -94,7 +97,7 @@ class Commands(SourceInParts):
         return names
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
-        """Yield a part's pages and help texts; programs that give none are told to `problems`."""
+        """Yield a part's pages and help texts; programs without output are reported to `problems`."""
         for kind, name in read_part(scratch / PARTS, part):
             if kind == "man":
                 document = self._page(Path(name), problems)
@@ -129,7 +132,7 @@ class Commands(SourceInParts):
         return Document(f"# `{command.strip()}`\n\n{marks}\n{text}\n{marks}", identity, metadata)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        """Yield ("man" or "help", path) in order; links are other names of pages, and left out."""
+        """Yield ("man" or "help", path) in order, without links, which are other names of pages."""
         if self.man_pages is not None:
             for section in self.sections:
                 for path in sorted(Path(self.man_pages).expanduser().glob(f"man{section}/*")):
@@ -141,7 +144,7 @@ class Commands(SourceInParts):
                     yield "help", path
 
     def _programs(self) -> dict[str, Path]:
-        """Return the files of the programs in `run_help`. Raises ValueError for one that is not there."""
+        """Return the files of the programs in `run_help`; raise ValueError for a missing one."""
         found = {name: shutil.which(name) for name in self.run_help}
         for name, path in found.items():
             if path is None:
@@ -150,7 +153,7 @@ class Commands(SourceInParts):
 
 
 def _text(path: Path, problems: Problems) -> str | None:
-    """Return a file's text out of its compression, or None, and a problem told, where it is broken or too large."""
+    """Return a file's decompressed text; report a broken or oversized file and return None."""
     try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
             content = file.read(PAGE_BYTES + 1)
@@ -170,7 +173,7 @@ def _text(path: Path, problems: Problems) -> str | None:
 
 
 def _run_help(program: Path, problems: Problems) -> str:
-    """Return what a program prints when it is run with --help; an empty string, and a problem told, if nothing."""
+    """Return what a program prints when run with --help; report a failure or no output and return ""."""
     with tempfile.TemporaryDirectory(prefix="palimpsest-help-") as home:
         try:
             process = subprocess.Popen(
@@ -180,7 +183,7 @@ def _run_help(program: Path, problems: Problems) -> str:
                 stderr=subprocess.STDOUT,
                 cwd=home,
                 env={"HOME": home, "PATH": os.defpath, "LC_ALL": "C.UTF-8"},
-                start_new_session=True,  # so that what it starts can be ended with it
+                start_new_session=True,  # so that its child processes can be killed with it
             )
         except OSError as error:
             problems.skip(f"{program} --help", "cannot be run", str(error.strerror or error))
@@ -197,7 +200,7 @@ def _run_help(program: Path, problems: Problems) -> str:
 
 
 def _bounded_output(process: subprocess.Popen) -> tuple[bytes, bool]:
-    """Return what a process prints, and whether it came to its end within the bounds; it is ended in any case."""
+    """Return a process's output, and whether it finished within the limits; it is killed in any case."""
     pieces, length, end = [], 0, time.monotonic() + HELP_SECONDS
     finished = False
     with process.stdout as stream:

@@ -1,4 +1,4 @@
-"""JSON lines from files of any origin: compressed or not, each line and the whole bounded."""
+"""JSON lines from untrusted files, compressed or not, with limits on lines and on the whole."""
 
 import io
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from data_pipeline.documents import Problems
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 LINE_BYTES = 128 * 1024 * 1024
-# A decompressed stream may be this many times its file (DEFLATE itself allows 1032; JSON events reach 10 to 30), once
-# it is over the first megabytes, where a small file of one repeated record is no bomb yet.
+# A decompressed stream may be this many times its file (DEFLATE allows 1032; JSON events reach 10 to 30). The first
+# megabytes are exempt: a small file of one repeated record is not a bomb.
 EXPANSION = 200
 UNSUSPECTED_BYTES = 64 * 1024 * 1024
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """Open a file for reading, through its decompressor where the name ends in .gz or .zst.
+    """Open a file for reading, decompressed if its name ends in .gz or .zst.
 
-    Arrow's decompressors read several members in one file, and raise OSError at a truncated one.
+    Arrow's decompressors read several members in one file, and raise OSError for a truncated one.
     """
     codec = COMPRESSED.get(path.suffix.lower())
     file = path.open("rb")
@@ -28,15 +28,15 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def allowed_bytes(path: Path) -> int:
-    """Return how many bytes may come out of a file before it is taken for a bomb."""
+    """Return the number of bytes that a file may decompress to before it counts as a bomb."""
     return max(UNSUSPECTED_BYTES, EXPANSION * path.stat().st_size)
 
 
 def lines(path: Path, problems: Problems | None, line_bytes: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
     """Yield (number from 1, line) of a file; memory stays within a line of `line_bytes`.
 
-    A longer line is stepped over; a truncated, unreadable or bomb-like file ends there. Both are told to `problems`;
-    None is for a second reading, when they have been.
+    A longer line is skipped; a truncated, unreadable or bomb-like file ends there. Both are reported to `problems`;
+    None suppresses the reports in a second reading.
     """
 
     def skip(where: str, kind: str, detail: str) -> None:
@@ -69,14 +69,14 @@ def lines(path: Path, problems: Problems | None, line_bytes: int = LINE_BYTES) -
 
 
 def parse(place: str, line: bytes, problems: Problems) -> dict | None:
-    """Return the object that a line holds, or None for an empty line and one told to `problems`."""
+    """Return the object on a line; None for an empty line, and for a broken one, which is reported."""
     import orjson  # only sources of JSON lines need it
 
     if not line.strip():
         return None
     try:
         record = orjson.loads(line)
-    except ValueError as error:  # also what is not UTF-8, and what nests too deep
+    except ValueError as error:  # includes invalid UTF-8 and excessive nesting
         problems.skip(place, "broken JSON", str(error)[:200])
         return None
     if not isinstance(record, dict):
@@ -86,7 +86,7 @@ def parse(place: str, line: bytes, problems: Problems) -> dict | None:
 
 
 def records(path: Path, problems: Problems) -> Iterator[tuple[int, dict]]:
-    """Yield (line number, object) for every line of a file that holds one."""
+    """Yield (line number, object) for every line of a file that holds an object."""
     for number, line in lines(path, problems):
         record = parse(f"{path}: line {number}", line, problems)
         if record is not None:

@@ -1,4 +1,4 @@
-"""The documentation a machine already has: Python docstrings, manual pages, /usr/share/doc."""
+"""Documentation on this machine: Python docstrings, manual pages, /usr/share/doc."""
 
 import ast
 import gzip
@@ -18,8 +18,8 @@ from data_pipeline.markup.roff import plain_text
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 from data_pipeline.workers import ordered_map
 
-MINIMUM_BYTES = 100  # shorter texts ("Utilities.") teach nothing
-CHANGELOG_BYTES = 16 * 1024  # the newest entries: a changelog has no other end
+MINIMUM_BYTES = 100  # shorter texts ("Utilities.") are worthless
+CHANGELOG_BYTES = 16 * 1024  # the newest entries: changelogs can be endless
 ITEMS_AT_ONCE = 16
 ITEMS_IN_PART = 1024
 PARTS = "local_docs.jsonl"
@@ -31,10 +31,10 @@ DOC_SUFFIXES = (".txt", ".md", ".rst")
 class LocalDocs(SourceInParts):
     """Docstrings of installed Python packages, manual pages in English, and texts under /usr/share/doc.
 
-    `packages`: distribution names, or None for every one in the environment; they are parsed with `ast`, never
-    imported; one document a module, its tests left out. `man_pages`, `doc_folder`: folders, or None to leave them out;
-    one that does not exist simply gives nothing. `max_bytes`: UTF-8 bytes in all, or None. Files are taken in the order
-    of a hash of their names, so the limit takes a fair part of everything, and the same one on the same machine.
+    `packages`: distribution names, or None for all in the environment. They are parsed with `ast`, never imported; each
+    module is one document, tests are excluded. `man_pages`, `doc_folder`: folders, or None to exclude them; a missing
+    folder gives no documents. `max_bytes`: UTF-8 bytes in total, or None. Files are sorted by a hash of their names, so
+    the limit takes a fair share of everything, and always the same on one machine.
     """
 
     packages: list[str] | None = None
@@ -45,21 +45,21 @@ class LocalDocs(SourceInParts):
     def __post_init__(self) -> None:
         if self.max_bytes is not None:
             check_whole("data.source.max_bytes", self.max_bytes, 1)
-        if self.packages is not None:  # Hydra passes lists of its own type
+        if self.packages is not None:  # Hydra passes its own list type
             object.__setattr__(self, "packages", list(self.packages))
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Settings, package versions, and the files of the folders. Raises ValueError for a package not installed."""
+        """Return the settings, package versions, and the folders' files; raise ValueError for a missing package."""
         versions = [f"{_name(package)} {package.version}" for package in self._distributions()]
         files = [path for _, path in self._folder_files()]
         return {"local_docs": settings_identity(self, by), "versions": versions, "files": file_identity(files, by)}
 
     def documents(self, problems: Problems, processes: int) -> Iterator[Document]:
-        """Yield documents until `max_bytes`; files that do not parse are told to `problems`."""
+        """Yield documents up to `max_bytes`; files that do not parse are reported to `problems`."""
         yield from self._documents_of(self._sorted_items(), problems, processes)
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
-        """Write which files are read together: all of them, where there is a limit."""
+        """Write the groups of files that are read together; with a limit, all files are one group."""
         items = (([item.id, str(item.path), item.metadata], 1) for item in self._sorted_items())
         write_parts(scratch / PARTS, groups(items, ITEMS_IN_PART if self.max_bytes is None else math.inf))
 
@@ -126,7 +126,7 @@ class LocalDocs(SourceInParts):
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A file to read: the id of its document, its path, the document's metadata."""
+    """A file to read: its document's id, its path, its document's metadata."""
 
     id: str
     path: Path
@@ -136,7 +136,10 @@ class _Item:
 def docstrings(source: str) -> str:
     """Return a module's docstrings in order, each under its dotted name within the module.
 
-    Walks the bodies of modules, classes and functions only. Raises SyntaxError or ValueError as `ast.parse` does.
+    Only the bodies of modules, classes and functions are searched.
+
+    Raises:
+        SyntaxError, ValueError: as `ast.parse` does.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in other people's strings
@@ -152,7 +155,7 @@ def _collect(node: ast.AST, name: str, parts: list[str]) -> None:
         parts.append(f"{name}\n\n{text}" if name else text)
     for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            # Without the module's name: two packages that carry one module then give one document, not two.
+            # Without the module's name, so that a module vendored by two packages gives one document.
             _collect(child, f"{name}.{child.name}" if name else child.name, parts)
 
 
@@ -176,7 +179,7 @@ def _read_items(items: list[_Item]) -> list[tuple[_Item, str, str | None]]:
 
 
 def _read(item: _Item) -> tuple[str, str | None]:
-    """Return the file's text and None, or an empty text and what is wrong with the file."""
+    """Return the file's text and None, or an empty text and the problem with the file."""
     try:
         raw = item.path.read_bytes()
         if item.path.suffix == ".gz":

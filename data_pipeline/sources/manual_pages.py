@@ -1,4 +1,4 @@
-"""A manual page's roff to Markdown: sections as headings, options as a list, verbatim text as code."""
+"""Convert a manual page's roff to Markdown: sections as headings, options as a list, verbatim text as code."""
 
 import calendar
 import itertools
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from data_pipeline.licences import licence_of_text
 from data_pipeline.markup.roff import plain_text, unescape
 
-# Characters that no page has (they are taken out first): they carry what a line is through plain_text.
+# Marks that carry a line's kind through plain_text: characters that are removed from every page first.
 SECTION, SUBSECTION, CODE, CODE_END, TAG_END = "\x11", "\x12", "\x13", "\x14", "\x15"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 TITLE = re.compile(r"^[.']\s*(?:TH|Dt)\s+\"?([^\s\"]+)\"?\s+\"?([^\s\"]+)\"?", re.MULTILINE)
@@ -17,7 +17,7 @@ TH_DATE = re.compile(r"^[.']\s*TH\s[^\n]*?\b(\d{4}-\d{2}-\d{2})\b", re.MULTILINE
 MDOC_DATE = re.compile(r"^[.']\s*Dd\s+(?:\$Mdocdate:\s*)?([A-Z][a-z]+)\s+(\d{1,2}),?\s+(\d{4})", re.MULTILINE)
 MONTHS = tuple(calendar.month_name)  # the first is empty
 COMMENT = re.compile(r"^[.']?\s*\\[\"#](.*)$", re.MULTILINE)
-COMMENTS = 200  # lines at the head in which a page may say its licence
+COMMENTS = 200  # lines at the head that may state the licence
 SPDX = re.compile(r"SPDX-License-Identifier:\s*([\w.+-]+(?:\s+(?:OR|AND|WITH)\s+[\w.+-]+)*)")
 INCLUDES_ANOTHER = re.compile(r"^[.']\s*so\s", re.MULTILINE)
 VERBATIM = {"nf": "fi", "EX": "EE", "Vb": "Ve", "Bd": "Ed"}
@@ -28,7 +28,7 @@ BULLETS = ("•", "·", "o", "*", "-", "—", "–")
 
 @dataclass(frozen=True, slots=True)
 class ManualPage:
-    """A page's Markdown, date (ISO 8601) and licence, empty where it does not say."""
+    """A page's Markdown, date (ISO 8601) and licence; empty strings if unknown."""
 
     markdown: str
     date: str
@@ -36,13 +36,13 @@ class ManualPage:
 
 
 def is_alias(roff: str) -> bool:
-    """Whether a page only includes another one."""
+    """Return whether a page only includes another one."""
     lines = [line for line in roff.splitlines() if line.strip() and not COMMENT.match(line)]
     return not lines or (len(lines) < 4 and INCLUDES_ANOTHER.match(lines[0]) is not None)
 
 
 def read_manual_page(roff: str, name: str) -> ManualPage:
-    """Return a page as Markdown under its name and section, `name` where it has none; empty where it has no text."""
+    """Return a page as Markdown under its name and section (`name` if it has none); empty if it has no text."""
     roff = CONTROL.sub("", roff.replace("\r\n", "\n"))
     title = TITLE.search(roff)
     if title:
@@ -53,9 +53,9 @@ def read_manual_page(roff: str, name: str) -> ManualPage:
 
 
 def _marked(lines: list[str]) -> Iterator[str]:
-    """Yield a page's lines with marks where sections, tags and verbatim text begin and end."""
+    """Yield a page's lines with marks where sections, tags and verbatim text start and end."""
     tag_next = False
-    heading = ""  # a section macro whose words are on the next line
+    heading = ""  # a section macro whose title is on the next line
     verbatim = ""
     for line in lines:
         name, _, rest = line[1:].strip().replace("\t", " ").partition(" ") if line[:1] in (".", "'") else ("", "", "")
@@ -97,8 +97,8 @@ def _marked(lines: list[str]) -> Iterator[str]:
 
 
 def _markdown(text: str) -> Iterator[str]:
-    """Yield the Markdown blocks of plain text with marks in it; a fence's marks are blocks of their own."""
-    tags: list[str] = []  # of an item whose text is still to come
+    """Yield the Markdown blocks of plain text with marks; the marks of code are separate blocks."""
+    tags: list[str] = []  # of an item whose text follows
     for paragraph in text.split("\n\n"):
         first = paragraph[:1]
         if first in (SECTION, SUBSECTION):
@@ -128,14 +128,14 @@ def _item(tags: list[str], body: str) -> str:
     tag = ", ".join(tag for tag in tags if tag)
     if tag in BULLETS or not tag:
         return f"- {body}"
-    if not tag.startswith("-") and len(tag.split()) > TAG_WORDS:  # a sentence in a tag's place
+    if not tag.startswith("-") and len(tag.split()) > TAG_WORDS:  # a sentence used as a tag
         return f"- {tag} {body}".rstrip()
     name = f"`{tag}`" if "`" not in tag else tag
     return f"- {name}: {body}" if body else f"- {name}"
 
 
 def _closed(blocks: list[str]) -> Iterator[str]:
-    """Yield blocks with those between the marks of code in one fence, and headings with nothing under them left out."""
+    """Yield blocks with the blocks between code marks joined in one fence, and without empty sections."""
     code: list[str] | None = None
     for index, block in enumerate(blocks):
         if block == CODE:
@@ -153,7 +153,7 @@ def _closed(blocks: list[str]) -> Iterator[str]:
 
 
 def _joined(blocks: list[str]) -> str:
-    """Return blocks with a blank line between them, and none between the items of a list."""
+    """Return blocks separated by blank lines, but list items by line ends."""
     pieces = blocks[:1]
     for before, block in itertools.pairwise(blocks):
         items = before.startswith("- ") and block.startswith("- ")
@@ -178,7 +178,7 @@ def _date(roff: str) -> str:
 
 
 def _licence(roff: str) -> str:
-    """Return the licence that the comments at a page's head name, or whose text they are."""
+    """Return the licence named by, or quoted in, the comments at a page's head."""
     comments = [match[1].strip() for match in COMMENT.finditer("\n".join(roff.split("\n", COMMENTS)[:COMMENTS]))]
     head = "\n".join(comments)
     named = SPDX.search(head)

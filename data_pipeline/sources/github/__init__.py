@@ -1,1 +1,1 @@
-"""Issues of GitHub, from its archive of events."""
+"""GitHub issues, from GH Archive's events."""

@@ -1,4 +1,4 @@
-"""GH Archive's events of issues, reduced to what threads need, in buckets on disk: all of a thread in one of them."""
+"""GH Archive's issue events, reduced to what threads need, in buckets on disk; a thread is in one bucket."""
 
 import gzip
 import hashlib
@@ -12,30 +12,30 @@ from data_pipeline.documents import Problems
 from data_pipeline.sources.json_lines import COMPRESSED, lines, parse
 
 TYPES = (b'"IssuesEvent"', b'"IssueCommentEvent"', b'"PullRequestEvent"')
-BUCKET_BYTES = 32 * 1024 * 1024  # of reduced events: what is in memory at once when threads are rebuilt
-COMPRESSION = 8  # of the archive's files, about
-ISSUE_SHARE = 0.2  # of their bytes: reduced events of issues, about
-BUCKETS = 4096  # at most; a bucket that comes out larger than BUCKET_BYTES is read in several turns
+BUCKET_BYTES = 32 * 1024 * 1024  # of reduced events: held in memory at once when threads are rebuilt
+COMPRESSION = 8  # approximate compression ratio of the archive's files
+ISSUE_SHARE = 0.2  # approximate share of reduced issue events in the uncompressed bytes
+BUCKETS = 4096  # at most; a bucket larger than BUCKET_BYTES is read in several passes
 BUFFER_BYTES = 32 * 1024 * 1024
-REMEMBERED = 100_000  # issues and repositories whose last state is remembered, not to be written again
-BODY_CHARACTERS = 256 * 1024  # the site takes 65,536
-NO_ACCOUNT = "ghost"  # the site's word for users whose account is gone
+REMEMBERED = 100_000  # issues and repositories whose last state is kept, to avoid writing it again
+BODY_CHARACTERS = 256 * 1024  # the site accepts 65,536
+NO_ACCOUNT = "ghost"  # the site's name for deleted users
 SIZES, REPOSITORIES = "sizes.json", "repositories.sqlite"
 
 
 def bucket_count(files: list[Path]) -> int:
-    """Return how many buckets the events of these files need, by the files' size."""
+    """Return the number of buckets for the events of these files, estimated from the files' size."""
     total = sum(path.stat().st_size * (COMPRESSION if path.suffix.lower() in COMPRESSED else 1) for path in files)
     return min(BUCKETS, max(1, -(-int(total * ISSUE_SHARE) // BUCKET_BYTES)))
 
 
 def hash_of(repository: str, number: int) -> int:
-    """Return the number that decides on a thread's bucket, the same on every machine."""
+    """Return the hash that selects a thread's bucket, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(f"{repository}#{number}".encode(), digest_size=8).digest(), "big")
 
 
 class Buckets:
-    """Gzip files of lines in a folder, to which members are appended; buffers hold BUFFER_BYTES in all."""
+    """Gzip files of lines in a folder, written by appending members; all buffers together hold BUFFER_BYTES."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self._folder = folder
@@ -44,7 +44,7 @@ class Buckets:
         self.sizes = [0] * count
 
     def add(self, number: int, line: bytes) -> None:
-        """Add a line, which ends in a newline."""
+        """Add a line, which must end in a newline."""
         self._buffers[number] += line
         self.sizes[number] += len(line)
         self._pending += len(line)
@@ -52,7 +52,7 @@ class Buckets:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is pending."""
+        """Write the buffers."""
         for number, buffer in enumerate(self._buffers):
             if buffer:
                 with (self._folder / f"{number:05d}.jsonl.gz").open("ab") as file:
@@ -62,7 +62,7 @@ class Buckets:
 
 
 class Repositories:
-    """Licence and stars of repositories, as far as events say, in an SQLite file."""
+    """Licence and stars of repositories, as far as events contain them, in an SQLite file."""
 
     def __init__(self, path: Path, write: bool = False) -> None:
         mode = "" if write else "?mode=ro&immutable=1"
@@ -75,7 +75,7 @@ class Repositories:
             self._database.execute(table)
 
     def note(self, name: str, licence: str | None, stars: int) -> None:
-        """Keep the licence, and the highest number of stars."""
+        """Store the licence, and the highest number of stars."""
         row = (name, licence, stars)
         if row in self._remembered:
             return
@@ -89,7 +89,7 @@ class Repositories:
         )
 
     def find(self, name: str) -> tuple[str | None, int]:
-        """Return the licence (None: not said) and the stars (0: not said) of a repository."""
+        """Return the licence (None if unknown) and the stars (0 if unknown) of a repository."""
         query = "SELECT licence, stars FROM repositories WHERE name = ?"
         return self._database.execute(query, (name,)).fetchone() or (None, 0)
 
@@ -101,7 +101,7 @@ class Repositories:
 def write_buckets(
     files: list[Path], folder: Path, wanted: Callable[[str], bool], pull_requests: bool, problems: Problems
 ) -> None:
-    """Fill `folder` with the buckets of the events of wanted repositories; it appears whole, or not at all."""
+    """Fill `folder` with the buckets of the events of wanted repositories, atomically."""
     import orjson
 
     with replace_atomically(folder) as beside:
@@ -143,7 +143,7 @@ def _entries(
                 continue
             if entry is None:
                 continue
-            # Every comment's event repeats the whole issue.
+            # Every comment event repeats the whole issue.
             issue = entry["issue"]
             key = tuple(entry["thread"])
             state = hash((issue["title"], issue["body"], issue["state"], issue["association"], *issue["labels"]))
@@ -158,7 +158,7 @@ def _entries(
 
 
 def _entry(event: dict, wanted: Callable[[str], bool], pull_requests: bool, repositories: Repositories) -> dict | None:
-    """Return what a thread needs of an event, or None. Raises what a missing or malformed field raises."""
+    """Return the fields of an event that a thread needs, or None; errors of missing or malformed fields pass."""
     kind, payload, name = event["type"], event["payload"], _string(event["repo"]["name"])
     if kind not in ("IssuesEvent", "IssueCommentEvent", "PullRequestEvent") or not wanted(name):
         return None
@@ -191,7 +191,7 @@ def _note_repository(name: str, pull_request: dict, repositories: Repositories) 
 
 
 def _post(post: dict) -> dict:
-    """Return what an issue and a comment both have. A user whose account is gone is null."""
+    """Return the fields that issues and comments share. The user of a deleted account is null."""
     user = post.get("user") or {"login": NO_ACCOUNT}
     created = _string(post.get("created_at"))
     return {
@@ -228,17 +228,17 @@ def _number(value: object) -> int:
 
 
 def bucket_turns(folder: Path) -> dict[str, int]:
-    """Return the names of the buckets that hold something, and in how many turns each is to be read."""
+    """Return the names of the non-empty buckets, and the number of passes to read each."""
     sizes = json.loads((folder / SIZES).read_text())
     return {name: -(-size // BUCKET_BYTES) for name, size in sizes.items()}
 
 
 def read_bucket(folder: Path, name: str, turn: int, turns: int) -> Iterator[dict]:
-    """Yield the entries of a bucket whose threads fall to this turn."""
+    """Yield the entries of a bucket whose threads belong to this pass."""
     import orjson
 
     with gzip.open(folder / f"{name}.jsonl.gz") as stream:
         for line in stream:
             entry = orjson.loads(line)
-            if (hash_of(*entry["thread"]) >> 32) % turns == turn:  # other bits than those that chose the bucket
+            if (hash_of(*entry["thread"]) >> 32) % turns == turn:  # other bits than those that selected the bucket
                 yield entry

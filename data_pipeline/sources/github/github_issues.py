@@ -28,14 +28,19 @@ THREAD_CHARACTERS = BUCKET_BYTES // 4  # a longer thread is a bot's, or an attac
 
 @dataclass(frozen=True)
 class GithubIssues(SourceInParts):
-    """Threads of issues, one document each: title, labels, the opening, the comments in order.
+    """Threads of issues, one document each: title, labels, the opening post, the comments in order.
 
-    `paths`: GH Archive's files (2024-01-01-15.json.gz), folders or globs of them, in any order; events of before 2015
-    have another layout, and are counted only. `repositories`: names or globs ("pytorch/*"), None: all. Threads with
-    fewer than `minimum_comments`, after bots' and empty ones are gone, are left out, and those of repositories with
-    fewer than `minimum_stars`, as far as events of pull requests told. `pull_requests`: their threads too. `bots`:
-    logins besides those that the site marks as bots. Users become roles. Logs are folded to `log_lines`, with up to
-    `trace_lines` of stack traces. An edited comment is its last version; a deleted one is left out.
+    Users are replaced by roles. An edited comment appears in its last version; a deleted one is dropped.
+
+    Args:
+        paths: GH Archive's files (2024-01-01-15.json.gz), folders or globs of them, in any order; events before 2015
+            have another layout, and are only counted.
+        repositories: names or globs ("pytorch/*"); None for all.
+        minimum_comments: drop threads with fewer, not counting bots' and empty ones.
+        minimum_stars: drop threads of repositories with fewer, as far as pull request events contain the number.
+        pull_requests: also read their threads.
+        bots: logins in addition to those that the site marks as bots.
+        log_lines, trace_lines: fold logs to `log_lines`, plus up to `trace_lines` of stack traces.
     """
 
     paths: list[str]
@@ -65,16 +70,16 @@ class GithubIssues(SourceInParts):
             )
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Settings, and the content of every file. Raises ValueError where a path names none."""
+        """Return the settings, and the content of every file; raise ValueError for a path without files."""
         return {"github_issues": settings_identity(self, by, "paths"), "files": file_identity(self._files(), by)}
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
-        """Sort the events of wanted repositories into buckets by their thread."""
+        """Distribute the events of wanted repositories over buckets, by thread."""
         if not (scratch / FOLDER).exists():
             write_buckets(self._files(), scratch / FOLDER, self._wanted(), self.pull_requests, problems)
 
     def parts(self, scratch: Path) -> list[str]:
-        """The buckets. Raises ValueError where no event is of a wanted issue."""
+        """Return the buckets' names; raise ValueError if there is no event of a wanted issue."""
         names = sorted(bucket_turns(scratch / FOLDER))
         if not names:
             among = "" if self.repositories is None else f" of source.repositories={self.repositories}"
@@ -82,7 +87,7 @@ class GithubIssues(SourceInParts):
         return names
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
-        """Yield the threads of a bucket, by repository and number (in turns, where it is larger than planned)."""
+        """Yield the threads of a bucket, by repository and number (within each pass over a large bucket)."""
         turns = bucket_turns(scratch / FOLDER)[part]
         repositories = Repositories(scratch / FOLDER / REPOSITORIES)
         try:
@@ -145,7 +150,7 @@ def _about(issue: dict) -> str:
 
 
 class _Thread:
-    """What the events of one thread amount to, in whatever order they come."""
+    """State of one thread, built from its events in any order."""
 
     def __init__(self, repository: str, number: int, place: str) -> None:
         self.repository, self.number, self.place = repository, number, place
@@ -156,14 +161,14 @@ class _Thread:
         self._characters = 0
 
     def add(self, entry: dict) -> bool:
-        """Take an entry; return False the first time that the thread is too long for it."""
+        """Apply an entry; return False the first time that the thread exceeds its size limit."""
         issue, comment = entry["issue"], entry["comment"]
         self.gone = self.gone or "gone" in entry
         if issue is not None and (version := (issue["updated"], entry["at"])) >= self._issue_version:
             self.issue, self._issue_version = issue, version
         if comment is None:
             return True
-        # Of a comment deleted only the number is kept, and no version comes after that.
+        # Of a deleted comment only the id is kept, as its last version.
         version = ("~" if comment["deleted"] else comment["updated"], entry["at"])
         if comment["id"] in self._comments and self._comments[comment["id"]][0] >= version:
             return True
@@ -175,13 +180,13 @@ class _Thread:
         return True
 
     def ordered(self) -> list[dict]:
-        """Return the comments in the order in which they were written."""
+        """Return the comments in the order of writing."""
         comments = [comment for _, comment in self._comments.values() if comment]
         return sorted(comments, key=lambda comment: (comment["created"], comment["id"]))
 
 
 def _threads(entries: Iterable[dict], problems: Problems) -> Iterator[_Thread]:
-    """Yield the threads of entries that are still there, by repository and number."""
+    """Yield the threads that still exist, by repository and number."""
     threads: dict[tuple[str, int], _Thread] = {}
     for entry in entries:
         key = tuple(entry["thread"])

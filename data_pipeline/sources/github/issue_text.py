@@ -1,9 +1,9 @@
-"""The words of an issue's thread: what templates, logs, quotes and names leave of them."""
+"""Clean the text of an issue's thread: templates, logs, quotes and user names are removed or shortened."""
 
 import re
 from functools import cached_property
 
-LINE_CHARACTERS = 1000  # longer ones are data: what matters is how they begin
+LINE_CHARACTERS = 1000  # longer lines are data, of which the beginning suffices
 CODE_LINES = 200
 FENCE = re.compile(r"[ \t>]{0,20}(`{3,100}(?=[^`]*$)|~{3,100})[ \t]*([\w+#.-]*)")
 NOT_CODE = {"", "text", "txt", "log", "logs", "console", "output", "plain", "plaintext", "shell", "sh", "bash", "zsh"}
@@ -27,7 +27,7 @@ REPLY_HEADER = re.compile(r"\s{0,20}(?:On\b.{1,300}\bwrote:|.{1,200}@.{1,200} wr
 NO_RESPONSE = re.compile(r"^#{1,6} [^\n]{1,300}\n\s{0,20}_No response_[ \t]{0,20}$", re.MULTILINE)
 MENTION = re.compile(r"(?<![\w@/.`+-])@([A-Za-z0-9][A-Za-z0-9-]{0,38})(?![\w/.-]*[/\w])")
 CODE_SPAN = re.compile(r"(`[^`\n]{1,2000}`)")
-LOGIN_CHARACTERS = 4  # shorter names are too often words: they are replaced after an @ only
+LOGIN_CHARACTERS = 4  # shorter logins are often words: they are replaced only after an @
 NOTHING = re.compile(
     r"(?:\+\s?1|thumbs_?up|me,? too|same(?: here| issue| problem)?|ditto|bump|following|subscrib(?:e|ed|ing)|"
     r"(?:i )?(?:have|having|am having|got|get)(?: exactly)? (?:this|the same)(?: issue| problem| error)?|"
@@ -37,12 +37,12 @@ NOTHING = re.compile(
 
 
 def says_nothing(text: str) -> bool:
-    """Tell whether a comment is empty, or a "+1" or "me too"."""
+    """Return whether a comment is empty, or only a "+1" or "me too"."""
     return len(text) < 80 and NOTHING.fullmatch(text) is not None
 
 
 def roles(posts: list[tuple[str, str]]) -> dict[str, str]:
-    """Return login -> role of the (login, association) of posts, the opening first."""
+    """Return login -> role for the (login, association) pairs of posts, the opening post first."""
     found: dict[str, str] = {}
     counts = {"Maintainer": 0, "Commenter": 0}
     for login, association in posts:
@@ -54,9 +54,9 @@ def roles(posts: list[tuple[str, str]]) -> dict[str, str]:
 
 
 class Namer:
-    """Puts roles in the place of logins, and of all @mentions outside code.
+    """Replaces logins, and all @mentions outside code, by roles.
 
-    In addresses the role has hyphens. A login under four characters is replaced after an @ only.
+    In URLs the role has hyphens. A login under four characters is only replaced after an @.
     """
 
     def __init__(self, names: dict[str, str]) -> None:
@@ -69,12 +69,12 @@ class Namer:
         return re.compile(rf"(?<![\w@-])(@?)({every})(?![\w-])", re.IGNORECASE)
 
     def code(self, text: str) -> str:
-        """Return code; an @ alone may be a decorator there, so only the thread's own logins go."""
+        """Return code without the thread's own logins; other @words may be decorators, and stay."""
         lowered = text.lower()
         return self._known.sub(self._role, text) if any(login in lowered for login in self._lowered) else text
 
     def prose(self, text: str) -> str:
-        """Return prose; what is in `code` within it stays but for the thread's own logins."""
+        """Return prose without logins and mentions; within `code` spans only the thread's own logins are replaced."""
         text = self.code(text)
         if "@" not in text:
             return text
@@ -92,10 +92,10 @@ class Namer:
 
 
 def clean(body: str, previous: str, namer: Namer, log_lines: int, trace_lines: int) -> str:
-    """Return a post's Markdown without HTML comments, images, trailers and quotes of the post before, names replaced.
+    """Return a post's Markdown without HTML comments, images, trailers and quotes of the previous post, names replaced.
 
-    Fenced blocks, and runs of log lines outside them, are cut to `log_lines` (code: 200), with at most `trace_lines`
-    of stack traces besides. `previous` is the body of the post before.
+    Fenced blocks, and runs of log lines outside them, are cut to `log_lines` (code: 200), plus at most `trace_lines` of
+    stack traces. `previous` is the body of the previous post.
     """
     body = NO_RESPONSE.sub("", body.replace("\r\n", "\n").replace("\r", "\n").replace("\0", ""))
     lines = body.split("\n")
@@ -115,7 +115,7 @@ def clean(body: str, previous: str, namer: Namer, log_lines: int, trace_lines: i
 
 
 def _without_comments(lines: list[str]) -> list[str]:
-    """Return the lines without HTML comments; those in fenced blocks are code, and stay."""
+    """Return the lines without HTML comments, except in fenced blocks."""
     last_end = max((number for number, line in enumerate(lines) if "-->" in line), default=-1)
     kept: list[str] = []
     fence, inside = "", False
@@ -134,7 +134,7 @@ def _without_comments(lines: list[str]) -> list[str]:
 
 
 def _outside(line: str, inside: bool, ends_later: bool) -> tuple[str, bool]:
-    """Return what of a line is in no comment, and whether one goes on after it."""
+    """Return the part of a line outside comments, and whether a comment continues after it."""
     shown, position = [], 0
     while True:
         if inside:
@@ -150,9 +150,9 @@ def _outside(line: str, inside: bool, ends_later: bool) -> tuple[str, bool]:
 
 
 def _blocks(lines: list[str]) -> list[tuple[str | None, list[str]]]:
-    """Return fenced blocks as (language, lines with both fences), and what lies between as (None, lines).
+    """Return fenced blocks as (language, lines with both fences), and the lines between them as (None, lines).
 
-    A fence that is not closed is closed at the end, as the site shows it.
+    An open fence closes at the end, as on the site.
     """
     blocks: list[tuple[str | None, list[str]]] = [(None, [])]
     fence = ""
@@ -180,7 +180,7 @@ def _closes(line: str, fence: str) -> bool:
 
 
 def _without_quotes(lines: list[str], previous: str) -> list[str]:
-    """Leave out quotes of the post before, and the "wrote:" line that mail puts over them."""
+    """Drop quotes of the previous post, and the "wrote:" line that mail clients put above them."""
     before = _letters(previous)
     kept: list[str] = []
     number = 0
@@ -205,7 +205,7 @@ def _letters(text: str) -> str:
 
 
 def _fold_runs(lines: list[str], log_lines: int, trace_lines: int) -> list[str]:
-    """Fold each run of lines that look like a log or a stack trace, with the empty and indented ones within it."""
+    """Fold each run of log or stack trace lines, including empty and indented lines within it."""
     folded: list[str] = []
     run: list[str] = []
     for line in lines:

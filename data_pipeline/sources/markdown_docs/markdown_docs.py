@@ -1,4 +1,4 @@
-"""Documentation repositories: the Markdown of a checkout, without what only its site generator reads."""
+"""Documentation repositories: the Markdown of a checkout, without markup for its site generator."""
 
 import itertools
 import logging
@@ -17,7 +17,7 @@ from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_
 logger = logging.getLogger(__name__)
 
 ENDINGS = (".md", ".markdown", ".mdx")
-# Read where a page includes them, or no documentation at all.
+# Folders that are read only through includes, or hold no documentation.
 LEFT_OUT_FOLDERS = frozenset(
     [
         "node_modules",
@@ -43,13 +43,13 @@ PARTS = "markdown_docs.jsonl"
 
 @dataclass(frozen=True)
 class MarkdownDocs(SourceInParts):
-    """The pages of checked-out documentation repositories (Azure's, Kubernetes', GitHub's, ...).
+    """Pages of checked-out documentation repositories (Azure's, Kubernetes', GitHub's, ...).
 
-    `paths`: a folder or a list of folders. Includes are resolved within a folder's repository (the nearest folder above
-    with .git in it, or else the folder itself), and its licence file is the pages' licence. Read are .md, .markdown and
-    .mdx files; reStructuredText is left out, because what it says is only known to a project's own Sphinx extensions:
-    build it, and read the HTML as `Web` does. Symbolic links are not followed. Files over `max_file_bytes`, and pages
-    that grow over it by what they include, are named and stepped over.
+    `paths`: a folder or a list of folders. Includes are resolved within a folder's repository (the nearest parent that
+    contains .git, else the folder itself), whose licence file applies to the pages. Files read: .md, .markdown and
+    .mdx. reStructuredText is excluded, because only a project's own Sphinx extensions can interpret it: build it, and
+    read the HTML with `Web`. Symbolic links are not followed. Files over `max_file_bytes`, and pages that exceed it
+    through includes, are reported and skipped.
     """
 
     paths: str | list[str]
@@ -57,36 +57,36 @@ class MarkdownDocs(SourceInParts):
     max_file_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        if not isinstance(self.paths, str):  # a path, or Hydra's own type of list
+        if not isinstance(self.paths, str):  # a Path, or Hydra's own list type
             paths = [str(path) for path in self.paths] if not isinstance(self.paths, Path) else str(self.paths)
             object.__setattr__(self, "paths", paths)
         if self.max_file_bytes < 1:
             raise ValueError(f"source.max_file_bytes={self.max_file_bytes}: give a positive number of bytes")
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Settings, and the content of every page and of all that pages may include."""
+        """Return the settings, and the content of every page and of all that pages may include."""
         folders = self._folders()
         files = (path for folder in folders for path in _walk(_root(folder), everything=True))
         found = {"markdown_docs": settings_identity(self, by, "paths"), "files": file_identity(files, by)}
-        if by != EARLIER:  # which folders of their repositories: documents are named by them
+        if by != EARLIER:  # the folders' places in their repositories: documents are named by them
             found["folders"] = [str(folder.relative_to(_root(folder).parent)) for folder in folders]
         return found
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
-        """Write the list of parts into `scratch`: files in order, about PART_BYTES of them in each."""
+        """Write the list of parts into `scratch`: files in order, about PART_BYTES per part."""
         files = ((folder, path) for folder in self._folders() for path in _walk(folder))
         items = (([str(folder), str(path)], path.stat().st_size) for folder, path in files)
         write_parts(scratch / PARTS, groups(items, PART_BYTES))
 
     def parts(self, scratch: Path) -> list[str]:
-        """Return the parts' names. Raises ValueError naming `source.paths` where there is no Markdown."""
+        """Return the parts' names; raise ValueError, naming `source.paths`, if there is no Markdown."""
         names = part_names(scratch / PARTS)
         if not names:
             raise ValueError(f"source.paths={self.paths}: no Markdown in it; it must have {' '.join(ENDINGS)} files")
         return names
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
-        """Yield a part's pages; what cannot be read is told to `problems` by file."""
+        """Yield a part's pages; unreadable files are reported to `problems`."""
         repositories: dict[str, tuple[Repository, str | None]] = {}
         missing = 0
         for folder, name in read_part(scratch / PARTS, part):
@@ -114,7 +114,7 @@ class MarkdownDocs(SourceInParts):
             logger.info("source.paths: %d includes are not in their repositories, and were left out", missing)
 
     def _folders(self) -> list[Path]:
-        """Return the folders, absolute. Raises ValueError for one that is missing, within another, or named alike."""
+        """Return the absolute folders; raise ValueError for a missing, nested or duplicate one."""
         folders = [Path(path).expanduser() for path in ([self.paths] if isinstance(self.paths, str) else self.paths)]
         for folder in folders:
             if not folder.is_dir():
@@ -131,12 +131,12 @@ class MarkdownDocs(SourceInParts):
 
 
 def _root(folder: Path) -> Path:
-    """Return the repository that a folder is in, or the folder where it is in none."""
+    """Return the repository that contains a folder, or the folder itself if none does."""
     return next((above for above in (folder, *folder.parents) if (above / ".git").exists()), folder)
 
 
 def _walk(folder: Path, everything: bool = False) -> Iterator[Path]:
-    """Yield the pages under a folder in order; with `everything`, all that an include may name too."""
+    """Yield the pages under a folder in order; with `everything`, all files that an include may name too."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(
             name
@@ -152,7 +152,7 @@ def _walk(folder: Path, everything: bool = False) -> Iterator[Path]:
 
 
 def _licence(root: Path) -> str | None:
-    """Return the SPDX identifier of a repository's licence file, where it is a well known one."""
+    """Return the SPDX identifier of a repository's licence file, or None if it is unknown."""
     for path in sorted(root.iterdir(), key=lambda path: path.name.lower()):
         if path.name.lower() in LICENCE_FILES and path.is_file() and not path.is_symlink():
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What Markdown pages include from their repository, in the ways of docfx, mkdocs and Liquid."""
+"""Includes of Markdown pages from their repository, in the syntaxes of docfx, mkdocs and Liquid."""
 
 import re
 from pathlib import Path
@@ -13,13 +13,13 @@ LIQUID = re.compile(
     r"\{%-?\s*(?:data|indented_data_reference)\s+(variables|reusables)\.([\w.-]{1,200})[^%\n]{0,100}%\}"
 )
 HUGO = re.compile(r"\{\{[<%]\s*include\s+(?:file\s*=\s*)?\"([^\"\n]{1,400})\"[^\n]{0,100}?[>%]\}\}")
-BRACKETS = 2000  # in front matter: PyYAML's time grows with the square of how deep they are
+BRACKETS = 2000  # in front matter: PyYAML's time grows with the square of the nesting depth
 DEPTH = 10
-INCLUDES = 1000  # in one page, nested ones too
+INCLUDES = 1000  # per page, nested ones included
 
 
 class UnusableMarkdown(ValueError):
-    """A page that cannot be read. `kind` is a few words to count it under, `detail` says more."""
+    """A page that cannot be read. `kind` is a short name for counting, `detail` says more."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}")
@@ -27,27 +27,27 @@ class UnusableMarkdown(ValueError):
 
 
 class Repository:
-    """The files of one repository, as far as pages include them."""
+    """Files of one repository, for the includes of its pages."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         self.root, self.max_bytes = root.resolve(), max_bytes
         self._variables: dict[str, dict] = {}  # file -> its mapping; these files are few and small
 
     def find(self, target: str, page: Path) -> Path | None:
-        """Return the file that an include names, seen from its page, or None: missing, or outside the repository."""
+        """Return the file that an include on `page` names, or None if it is missing or outside the repository."""
         target = target.partition("#")[0].partition("?")[0].partition(":")[0]  # mkdocs: "file.md:section"
         near = [self.root / target.lstrip("~/")] if target[:1] in ("~", "/") else [page.parent / target]
         for candidate in (*near, self.root / target.lstrip("~/"), self.root / "docs" / target.lstrip("~/")):
             try:
                 resolved = candidate.resolve()
-            except (OSError, RuntimeError, ValueError):  # a circle of links, a NUL in the name
+            except (OSError, RuntimeError, ValueError):  # a loop of links, a NUL in the name
                 continue
             if resolved.is_relative_to(self.root) and resolved.is_file():
                 return resolved
         return None
 
     def text(self, path: Path) -> str:
-        """Return a file's text, lines ending in \\n. Raises UnusableMarkdown where it is none, or over max_bytes."""
+        """Return a file's text with \\n line ends; raise UnusableMarkdown if it is not text, or over max_bytes."""
         with path.open("rb") as file:
             content = file.read(self.max_bytes + 1)
         if len(content) > self.max_bytes:
@@ -60,7 +60,7 @@ class Repository:
             raise UnusableMarkdown("not UTF-8", f"byte {error.start}") from error
 
     def variable(self, name: str) -> str | None:
-        """Return what data/variables says for `file.key.key`, or None."""
+        """Return the value of `file.key.key` in data/variables, or None."""
         file, *keys = name.split(".")
         if file not in self._variables:
             path = self.find(f"~/data/variables/{file}.yml", self.root)
@@ -75,15 +75,18 @@ class Repository:
 
 
 class Includes:
-    """Resolves the includes of one page."""
+    """Resolver of the includes of one page."""
 
     def __init__(self, repository: Repository) -> None:
         self.repository = repository
         self.missing = self._count = self._bytes = 0
 
     def resolve(self, text: str, page: Path) -> str:
-        """Return `text` with what it includes in place. Raises UnusableMarkdown for circles, and for includes that
-        are too many or too long together; one that is not in the repository is left out, and counted in `missing`."""
+        """Return `text` with its includes inserted; missing ones are dropped, and counted in `missing`.
+
+        Raises:
+            UnusableMarkdown: includes are circular, too many, or too long together.
+        """
         return self._resolve(text, page, (page.resolve(),))
 
     def _resolve(self, text: str, page: Path, above: tuple[Path, ...]) -> str:
@@ -129,10 +132,13 @@ class Includes:
 
 
 def front_matter(text: str) -> dict:
-    """Return a page's front matter, every value a string, list or mapping of strings. Raises UnusableMarkdown.
+    """Return a page's front matter, every value a string, list or mapping of strings.
 
-    Read by PyYAML's loader that knows no types and no merging of mappings: an alias is a reference in it, and nothing
-    grows; written in Python, so that nesting without end is an exception and not a crash.
+    PyYAML's BaseLoader knows no types and no merging of mappings, and resolves aliases to references, so nothing grows.
+    It is pure Python, so endless nesting is an exception and not a crash.
+
+    Raises:
+        UnusableMarkdown: the front matter is broken or too large.
     """
     if len(text) > FRONT_MATTER_CHARACTERS:
         raise UnusableMarkdown("broken front matter", f"over {FRONT_MATTER_CHARACTERS} characters")

@@ -1,4 +1,4 @@
-"""One page of a documentation repository to plain Markdown: what generators add becomes text, or goes."""
+"""Convert one page of a documentation repository to plain Markdown: generator syntax becomes text or is removed."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ HIGHLIGHT = re.compile(r"^[ \t]*\{(?:\{<|%)-?[ ]*highlight[ ]+\"?([\w+#.-]{1,30}
 HIGHLIGHT_END = re.compile(r"^[ \t]*\{(?:\{<[ ]*/[ ]*highlight|%-?[ ]*endhighlight)[^\n]*$")
 RAW = re.compile(r"\{%-?\s*(?:end)?raw\s*-?%\}")
 CODE_SPAN = re.compile(r"(?<!`)(`{1,8})(?!`)(?:(?!\n\n).){1,1000}?(?<!`)\1(?!`)", re.DOTALL)
-# What opens a block that is indented by four more: mkdocs' tabs and call-outs.
+# Lines that start a block indented by four: mkdocs' tabs and admonitions.
 INDENTED = re.compile(r"^([ ]*)(===\+?!?|!!!|\?\?\?\+?)[ ]+([\w-]*)[^\"\n]*?(?:\"([^\"\n]*)\")?[^\"\n]*$")
 DOCFX_TAB = re.compile(r"^#{1,6}[ ]+\[([^\]\n]+)\]\(#tabs?/[^)\n]*\)[ \t]*$")
 CALL_OUT = re.compile(r"^([ \t>]*>[ \t]*)\[!(NOTE|TIP|IMPORTANT|WARNING|CAUTION)\][ \t]*(.*)$", re.IGNORECASE)
@@ -59,7 +59,7 @@ MODULE_LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MarkdownPage:
-    """A page's text, its date (ISO 8601, or empty), and how many includes were not in its repository."""
+    """A page's text, its date (ISO 8601, or empty), and the number of includes missing from its repository."""
 
     text: str
     date: str
@@ -67,7 +67,7 @@ class MarkdownPage:
 
 
 def read_page(path: Path, repository: Repository, max_characters: int) -> MarkdownPage:
-    """Read a page with what it includes. Raises UnusableMarkdown, and OSError where the file cannot be read."""
+    """Read a page with its includes; raise UnusableMarkdown, or OSError if the file cannot be read."""
     text = repository.text(path)
     head = FRONT_MATTER.match(text)
     about = front_matter(head[2]) if head is not None and head[1] == "---" else {}
@@ -84,9 +84,9 @@ def read_page(path: Path, repository: Repository, max_characters: int) -> Markdo
 
 
 def plain_markdown(text: str, components: bool = False) -> str:
-    """Return Markdown without comments, shortcodes, anchors and relative links; code blocks are left as they are.
+    """Return Markdown without comments, shortcodes, anchors and relative links; code blocks stay unchanged.
 
-    With `components`, what MDX adds is taken out too: imports and elements with capital letters.
+    With `components`, MDX syntax is removed too: imports and elements with capital letters.
     """
     pieces: list[str] = []
     segments = list(_segments(_dedented(text.split("\n"))))
@@ -121,8 +121,8 @@ def _date(about: dict) -> str:
 
 
 def _dedented(lines: list[str]) -> Iterator[str]:
-    """Yield lines with mkdocs' blocks brought out to the margin, their titles in bold above them."""
-    inner: list[int] = []  # how far in the blocks around this line are
+    """Yield lines with mkdocs' blocks dedented, their titles in bold above them."""
+    inner: list[int] = []  # indentation of the enclosing blocks
     fence = ""
     for line in lines:
         indent = len(line) - len(line.lstrip(" "))
@@ -148,7 +148,7 @@ def _bold(title: str) -> str:
 
 
 def _segments(lines: Iterator[str]) -> Iterator[tuple[bool, list[str]]]:
-    """Yield (is code, lines) runs; comments are left out, and highlight tags become fences."""
+    """Yield (is code, lines) runs without comments; highlight tags become fences."""
     run: list[str] = []
     fence, commented = "", False
     for line in lines:
@@ -179,7 +179,7 @@ def _segments(lines: Iterator[str]) -> Iterator[tuple[bool, list[str]]]:
 
 
 def _without_comments(line: str, commented: bool) -> tuple[str, bool]:
-    """Return a line without HTML comments, and whether one goes on in the next line; code spans are left alone."""
+    """Return a line without HTML comments, and whether one continues on the next line; code spans are left alone."""
     kept, at = [], 0
     while at < len(line):
         if commented:
@@ -198,7 +198,7 @@ def _without_comments(line: str, commented: bool) -> tuple[str, bool]:
 
 
 def _without_tab_rules(lines: list[str]) -> Iterator[str]:
-    """Yield lines with docfx' tabs as bold titles, without the rule that ends them."""
+    """Yield lines with docfx' tabs as bold titles, without the rule that ends the tabs."""
     in_tabs = False
     for line in lines:
         tab = DOCFX_TAB.match(line)
@@ -212,7 +212,7 @@ def _without_tab_rules(lines: list[str]) -> Iterator[str]:
 
 
 def _line(line: str) -> str:
-    """Return a line with call-outs as bold words, and without the marks of docfx' and Docusaurus' blocks."""
+    """Return a line with admonition labels in bold, and without the marks of docfx' and Docusaurus' blocks."""
     call_out = CALL_OUT.match(line)
     if call_out:
         return f"{call_out[1]}{_bold(call_out[2].lower() + ':')} {call_out[3]}".rstrip()
@@ -229,12 +229,12 @@ def _line(line: str) -> str:
 
 
 def _prose(text: str, labels: set[str], components: bool) -> str:
-    """Apply what changes prose to everything but code spans, which may stand in a link's text."""
+    """Convert prose but not its code spans, which may be in a link's text."""
     spans: list[str] = []
 
     def put_away(match: re.Match) -> str:
         spans.append(match[0])
-        return f"\0{len(spans) - 1}\0"  # no page has NUL in it
+        return f"\0{len(spans) - 1}\0"  # pages contain no NUL
 
     def named(match: re.Match) -> str:
         text, label = match[1], match[2] if match.lastindex == 2 and match[2] else match[1]
@@ -255,7 +255,7 @@ def _prose(text: str, labels: set[str], components: bool) -> str:
 
 
 def _link(match: re.Match) -> str:
-    """Return a link's text, with its address where that is one of the web; an image's description."""
+    """Return a link's text, with its URL if that is a web address; for an image, its description."""
     image, text, target = match.groups()
     if image:
         return text
@@ -265,7 +265,7 @@ def _link(match: re.Match) -> str:
 
 
 def _shortcode(match: re.Match) -> str:
-    """Return what of a Hugo shortcode is words: a heading's, a tab's name, a term, a picture's description."""
+    """Return the words of a Hugo shortcode: a heading, a tab's name, a term, a picture's description."""
     name = match[2].strip()
     named = {key: a or b or c for key, a, b, c, bare in ARGUMENT.findall(match[3]) if key}
     bare = [bare for key, *_, bare in ARGUMENT.findall(match[3]) if bare]
@@ -279,6 +279,6 @@ def _shortcode(match: re.Match) -> str:
 
 
 def _component(match: re.Match) -> str:
-    """Return what of an MDX element is words: a tab's label, a call-out's title."""
+    """Return the words of an MDX element: a tab's label, an admonition's title."""
     label = re.search(r"\b(?:label|title)=[\"']([^\"'\n]{1,200})[\"']", match[0])
     return _bold(label[1]) if label else ""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lxml import etree
 
 CHUNK_BYTES = 1 << 20
-RECORD_BYTES = 16 * 1024 * 1024  # no paper has more authors than fit in this
+RECORD_BYTES = 16 * 1024 * 1024  # enough for the longest list of authors
 PAPERS = ("article", "inproceedings")
 OTHERS = ("proceedings", "book", "incollection", "phdthesis", "mastersthesis", "www", "person", "data")
 XML_ENTITIES = (b"amp", b"lt", b"gt", b"quot", b"apos")
@@ -24,14 +24,14 @@ ARXIV = re.compile(r"arxiv\.org/(?:abs|pdf)/([a-z-]+(?:\.[A-Z]{2})?/\d{7}|\d{4}\
 
 
 class XMLRefused(ValueError):
-    """A document that declares entities of its own, or does not end a record within bounds."""
+    """A document that declares its own entities, or has a record over the size limit."""
 
 
 def dblp_records(path: Path, wanted: Callable[[str], bool], problems: Problems) -> Iterator[dict]:
-    """Yield the papers of dblp.xml or dblp.xml.gz whose keys are wanted: key, title, venue, year, number, links.
+    """Yield the papers of dblp.xml or dblp.xml.gz with wanted keys: key, title, venue, year, number, links.
 
-    The dump's DTD is never loaded: the named characters that it defines are HTML's, and are resolved here. A file that
-    declares entities itself, or breaks off, is told to `problems`; what came before stays. Memory does not grow.
+    The dump's DTD is never loaded: its named characters are HTML's, and are resolved here. A file that declares
+    entities itself, or is truncated, is reported to `problems` after the records before that point. Memory is bounded.
     """
     from lxml import etree
 
@@ -64,14 +64,14 @@ def dblp_records(path: Path, wanted: Callable[[str], bool], problems: Problems) 
 
 
 def _without_entities(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the stream in chunks, without its DOCTYPE, with named characters replaced by their numbers."""
+    """Yield the stream in chunks, without its DOCTYPE, with named characters replaced by numeric references."""
     pending = b""
     at_start = True
     while chunk := stream.read(CHUNK_BYTES):
         chunk = pending + chunk
         if at_start:
             chunk, at_start = DOCTYPE.sub(b"", chunk, count=1), False
-        # An entity reference may be cut by the chunk's end, and so may a declaration.
+        # The end of a chunk may cut an entity reference or a declaration.
         cut = max(chunk.rfind(b"&", -40), chunk.rfind(b"<", -40))
         chunk, pending = (chunk[:cut], chunk[cut:]) if cut > 0 else (chunk, b"")
         yield _resolved(chunk)
@@ -90,7 +90,7 @@ def _character(match: re.Match) -> bytes:
     if name in XML_ENTITIES:
         return match[0]
     code = html.entities.name2codepoint.get(name.decode())
-    return b"&#%d;" % code if code else b"&#xFFFD;"  # unknown: one character, not the loss of the file
+    return b"&#%d;" % code if code else b"&#xFFFD;"  # an unknown name costs one character, not the file
 
 
 def _record(element: "etree._Element") -> dict:
@@ -100,7 +100,7 @@ def _record(element: "etree._Element") -> dict:
         if child.tag == "ee" and child.text:
             links.append(child.text.strip())
         elif child.tag in ("title", "booktitle", "journal", "year", "number") and child.tag not in found:
-            found[child.tag] = " ".join("".join(child.itertext()).split())  # titles hold <i>, <sub>, <sup>
+            found[child.tag] = " ".join("".join(child.itertext()).split())  # titles contain <i>, <sub>, <sup>
     return {
         "key": element.get("key", ""),
         "title": found.get("title", "").removesuffix("."),
@@ -112,12 +112,12 @@ def _record(element: "etree._Element") -> dict:
 
 
 def doi_in(text: str) -> str | None:
-    """Return the DOI that a link or an identifier is, in lower case, or None."""
+    """Return the DOI in a link or an identifier, in lower case, or None."""
     match = DOI.search(text.strip())
     return match[1].lower() if match else None
 
 
 def arxiv_in(link: str) -> str | None:
-    """Return the arXiv id, without its version, that a link names, or None."""
+    """Return the arXiv id in a link, without its version, or None."""
     match = ARXIV.search(link)
     return match[1] if match else None

@@ -1,4 +1,4 @@
-"""Which papers are wanted, and where their full text is: a ranking list of venues, and an index on disk."""
+"""Index on disk of the wanted papers and their full texts, and the ranking list of venues that selects them."""
 
 import errno
 import hashlib
@@ -12,13 +12,13 @@ from pathlib import Path
 from data_pipeline.sources.papers.papers import Paper, title_key
 
 RANKS = ("A", "B", "C")
-# Words that one bibliography writes and the next leaves out.
+# Words that some bibliographies write and others omit.
 IDLE = re.compile(
     r"acm|ieee|usenix|ifip|isoc|sig(?:plan|ops|soft|act|arch|mobile|da|bed|art)|annual|international|intl|"
     r"the|a|of|on|in|and|for|proceedings|proc"
 )
 ORDINAL = re.compile(r"\d+(?:st|nd|rd|th)?|(?:19|20)\d\d")
-ACRONYM_LENGTH = 4  # "IS" and "CC" are too many things to be taken for a venue without its key
+ACRONYM_LENGTH = 4  # shorter ones ("IS", "CC") are too ambiguous to identify a venue without its key
 SIDE_EVENT = re.compile(r"@|\bworkshops?\b|\bcompanion\b|\bdoctoral\b", re.IGNORECASE)
 SCHEMA = """
 CREATE TABLE papers (paper INTEGER PRIMARY KEY, name TEXT, title TEXT, venue TEXT, rank TEXT, area TEXT, year INTEGER,
@@ -32,7 +32,7 @@ CREATE TABLE texts (paper INTEGER PRIMARY KEY, preference INTEGER, file INTEGER,
 
 @dataclass(frozen=True, slots=True)
 class Venue:
-    """A venue's short name, its rank and its area."""
+    """A venue's short name, rank and area."""
 
     name: str
     rank: str
@@ -40,10 +40,12 @@ class Venue:
 
 
 class VenueList:
-    """The venues of a ranking list that are of the wanted ranks and areas.
+    """Venues of a ranking list with the wanted ranks and areas.
 
-    `venues` maps a short name to {rank, area, dblp: [keys], names: [full names]}. Raises ValueError, naming the key,
-    for a list that is malformed, or has one key or name twice.
+    `venues` maps a short name to {rank, area, dblp: [keys], names: [full names]}.
+
+    Raises:
+        ValueError: the list is malformed, or repeats a key or name; the line names the key.
     """
 
     def __init__(self, venues: dict, ranks: Iterable[str], areas: Iterable[str] | None) -> None:
@@ -80,13 +82,13 @@ class VenueList:
             self._by_name[form] = wanted
 
     def may_have(self, key: str) -> bool:
-        """Tell whether a DBLP key is of a wanted venue, or of a journal some issues of which are one."""
+        """Return whether a DBLP key belongs to a wanted venue, or to a journal with wanted issues."""
         return self._by_key.get(_prefix(key)) is not None or _prefix(key) in self._by_issue
 
     def find(self, paper: Paper) -> Venue | None:
-        """Return the wanted venue of a paper: by its DBLP key, or where it has none by the venue's name.
+        """Return the wanted venue of a paper: by its DBLP key, or without one by the venue's name.
 
-        Workshops, companion volumes and the like, which share the key of the venue they are held at, do not count.
+        Workshops, companion volumes and the like, which share the key of their host venue, do not count.
         """
         if paper.dblp:
             venue = self._by_key.get(_prefix(paper.dblp))
@@ -107,20 +109,20 @@ def _prefix(key: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a venue's name without sponsors, ordinals, years, an acronym in parentheses, and little words."""
+    """Return a venue's name without sponsors, ordinals, years, an acronym in parentheses, and stop words."""
     words = re.findall(r"[^\W_]+", re.sub(r"\([^)]*\)", " ", name).replace("&", " ").casefold())
     return " ".join(word for word in words if not (IDLE.fullmatch(word) or ORDINAL.fullmatch(word))) or name.casefold()
 
 
 class PaperIndex:
-    """Papers under their keys and titles, and for each paper its best full text, in an SQLite file."""
+    """Papers by key and title, and the best full text of each, in an SQLite file."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._database = connection
         self.papers = 0
 
     def add(self, paper: Paper, venue: Venue | None) -> None:
-        """Add a paper of a venue; or, to one that is here already, what this record knows besides.
+        """Add a paper of a venue, or add what this record knows to a paper that is already indexed.
 
         A record with a DBLP key is matched by keys alone: the article that extends a paper often has its title.
         """
@@ -143,9 +145,9 @@ class PaperIndex:
             self._database.execute("INSERT OR IGNORE INTO titles VALUES (?, ?, ?)", row)
 
     def find(self, keys: Sequence[str], title: str | None, year: int | None) -> int | None:
-        """Return the number of the paper with the first of the keys that is known, or else with the title and year.
+        """Return the number of the paper with the first known key, else with the title and year.
 
-        The year may be one off; a title without a year must be that of one paper only.
+        The year may differ by one; a title without a year must be unique.
         """
         if keys:
             query = f"SELECT key, paper FROM keys WHERE key IN ({','.join('?' * len(keys))})"
@@ -161,12 +163,12 @@ class PaperIndex:
         return min(near)[1] if near else None
 
     def add_file(self, path: Path, kind: str) -> int:
-        """Add a file of full text and return its number."""
+        """Add a full-text file and return its number."""
         row = (str(path), kind)
         return self._database.execute("INSERT INTO files (path, kind) VALUES (?, ?)", row).lastrowid
 
     def offer(self, paper: int, preference: int, file: int, line: int = 0) -> None:
-        """Note where a paper's text is, unless a place of lower or equal `preference` is known."""
+        """Record the location of a paper's text, unless one of lower or equal `preference` is known."""
         self._database.execute(
             "INSERT INTO texts VALUES (?, ?, ?, ?) ON CONFLICT (paper) DO UPDATE SET preference = excluded.preference, "
             "file = excluded.file, line = excluded.line WHERE excluded.preference < texts.preference",
@@ -174,16 +176,16 @@ class PaperIndex:
         )
 
     def texts(self) -> int:
-        """Return for how many papers a text is known."""
+        """Return the number of papers with a text."""
         return self._database.execute("SELECT count(*) FROM texts").fetchone()[0]
 
     def files(self, kind: str, first: int = 0, last: int = 2**62) -> list[tuple[int, str]]:
-        """Return number and path of the files of a kind that hold a chosen text and are numbered `first` to `last`."""
+        """Return (number, path) of the files of a kind with a chosen text, numbered `first` to `last`."""
         query = "SELECT DISTINCT file, path FROM texts JOIN files USING (file) WHERE kind = ? AND file BETWEEN ? AND ?"
         return self._database.execute(f"{query} ORDER BY file", (kind, first, last)).fetchall()
 
     def chosen(self, file: int) -> Iterator[tuple[int, dict]]:
-        """Yield (line, the paper's row) of a file's chosen texts, in order of the lines."""
+        """Yield (line, the paper's row) of a file's chosen texts, in line order."""
         query = "SELECT line, papers.* FROM texts JOIN papers USING (paper) WHERE file = ? ORDER BY line"
         cursor = self._database.execute(query, (file,))
         names = [column[0] for column in cursor.description]
@@ -197,15 +199,16 @@ def _digest(title: str) -> bytes:
 
 @contextmanager
 def new_index(path: Path) -> Iterator[PaperIndex]:
-    """Give an empty index to fill; the file is at `path` once the block has ended well, and not before.
+    """Yield an empty index to fill; the file appears at `path` only after the block has succeeded.
 
-    Raises OSError (ENOSPC) where the disk is full.
+    Raises:
+        OSError: the disk is full (ENOSPC).
     """
     beside = path.with_name(f".{path.name}.partial")
     beside.unlink(missing_ok=True)
     connection = sqlite3.connect(beside, isolation_level=None)
     try:
-        # Written once and renamed: nothing to roll back to, so no journal. The cache is what memory it takes.
+        # The file is written once and renamed, so it needs no journal. The cache bounds its memory.
         for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-65536"):
             connection.execute(f"PRAGMA {pragma}")
         connection.executescript(SCHEMA)

@@ -1,4 +1,4 @@
-"""What records of papers say: DBLP-style, Semantic Scholar (S2ORC, S2AG) and peS2o, brought to one shape."""
+"""Records of papers in one form: DBLP-style, Semantic Scholar (S2ORC, S2AG) and peS2o."""
 
 import json
 import re
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from data_pipeline.licences import licence_of_address
 from data_pipeline.sources.papers.dblp import arxiv_in, doi_in
 
-TITLE_CHARACTERS = 20  # shorter ones ("Introduction", "Message from the chairs") name no paper
-LICENCES = {  # Semantic Scholar's words; it does not say which version
+TITLE_CHARACTERS = 20  # shorter ones ("Introduction", "Message from the chairs") identify no paper
+LICENCES = {  # Semantic Scholar's terms, which omit the version
     "CCBY": "CC-BY",
     "CCBYSA": "CC-BY-SA",
     "CCBYND": "CC-BY-ND",
@@ -28,7 +28,7 @@ APPENDIX = re.compile(r"^[ \t#]*(?:[A-Z]\.?[ \t]+)?(?:appendix|appendices)\b.{0,
 
 
 class UnreadablePaper(ValueError):
-    """A file that gives no text: the kind of problem, and a detail."""
+    """A file without readable text: the kind of problem, and a detail."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -37,7 +37,7 @@ class UnreadablePaper(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """What a record says of a paper. `keys` are names such as "doi:10.1145/1", "dblp:conf/sosp/A1", "corpusid:7"."""
+    """A record of a paper. `keys` are names such as "doi:10.1145/1", "dblp:conf/sosp/A1", "corpusid:7"."""
 
     title: str
     year: int | None
@@ -51,7 +51,7 @@ class Paper:
 
 
 def paper_of(record: dict) -> Paper:
-    """Return what a record of any known layout says; what has not the type it should have counts as not said."""
+    """Return the content of a record of any known layout; values of a wrong type are ignored."""
     content = record.get("content") if isinstance(record.get("content"), dict) else {}
     within = content.get("source") if isinstance(content.get("source"), dict) else {}
     layers = (record, record.get("metadata"), record.get("openaccessinfo"), within.get("oainfo"))
@@ -81,7 +81,7 @@ def paper_of(record: dict) -> Paper:
 
 
 def _title_within(record: dict) -> str:
-    """Return the title that S2ORC's spans mark in the text, or peS2o's text begins with."""
+    """Return the title marked by S2ORC's spans, or the first line of peS2o's text."""
     content, text = record.get("content"), _string(record.get("text"))
     if isinstance(content, dict) and isinstance(content.get("text"), str):
         annotations = content.get("annotations")
@@ -118,7 +118,7 @@ def _dblp_key(value: object) -> str:
 
 
 def _pes2o_id(record: dict) -> str | None:
-    """Return the corpus id that peS2o keeps in `id`; other collections mean other things by that name."""
+    """Return the corpus id in peS2o's `id`; other collections use that name for something else."""
     known = str(record.get("source", "")).startswith(("s2orc", "s2ag")) and str(record.get("id", "")).isdigit()
     return str(record["id"]) if known else None
 
@@ -130,22 +130,22 @@ def year_in(value: object) -> int | None:
 
 
 def licence_of(words: str) -> str | None:
-    """Return a licence as its SPDX id where the words or the link determine one, else as it stands."""
+    """Return a licence as its SPDX id if the words or the link determine one, else unchanged."""
     return licence_of_address(words) or LICENCES.get(re.sub(r"[^A-Z0-9]", "", words.upper()), words) or None
 
 
 def title_key(title: str) -> str | None:
-    """Return a title without case, accents, spaces and punctuation; None where that is too short to name a paper."""
+    """Return a title without case, accents, spaces and punctuation; None if it is too short to identify a paper."""
     folded = unicodedata.normalize("NFKD", title).casefold()
     key = "".join(filter(str.isalnum, folded))
     return key if len(key) >= TITLE_CHARACTERS else None
 
 
 def text_of(record: dict) -> str:
-    """Return the full text of an S2ORC or peS2o record, "" where it has none (or only the abstract).
+    """Return the full text of an S2ORC or peS2o record; "" if it has none (or only the abstract).
 
-    S2ORC's spans give sections and paragraphs; what lies in none of them (affiliations, figures, the bibliography) is
-    left out. Headings become Markdown's.
+    S2ORC's spans give sections and paragraphs; text outside them (affiliations, figures, the bibliography) is dropped.
+    Headings become Markdown.
     """
     content = next((record[name] for name in ("content", "body") if isinstance(record.get(name), dict)), None)
     if content is not None:
@@ -168,7 +168,7 @@ def _from_spans(text: str, annotations: object) -> str:
     ]
     pieces = [(start, end, None) for name in ("abstract", "paragraph") for start, end, _ in spans[name]]
     pieces = sorted(pieces + [(start, end, number or "1") for start, end, number in spans["sectionheader"]])
-    while pieces and pieces[-1][2] is not None:  # headings of figures and tables, at the end
+    while pieces and pieces[-1][2] is not None:  # trailing headings, of figures and tables
         pieces.pop()
     parts, position, following = [], 0, 0
     for start, end, number in pieces:
@@ -189,7 +189,7 @@ def _from_spans(text: str, annotations: object) -> str:
 
 
 def _spans(value: object, length: int) -> list[tuple[int, int, str | None]]:
-    """Return (start, end, section number) of the spans in an annotation, which is JSON within JSON, or a list."""
+    """Return (start, end, section number) of the spans in an annotation: a list, or JSON within JSON."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -208,7 +208,7 @@ def _spans(value: object, length: int) -> list[tuple[int, int, str | None]]:
 
 
 def without_bibliography(text: str) -> str:
-    """Return a text without its list of references: from the last heading that says so, up to an appendix."""
+    """Return a text without its list of references: from the last heading of that name up to an appendix."""
     headings = [match for match in BIBLIOGRAPHY.finditer(text) if match.start() > 0.3 * len(text)]
     if not headings:
         return text

@@ -1,4 +1,4 @@
-"""Text of papers in PDF, read by pypdf in a process of its own: a hostile file costs that process, and no more."""
+"""Text of papers in PDF, read by pypdf in a separate process: a hostile file can only harm that process."""
 
 import json
 import os
@@ -31,7 +31,7 @@ WORD_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class PDFPaper:
-    """What a PDF says of itself, and its pages as text."""
+    """Title and DOI that a PDF states, and its pages as text."""
 
     title: str
     doi: str | None
@@ -41,8 +41,9 @@ class PDFPaper:
 def read_pdf(path: Path, pages: int = PAGES, seconds: float = 120) -> PDFPaper:
     """Return the text of at most `pages` pages of a PDF.
 
-    Raises UnreadablePaper for one that is encrypted, broken, without text, over 128 MiB, or not done in `seconds` of
-    processor time (twice that of the clock) and 2 GiB of memory.
+    Raises:
+        UnreadablePaper: it is encrypted, broken, without text, over 128 MiB, or needs more than `seconds` of CPU time
+            (twice that of wall time) or 2 GiB of memory.
     """
     try:
         size = path.stat().st_size
@@ -65,7 +66,7 @@ def read_pdf(path: Path, pages: int = PAGES, seconds: float = 120) -> PDFPaper:
         raise UnreadablePaper("PDF takes too long", f"over {2 * seconds:g} s") from None
     try:
         answer = json.loads(child.stdout)
-    except ValueError:  # killed by a limit, or crashed
+    except ValueError:  # the process was killed by a limit, or crashed
         raise UnreadablePaper("PDF takes too much", f"its reader ended with status {child.returncode}") from None
     if "kind" in answer:
         raise UnreadablePaper(answer["kind"], answer["detail"])
@@ -73,7 +74,7 @@ def read_pdf(path: Path, pages: int = PAGES, seconds: float = 120) -> PDFPaper:
 
 
 def serve() -> None:
-    """Be the process that reads one PDF: a request on standard input, an answer on standard output, both JSON."""
+    """Read one PDF in this process: a JSON request on standard input, a JSON answer on standard output."""
     import resource
 
     request = json.load(sys.stdin)
@@ -87,7 +88,7 @@ def serve() -> None:
         answer = {"kind": error.kind, "detail": error.detail}
     except MemoryError:
         answer = {"kind": "PDF takes too much", "detail": "memory"}
-    except Exception as error:  # pypdf raises what a file's content makes it raise: KeyError, TypeError, RecursionError
+    except Exception as error:  # pypdf raises many types for broken content: KeyError, TypeError, RecursionError
         answer = {"kind": "broken PDF", "detail": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}
     json.dump(answer, sys.stdout)
 
@@ -99,7 +100,7 @@ def _extract(path: str, limit: int) -> dict:
     reader = PdfReader(path)
     if reader.is_encrypted:
         try:
-            opened = reader.decrypt("")  # many have an owner's password only
+            opened = reader.decrypt("")  # many PDFs have only an owner password
         except (DependencyError, NotImplementedError):
             opened = 0
         if not opened:
@@ -126,18 +127,21 @@ def _extract(path: str, limit: int) -> dict:
 
 
 def running_text(pages: list[str]) -> str:
-    """Return the pages as one text: running heads and page numbers dropped, lines joined to paragraphs, words broken
-    at a line's end made whole, headings as Markdown's, the bibliography cut. Columns are in pypdf's order."""
+    """Return the pages as one text, in pypdf's order of columns.
+
+    Running heads and page numbers are dropped, lines joined into paragraphs, hyphenated words rejoined, headings
+    written as Markdown, and the bibliography is removed.
+    """
     lines = [line for page in _without_furniture(pages) for line in page]
     text = without_bibliography("\n".join(lines))
     return "\n\n".join(_paragraphs(text.split("\n")))
 
 
 def _without_furniture(pages: list[str]) -> list[list[str]]:
-    """Return each page's lines, less those at its edges that other pages have too, digits apart."""
+    """Return each page's lines without edge lines that other pages repeat, apart from digits."""
     split = [[" ".join(line.split()) for line in page.splitlines() if line.strip()] for page in pages]
     edges = Counter(form for lines in split for form in {_form(line) for line in _edge(lines)})
-    enough = 2 if len(pages) < 6 else 3  # a head may be a chapter's, or only on left pages
+    enough = 2 if len(pages) < 6 else 3  # a head may belong to a chapter, or only to left pages
 
     def furniture(line: str) -> bool:
         return bool(PAGE_NUMBER.fullmatch(line)) or edges[_form(line)] >= enough
@@ -160,7 +164,7 @@ def _form(line: str) -> str:
 
 
 def _paragraphs(lines: list[str]) -> list[str]:
-    """Join lines: a paragraph ends with a short line that ends a sentence, before a bullet, and around headings."""
+    """Join lines: a paragraph ends at a short line that ends a sentence, before a bullet, and around headings."""
     full = [len(line) for line in lines if len(line) > 20]
     usual = statistics.median(full) if full else 0
     vocabulary = Counter(word for line in lines for word in re.findall(r"[^\W\d_]+(?:-[^\W\d_]+)*", line)[:-1])
@@ -181,8 +185,8 @@ def _paragraphs(lines: list[str]) -> list[str]:
 def _add_line(pieces: list[str], line: str, vocabulary: Counter[str]) -> None:
     """Add a line to a paragraph's pieces.
 
-    A hyphen at the end of the line before stays if the document elsewhere writes the word with it, or the word has
-    another one.
+    A hyphen at the end of the previous line stays if the document writes the word with it elsewhere, or the word has
+    another hyphen.
     """
     last_word = pieces[-1].rpartition(" ")[2][-WORD_CHARACTERS:] if pieces else ""
     broken = BROKEN_WORD.fullmatch(last_word)

@@ -1,4 +1,4 @@
-"""Papers as TEI XML, the form that GROBID gives them."""
+"""Papers as TEI XML, GROBID's output format."""
 
 import re
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from lxml import etree
 
 NAMESPACE = "{http://www.tei-c.org/ns/1.0}"
-FILE_BYTES = 32 * 1024 * 1024  # a book of 1,000 pages is a tenth of it
+FILE_BYTES = 32 * 1024 * 1024  # a book of 1,000 pages takes a tenth
 CUT = ("formula", "figure", "table", "graphic", "listBibl", "note", "biblStruct")
 SPACE_BEFORE = re.compile(r"\s+([.,;:)])")
 
 
 @dataclass(frozen=True, slots=True)
 class TEIPaper:
-    """A paper's title, year, DOI and arXiv id where the header has them, and its text with Markdown headings."""
+    """A paper's title, year, DOI and arXiv id as far as the header has them, and its text with Markdown headings."""
 
     title: str
     year: int | None
@@ -30,9 +30,10 @@ class TEIPaper:
 
 
 def read_tei(path: Path, with_text: bool = True) -> TEIPaper:
-    """Return a paper from a TEI file (.gz and .zst too); its bibliography, formulae, figures and notes are left out.
+    """Return a paper from a TEI file (also .gz and .zst), without bibliography, formulae, figures and notes.
 
-    Raises UnreadablePaper for a file over 32 MiB, broken, no TEI, or one that declares entities.
+    Raises:
+        UnreadablePaper: the file is over 32 MiB, broken, not TEI, or declares entities.
     """
     from lxml import etree
 
@@ -52,7 +53,7 @@ def read_tei(path: Path, with_text: bool = True) -> TEIPaper:
         raise UnreadablePaper("refused XML", "it declares entities of its own")
     if etree.QName(root).localname != "TEI":
         raise UnreadablePaper("not TEI", f"its root is <{etree.QName(root).localname}>")
-    for element in root.iter(f"{NAMESPACE}*"):  # with the namespace or without, the names are the same from here on
+    for element in root.iter(f"{NAMESPACE}*"):  # drop the namespace, so that files with and without it look alike
         element.tag = etree.QName(element).localname
     header = root.find("teiHeader")
     if header is None:
@@ -92,7 +93,7 @@ def _text(root: "etree._Element", header: "etree._Element") -> str:
         etree.strip_elements(division, *CUT, with_tail=False)
         for node in division.iter("head", "p", "list"):
             if next(node.iterancestors("list"), None) is not None:
-                continue  # its list has it
+                continue  # written with its list
             if node.tag == "list":
                 parts += (f"- {item}" for item in map(_paragraph, node.findall("item")) if item)
             elif node.tag == "p":
@@ -104,14 +105,14 @@ def _text(root: "etree._Element", header: "etree._Element") -> str:
 
 
 def _with_content(parts: list[str]) -> list[str]:
-    """Leave out headings that nothing follows: of figures, of a bibliography."""
+    """Drop trailing headings without text: of figures, of a bibliography."""
     while parts and parts[-1].startswith("#"):
         parts.pop()
     return parts
 
 
 def _paragraph(node: "etree._Element") -> str:
-    """Return a paragraph's words, without the citations that are only numbers."""
+    """Return a paragraph's words, without purely numeric citations."""
     for reference in node.iterfind(".//ref[@type='bibr']"):
         if NUMERIC.fullmatch("".join(reference.itertext())):
             reference.text = None
