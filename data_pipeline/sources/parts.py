@@ -1,4 +1,4 @@
-"""Sources whose input falls into parts that can be read apart: by several processes, or on several nodes."""
+"""Sources whose input is split into parts, to be read by several processes or nodes."""
 
 import json
 import tempfile
@@ -14,10 +14,9 @@ from data_pipeline.identity import SAMPLE
 class SourceInParts(ABC):
     """A source that the corpus job can split.
 
-    `prepare` is called once, before all else, for what reading needs of the whole input (an index, a join); `parts`
-    then names pieces of about equal work, the same names in the same order on every node; `read` yields the documents
-    of one of them, whatever else has been read or not. Nothing is kept in the object between these calls: they may
-    happen in different processes.
+    `prepare` is called once, first, for data about the whole input (an index, a join). `parts` then names pieces of
+    about equal work, with the same names in the same order on every node. `read` yields the documents of one part,
+    independently of other parts. The object keeps nothing between these calls: they may run in different processes.
     """
 
     @abstractmethod
@@ -25,22 +24,22 @@ class SourceInParts(ABC):
         """Return a JSON-able description of settings and input files that changes whenever documents might.
 
         Args:
-            by: how files are told apart, see `data_pipeline.identity.file_identity`.
+            by: how files are identified, see `data_pipeline.identity.file_identity`.
         """
 
     def prepare(self, scratch: Path, problems: Problems) -> None:  # noqa: B027  (most sources need nothing)
-        """Write what reading needs into the folder `scratch`: each file whole, or not at all."""
+        """Write what reading needs into the folder `scratch`, each file atomically."""
 
     @abstractmethod
     def parts(self, scratch: Path) -> list[str]:
-        """Return the names of the parts. Raises ValueError, naming the key, where there is no input."""
+        """Return the names of the parts; raise ValueError, naming the key, if there is no input."""
 
     @abstractmethod
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
         """Yield the documents of a part; memory does not grow with its size."""
 
     def documents(self, problems: Problems, processes: int) -> Iterator[Document]:
-        """Yield all documents, part by part, in this process: what `data.source` of a pretraining run asks for."""
+        """Yield all documents, part by part, in this process: the interface of `data.source` in pretraining."""
         with tempfile.TemporaryDirectory(prefix="palimpsest-source-") as folder:
             scratch = Path(folder)
             self.prepare(scratch, problems)
@@ -49,7 +48,7 @@ class SourceInParts(ABC):
 
 
 def groups(items: Iterable[tuple[object, int]], part_bytes: float) -> Iterator[list]:
-    """Yield the items of (item, bytes) in order, in groups of about part_bytes."""
+    """Yield the items of (item, bytes) pairs in order, in groups of about part_bytes."""
     group, size = [], 0
     for item, item_bytes in items:
         group.append(item)
@@ -62,17 +61,17 @@ def groups(items: Iterable[tuple[object, int]], part_bytes: float) -> Iterator[l
 
 
 def write_parts(path: Path, parts: Iterable[list]) -> None:
-    """Write a list of parts, each a JSON-able list of what it holds."""
+    """Write a list of parts, each a JSON-able list of its items."""
     write_atomic(path, "".join(f"{json.dumps(part)}\n" for part in parts))
 
 
 def part_names(path: Path) -> list[str]:
-    """Return the names of the parts that `write_parts` wrote: their numbers."""
+    """Return the names of the parts in a file of `write_parts`: their numbers."""
     with path.open(encoding="utf-8") as lines:
         return [f"{number:05d}" for number, _ in enumerate(lines)]
 
 
 def read_part(path: Path, name: str) -> list:
-    """Return what a part holds."""
+    """Return the items of a part."""
     with path.open(encoding="utf-8") as lines:
         return json.loads(next(line for number, line in enumerate(lines) if number == int(name)))

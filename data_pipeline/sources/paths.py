@@ -1,4 +1,4 @@
-"""The input files that a source's setting names."""
+"""Input files named by a source's setting."""
 
 import glob
 from collections.abc import Iterable
@@ -6,14 +6,15 @@ from pathlib import Path
 
 
 def as_list(paths: str | Path | Iterable[str]) -> list[str]:
-    """Return a path, or a list of paths (Hydra has a type of its own for these), as a list of strings."""
+    """Return a path, or a list of paths (Hydra has its own list type), as a list of strings."""
     return [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
 
 
 def find_files(key: str, paths: list[str], endings: tuple[str, ...]) -> list[Path]:
-    """Return the files with one of the endings that paths name: files, folders (all within) and globs, sorted.
+    """Return the files with one of the endings that paths name: files, folders (recursive) and globs, sorted.
 
-    Raises ValueError, naming `key`, for a path with no such file.
+    Raises:
+        ValueError: a path has no such file; the line names `key`.
     """
     found: set[Path] = set()
     for path in paths:

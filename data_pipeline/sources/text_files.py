@@ -22,19 +22,19 @@ PLAIN = (".txt", ".md")
 JSON_LINES = (".jsonl", ".json")
 ENDINGS = (*(kind + end for kind in (*PLAIN, *JSON_LINES) for end in ("", *COMPRESSED)), ".parquet")
 RECORDS_AT_ONCE = 256
-KEYS_SHOWN = 20  # of a record, where it has not the one with the text
-PART_BYTES = 4 * 1024 * 1024  # of stored, maybe compressed, text
+KEYS_SHOWN = 20  # of a record without the text key
+PART_BYTES = 4 * 1024 * 1024  # of text as stored, possibly compressed
 PARTS = "text_files.jsonl"
 
 
 @dataclass(frozen=True)
 class TextFiles(SourceInParts):
-    """Every file that a glob (`**` allowed), a list of globs, a file or a folder names.
+    """Every file named by a glob (`**` allowed), a list of globs, a file or a folder.
 
-    .txt and .md files are one document each; .jsonl (or .json with one object a line) and .parquet are one a record,
-    whose text is in `text_key` and whose name is in `id_key` where the record has one. All but Parquet may be .gz or
-    .zst. SlimPajama's and FineWeb-Edu's shards are read as they are. Documents over `max_document_bytes` are cut at
-    line ends into pieces path#0, path#1, ..., so that no later stage meets a text of hundreds of megabytes.
+    .txt and .md files are one document each. In .jsonl (or .json with one object per line) and .parquet each record is
+    one, with its text in `text_key` and optionally its id in `id_key`. All but Parquet may be .gz or .zst. Shards of
+    SlimPajama and FineWeb-Edu need no conversion. Documents over `max_document_bytes` are cut at line ends into pieces
+    path#0, path#1, ..., so that no later stage gets a text of hundreds of megabytes.
     """
 
     path: str | list[str]
@@ -45,16 +45,16 @@ class TextFiles(SourceInParts):
     def __post_init__(self) -> None:
         if self.max_document_bytes < 4:  # the longest UTF-8 character
             raise ValueError(f"data.source.max_document_bytes={self.max_document_bytes}: give at least 4")
-        if not isinstance(self.path, str):  # a path, or Hydra's own type of list
+        if not isinstance(self.path, str):  # a Path, or Hydra's own list type
             paths = [str(path) for path in self.path] if not isinstance(self.path, Path) else str(self.path)
             object.__setattr__(self, "path", paths)
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Settings, and the content of every file. Raises ValueError where no file matches."""
+        """Return the settings, and the content of every file; raise ValueError if no file matches."""
         return {"text_files": settings_identity(self, by, "path"), "files": file_identity(self.files(), by)}
 
     def files(self) -> list[Path]:
-        """Return the files that match, sorted. Raises ValueError naming `data.source.path` where none does."""
+        """Return the matching files, sorted; raise ValueError, naming `data.source.path`, if there are none."""
         patterns = [self.path] if isinstance(self.path, str) else self.path
         matched: set[Path] = set()
         for pattern in patterns:
@@ -70,15 +70,15 @@ class TextFiles(SourceInParts):
         return readable
 
     def documents(self, problems: Problems, processes: int) -> Iterator[Document]:
-        """Yield the documents of all files in order; what cannot be read is told to `problems`.
+        """Yield the documents of all files in order; unreadable ones are reported to `problems`.
 
-        One process reads: decompression and hashing keep ahead of what tokenizes.
+        One process reads: decompression and hashing are faster than tokenizing.
         """
         for path in self.files():
             yield from self._read(path, problems)
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
-        """Write which files are read together."""
+        """Write the groups of files that are read together."""
         write_parts(scratch / PARTS, groups(((str(path), path.stat().st_size) for path in self.files()), PART_BYTES))
 
     def parts(self, scratch: Path) -> list[str]:
@@ -108,7 +108,7 @@ class TextFiles(SourceInParts):
                 yield from self._records(path, json_records(path, stream, problems), problems)
 
     def _plain(self, path: Path, stream: BinaryIO, problems: Problems) -> Iterator[Document]:
-        """Yield a file's text, piece by piece; from a byte that is not text on, the file is left out."""
+        """Yield a file's text, piece by piece; from the first byte that is not text, the file is skipped."""
         offset, number, pending = 0, 0, b""
         while True:
             try:
@@ -182,7 +182,7 @@ METADATA = ("url", "date", "timestamp", "licence", "license", "source", "meta")
 
 
 def _metadata(record: dict, origin: str) -> dict[str, str]:
-    """Return what C4, FineWeb and SlimPajama records say of themselves, under our names."""
+    """Return the metadata of C4, FineWeb and SlimPajama records, under this project's names."""
     meta = record.get("meta")
     subset = meta.get("redpajama_set_name") if isinstance(meta, dict) else None
     known = {
@@ -195,7 +195,7 @@ def _metadata(record: dict, origin: str) -> dict[str, str]:
 
 
 def json_records(path: Path, stream: BinaryIO, problems: Problems) -> Iterator[tuple[str, dict]]:
-    """Yield ("line n", object) for every line that holds one, counting from 1."""
+    """Yield ("line n", object) for every line that holds an object, counting from 1."""
     number = 0
     lines = iter(stream)
     while True:
@@ -231,13 +231,13 @@ def _pieces(encoded: bytes, limit: int) -> Iterator[bytes]:
 
 
 def _first_piece(encoded: bytes, limit: int) -> bytes:
-    """Return at most `limit` bytes from the start, ending after a line end, or else between two characters."""
+    """Return at most `limit` bytes from the start, cut after a line end, else between two characters."""
     if len(encoded) <= limit:
         return encoded
     line_end = encoded.rfind(b"\n", 0, limit) + 1
     if line_end:
         return encoded[:line_end]
     end = limit
-    while end > limit - 3 and encoded[end] & 0xC0 == 0x80:  # a continuation byte: not a place to cut
+    while end > limit - 3 and encoded[end] & 0xC0 == 0x80:  # a UTF-8 continuation byte: do not cut here
         end -= 1
     return encoded[:end]

@@ -1,4 +1,4 @@
-"""Papers of venues on a ranking list: who published what from DBLP or Semantic Scholar, the text from where it is."""
+"""Papers of venues on a ranking list: bibliography from DBLP or Semantic Scholar, text from several kinds of files."""
 
 import logging
 import re
@@ -25,35 +25,38 @@ logger = logging.getLogger(__name__)
 INDEX = "venues.sqlite"
 RECORDS = (".xml", ".xml.gz", ".jsonl", ".json", ".gz", ".zst")
 FULL_TEXT = (*RECORDS, ".tei", ".pdf")
-PREFERENCE = {"lines": 0, "tei": 1, "pdf": 2}  # of one paper's texts: the one with the least noise
-FILES_AT_ONCE = {"lines": 1, "tei": 256, "pdf": 32}  # in a part; a shard of JSON lines is long by itself
+PREFERENCE = {"lines": 0, "tei": 1, "pdf": 2}  # among one paper's texts: the least noisy first
+FILES_AT_ONCE = {"lines": 1, "tei": 256, "pdf": 32}  # per part; a shard of JSON lines is long by itself
 FILES_MATCHED_AT_ONCE = 64
-TITLE_LINES = 4  # a PDF's title is in its first lines, after what the publisher may print over it
-# How a file's name says which paper it holds: a pattern of the name with its folders, and the key that it gives.
+TITLE_LINES = 4  # a PDF's title is in its first lines, after a possible publisher's note
+# Patterns that recognize a paper in a file's name with its folders, and the key that each gives.
 NAMES: tuple[tuple[re.Pattern, str], ...] = (
     (re.compile(r".*\b(10\.\d{4,9})[/_-](\S+)"), r"doi:\1/\2"),
-    (re.compile(r"(?:.*/)?(\d{7}\.\d{7})"), r"doi:10.1145/\1"),  # as ACM's library names its files
+    (re.compile(r"(?:.*/)?(\d{7}\.\d{7})"), r"doi:10.1145/\1"),  # file names of ACM's library
     (re.compile(r".*\b(conf|journals)[/_-]([^/_-]+)[/_-]([^/]+)"), r"dblp:\1/\2/\3"),
     (re.compile(r"(?:.*/)?(\d{4}\.\d{4,5})(?:v\d+)?"), r"arxiv:\1"),
     (re.compile(r"(?:.*/)?(\d{7,10})"), r"corpusid:\1"),
     (re.compile(r"(?:.*/)?([0-9a-f]{40})"), r"s2:\1"),
 )
-Claim = tuple[Sequence[str], str | None, int | None]  # the keys, the title and the year of a paper, perhaps
+Claim = tuple[Sequence[str], str | None, int | None]  # possible keys, title and year of a paper
 
 
 @dataclass(frozen=True)
 class Venues(SourceInParts):
     """Papers of the venues on a list, one document each: title, sections with Markdown headings, no bibliography.
 
-    `venues`: short name -> {rank, area, dblp: [keys], names: [full names]}; of these the `ranks` and `areas` (None:
-    all) wanted. `records`: who published what where: dblp.xml(.gz), or JSON lines, with title, venue, year, doi, ee,
-    key, or Semantic Scholar's with externalids. `full_text`: JSON lines of S2ORC or peS2o (name them in `records` too
-    if they carry DBLP keys or venues), TEI XML as GROBID writes it (.xml, .tei), PDF. Both are lists of files, folders
-    and globs.
+    A text is matched to a paper by DBLP key, DOI, arXiv id or corpus id, in the file's name or inside, else by title
+    and year, which may differ by one. Of several texts of a paper, JSON lines come before TEI, and TEI before PDF.
 
-    A text belongs to a paper by DBLP key, DOI, arXiv id or corpus id, in the file's name or inside, else by title and
-    year, give or take one. Where a paper has several texts, JSON lines come before TEI, and TEI before PDF.
-    Texts under `minimum_characters` (abstracts, failed extractions) are left out; a PDF may take `pdf_seconds`.
+    Args:
+        venues: short name -> {rank, area, dblp: [keys], names: [full names]}.
+        ranks, areas: of the wanted venues (`areas` None: all).
+        records: bibliographic records: dblp.xml(.gz), or JSON lines with title, venue, year, doi, ee, key, or Semantic
+            Scholar's with externalids. A list of files, folders and globs.
+        full_text: JSON lines of S2ORC or peS2o (list them in `records` too if they have DBLP keys or venues), TEI XML
+            from GROBID (.xml, .tei), PDF. A list of files, folders and globs.
+        minimum_characters: drop shorter texts (abstracts, failed extractions).
+        pdf_seconds: time limit per PDF.
     """
 
     venues: dict
@@ -75,16 +78,17 @@ class Venues(SourceInParts):
         self._venue_list()
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Settings, and the content of every file. Raises ValueError where a path names none."""
+        """Return the settings, and the content of every file; raise ValueError for a path without files."""
         return {
             "venues": settings_identity(self, by, "records", "full_text"),
             "files": file_identity([*self._records(), *self._full_text()], by),
         }
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
-        """Write the index: the papers of the wanted venues, and where each one's best text is.
+        """Write the index: the papers of the wanted venues, and the location of each one's best text.
 
-        Raises ValueError where no record is of a wanted venue, or no text of a wanted paper.
+        Raises:
+            ValueError: no record belongs to a wanted venue, or no text to a wanted paper.
         """
         if (scratch / INDEX).exists():
             return
@@ -105,7 +109,7 @@ class Venues(SourceInParts):
                 raise ValueError(f"source.full_text={self.full_text}: {found}; name files by DOI or DBLP key")
 
     def parts(self, scratch: Path) -> list[str]:
-        """One part a file of JSON lines, one a group of TEI or PDF files, named by the first and last one's number."""
+        """Return parts: a file of JSON lines, or a group of TEI or PDF files, named by its first and last number."""
         with open_index(scratch / INDEX) as index:
             names = []
             for kind, count in FILES_AT_ONCE.items():
@@ -136,7 +140,7 @@ class Venues(SourceInParts):
         return find_files("source.full_text", self.full_text, FULL_TEXT)
 
     def _index_papers(self, index: PaperIndex, problems: Problems) -> None:
-        """Add the papers of wanted venues. DBLP first: it knows venues, and the others then add their keys to it."""
+        """Add the papers of wanted venues; DBLP first, because it knows venues, then other records add their keys."""
         venues = self._venue_list()
         for path in sorted(self._records(), key=lambda path: (_kind(path) != "tei", path)):
             if _kind(path) == "tei":
@@ -156,10 +160,10 @@ class Venues(SourceInParts):
                 index.offer(paper, PREFERENCE["lines"], file, number)
 
     def _match_files(self, index: PaperIndex, kind: str, problems: Problems) -> None:
-        """Match TEI or PDF files by their names, and those whose names say nothing by what is in them."""
+        """Match TEI or PDF files by name, and those without a telling name by content."""
         look = _look_into_tei if kind == "tei" else self._look_into_pdf
         paths = [path for path in self._full_text() if _kind(path) == kind]
-        with ThreadPoolExecutor(available_processes()) as threads:  # a PDF is read in a process of its own
+        with ThreadPoolExecutor(available_processes()) as threads:  # each PDF is read in a separate process
             for start in range(0, len(paths), FILES_MATCHED_AT_ONCE):
                 group = paths[start : start + FILES_MATCHED_AT_ONCE]
                 named = [index.find(keys_in_name(path), None, None) for path in group]
@@ -179,7 +183,7 @@ class Venues(SourceInParts):
             paper = read_pdf(path, pages=1, seconds=self.pdf_seconds)
         except UnreadablePaper as error:
             return error
-        keys = [f"doi:{paper.doi}"] if paper.doi else []  # which may be of a paper that the first page cites
+        keys = [f"doi:{paper.doi}"] if paper.doi else []  # possibly of a paper cited on the first page
         return [*(([], title, None) for title in _possible_titles(paper)), (keys, None, None)]
 
     def _read_lines(self, index: PaperIndex, file: int, path: Path, problems: Problems) -> Iterator[Document]:
@@ -214,7 +218,7 @@ class Venues(SourceInParts):
     def _document(self, row: dict, text: str, origin: str, licence: str | None) -> Document:
         first_line, _, rest = text.partition("\n")
         if title_key(first_line) == title_key(row["title"]) and rest:
-            text = rest.lstrip("\n")  # peS2o's texts begin with the title
+            text = rest.lstrip("\n")  # peS2o's texts start with the title
         metadata = {
             "source": "venues",
             "category": self.category,
@@ -223,7 +227,7 @@ class Venues(SourceInParts):
             "rank": row["rank"],
             "area": row["area"],
             "url": row["url"],
-            # Bibliographies have years: the first day stands for one.
+            # Bibliographies give only the year: use its first day.
             "date": row["date"] or (f"{row['year']}-01-01" if row["year"] else None),
             "licence": licence or row["licence"],
         }
@@ -232,7 +236,7 @@ class Venues(SourceInParts):
 
 
 def _plain_entry(name: str, entry: Mapping) -> dict:
-    """Return an entry of the list in plain types, instead of Hydra's own."""
+    """Return an entry of the list in plain types, instead of Hydra's."""
     if not isinstance(entry, Mapping):
         raise ValueError(f"source.venues: {name}: give rank (A, B or C), area, dblp (a list) and names (a list)")
     lists = {
@@ -247,7 +251,7 @@ def _kind(path: Path) -> str:
 
 
 def keys_in_name(path: Path) -> list[str]:
-    """Return the keys that a file's name, with its last two folders, may stand for."""
+    """Return the keys that a file's name, with its last two folders, may contain."""
     name = re.sub(r"(\.(pdf|tei|xml|grobid|gz|zst))+$", "", unquote("/".join(path.parts[-3:])), flags=re.IGNORECASE)
     matches = ((pattern.fullmatch(name), key) for pattern, key in NAMES)
     keys = [match.expand(key) for match, key in matches if match]
@@ -263,7 +267,7 @@ def _look_into_tei(path: Path) -> list[Claim] | UnreadablePaper:
 
 
 def _possible_titles(paper: PDFPaper) -> Iterator[str]:
-    """Yield what may be the title: what the file's properties say, then runs of the first lines."""
+    """Yield possible titles: the file's title property, then runs of the first lines."""
     yield paper.title
     first = [line for line in paper.pages[0].splitlines() if line.strip()][: 2 * TITLE_LINES]
     for start in range(TITLE_LINES):

@@ -1,1 +1,1 @@
-"""Questions and answers of Stack Exchange, from its dumps."""
+"""Questions and answers from Stack Exchange's dumps."""

@@ -1,4 +1,4 @@
-"""The posts of a Stack Exchange dump, streamed: Posts.xml as it is, or inside a .7z archive."""
+"""Posts of a Stack Exchange dump, streamed from Posts.xml, plain or inside a .7z archive."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -11,21 +11,23 @@ from data_pipeline.documents import Problems
 
 POSTS = "Posts.xml"
 BLOCK_BYTES = 1 << 20  # of a dump, parsed at once
-POST_BYTES = 1 << 20  # Stack Exchange takes 30,000 characters a post; no post is this long
+POST_BYTES = 1 << 20  # limit; Stack Exchange accepts 30,000 characters per post
 INVALID_TOKEN = expat.errors.codes[expat.errors.XML_ERROR_INVALID_TOKEN]
 
 Row = dict[str, str]
 
 
 class BrokenDumpError(ValueError):
-    """A file that cannot be read as a dump's Posts.xml: the message says what is wrong."""
+    """A file that cannot be read as a dump's Posts.xml; the message gives the reason."""
 
 
 def read_dump(path: Path, take: Callable[[Row, bytes], None], problems: Problems) -> None:
-    """Give `take` the attributes and the XML of every post in a Posts.xml or a .7z archive of one.
+    """Call `take` with the attributes and the XML of every post in a Posts.xml or a .7z archive of one.
 
-    A post that does not parse, or that `take` raises KeyError or ValueError for, is told to `problems`.
-    Raises BrokenDumpError where the file breaks off or is something else; what came before has been given.
+    A post that does not parse, or for which `take` raises KeyError or ValueError, is reported to `problems`.
+
+    Raises:
+        BrokenDumpError: the file is truncated or something else; posts before that point have been passed on.
     """
     rows = PostRows(str(path), problems)
 
@@ -46,7 +48,7 @@ def read_dump(path: Path, take: Callable[[Row, bytes], None], problems: Problems
 
 
 def read_rows(path: Path, problems: Problems) -> Iterator[Row]:
-    """Yield the posts of a zstd file of bare rows; none where there is no such file."""
+    """Yield the posts of a zstd file of bare rows; none if there is no such file."""
     if not path.exists():
         return
     rows = PostRows(str(path), problems)
@@ -66,17 +68,17 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 class _ConsumerError(Exception):
-    """Carries what a consumer raised through the archive reader, whose own errors mean a broken archive."""
+    """Carries a consumer's error through the archive reader, whose own errors mean a broken archive."""
 
 
 def _unpack(path: Path, consume: Callable[[bytes], None]) -> None:
-    """Give `consume` the archive's Posts.xml block by block. Nothing is written to disk, and little is held."""
+    """Pass the archive's Posts.xml to `consume` block by block, without disk space and with little memory."""
     import py7zr
     from py7zr.io import Py7zIO, WriterFactory
 
     class Writer(Py7zIO):
         def write(self, data: bytes | bytearray) -> int:
-            view = memoryview(data)  # of up to 128 MB
+            view = memoryview(data)  # up to 128 MB
             try:
                 for start in range(0, len(view), BLOCK_BYTES):
                     consume(view[start : start + BLOCK_BYTES])
@@ -100,7 +102,7 @@ def _unpack(path: Path, consume: Callable[[bytes], None]) -> None:
             return Writer()
 
     try:
-        # Given as an open file, an archive is read in this thread, member after member.
+        # py7zr reads an archive given as an open file in this thread, one member after the other.
         with path.open("rb") as file, py7zr.SevenZipFile(file) as archive:
             names = [info.filename for info in archive.list() if _is_posts(info)]
             if len(names) != 1:
@@ -112,7 +114,7 @@ def _unpack(path: Path, consume: Callable[[bytes], None]) -> None:
         raise
     except py7zr.PasswordRequired as error:
         raise BrokenDumpError("the archive is encrypted") from error
-    except Exception as error:  # the decompressors of py7zr raise errors of a dozen kinds
+    except Exception as error:  # py7zr's decompressors raise a dozen kinds of errors
         reason = str(error).partition("\n")[0][:200]
         raise BrokenDumpError(f"corrupt or truncated archive: {type(error).__name__} {reason}".rstrip()) from error
 
@@ -122,20 +124,20 @@ def _is_posts(info: object) -> bool:
 
 
 class PostRows:
-    """The rows of a Posts.xml that comes in blocks of any size.
+    """Parser of the rows of a Posts.xml that arrives in blocks of any size.
 
-    Blocks are cut where a row begins and each piece is parsed by an expat of its own, so that a broken row costs that
-    row. No document type is accepted, hence no entity but XML's own five.
+    Blocks are cut at the start of a row and each piece gets a fresh expat parser, so that a broken row costs only that
+    row. Document types are rejected, so there are no entities but XML's five.
     """
 
     def __init__(self, name: str, problems: Problems) -> None:
         self.name, self.problems = name, problems
-        self._offset = 0  # in the file, of the first byte of _pending
+        self._offset = 0  # file offset of the first byte of _pending
         self._pending = bytearray()
         self._begun = self._skipping = False
 
     def feed(self, block: bytes) -> Iterator[tuple[Row, bytes]]:
-        """Yield (attributes, XML) of the rows that are complete. Raises BrokenDumpError where this is no Posts.xml."""
+        """Yield (attributes, XML) of the complete rows; raise BrokenDumpError if this is not a Posts.xml."""
         self._pending += block
         if len(self._pending) < BLOCK_BYTES:
             return
@@ -146,7 +148,7 @@ class PostRows:
             if not self._skipping:
                 self.problems.skip(f"{self.name}: byte {self._offset}", "post too long", f"over {POST_BYTES} bytes")
             self._skipping = True
-            self._drop(len(self._pending) - len(b"</posts>"))  # half of a mark may be at the end
+            self._drop(len(self._pending) - len(b"</posts>"))  # the end may hold half of a mark
 
     def close(self) -> Iterator[tuple[Row, bytes]]:
         """Yield the last rows."""
@@ -158,7 +160,7 @@ class PostRows:
         if end < 0:
             place = self._offset + len(self._pending)
             self.problems.skip(f"{self.name}: byte {place}", "truncated file", "no </posts>")
-            end = self._pending.rfind(b"/>") + len(b"/>")  # the row that breaks off has none
+            end = self._pending.rfind(b"/>") + len(b"/>")  # the truncated row has none
         if not self._skipping and end > len(b"/>"):
             yield from self._parse(bytes(self._pending[:end]))
 
@@ -196,7 +198,7 @@ class PostRows:
             raise BrokenDumpError(f"its root is {names[0]}, not posts" if names else "no XML")
 
     def _parse(self, data: bytes) -> Iterator[tuple[Row, bytes]]:
-        """Yield the rows of `data`, which begins with one; a broken one is told to `problems`."""
+        """Yield the rows of `data`, which starts with a row; broken ones are reported to `problems`."""
         at = 0
         while 0 <= at < len(data):
             found: list[tuple[int, Row]] = []
@@ -221,7 +223,8 @@ def _refuse_doctype(*_: object) -> None:
 def _parse_rows(data: memoryview, found: list[tuple[int, Row]]) -> tuple[int, int, str] | None:
     """Add (position, attributes) of rows to `found`.
 
-    Return where the first fault is, the place before which its row begins, and the reason; None where there is none.
+    Returns the position of the first fault, the position before which its row starts, and the reason; None if there is
+    no fault.
     """
     head = b"<posts>"
     parser = expat.ParserCreate("utf-8")
@@ -237,10 +240,10 @@ def _parse_rows(data: memoryview, found: list[tuple[int, Row]]) -> tuple[int, in
         parser.Parse(b"</posts>", True)
     except expat.ExpatError as error:
         position = min(max(parser.ErrorByteIndex - len(head), 0), len(data))
-        # A sign that may not be there is where expat says, even if it begins a row (after a quote that was not closed);
-        # of other faults it gives the place of the row.
+        # expat's position of an invalid token is exact, even if it starts a row (after an unclosed quote); for other
+        # faults it gives the position of the row.
         before = position if error.code == INVALID_TOKEN else position + len(b"<row ")
         return position, before, expat.ErrorString(error.code)
     finally:
-        parser.StartElementHandler = None  # it refers to the parser: a circle, which would keep the rows for a while
+        parser.StartElementHandler = None  # break the reference cycle with the parser, which would keep the rows
     return None

@@ -18,23 +18,27 @@ from data_pipeline.sources.stackexchange.dump import POSTS, BrokenDumpError, Row
 logger = logging.getLogger(__name__)
 
 QUESTION, ANSWER = "1", "2"
-# Answers are kept with their questions by question number: on the largest site, this many numbers have 20 MB of posts.
+# Answers are stored with their questions by question number; on the largest site this many numbers have 20 MB of posts.
 NUMBERS_IN_A_PART = 16384
-PENDING_BYTES = 32 << 20  # that wait in memory to be written to the parts they belong to
+PENDING_BYTES = 32 << 20  # buffered in memory for all parts together
 LARGEST_NUMBER = 1 << 31
-# The licence of a post that does not say its own, by the day it was written (Stack Exchange's help on licensing).
+# Licence of a post that states none, by its date (Stack Exchange's help page on licensing).
 LICENCES = (("2011-04-08", "CC-BY-SA-2.5"), ("2018-05-02", "CC-BY-SA-3.0"), ("9", "CC-BY-SA-4.0"))
-NO_ALTERNATIVE = 'alt="enter image description here"'  # what the editor puts where the writer gives none
+NO_ALTERNATIVE = 'alt="enter image description here"'  # the editor's default, if the author writes none
 
 
 @dataclass(frozen=True)
 class StackExchange(SourceInParts):
     """Questions with their accepted and best answers, from a dump's `Posts.xml`, plain or inside .7z.
 
-    `paths`: folders named by site (`unix.stackexchange.com/Posts.xml`) or folders of those, or archives
-    (`unix.stackexchange.com.7z`, `stackoverflow.com-Posts.7z`). `tags`: questions with one of them, or None for all.
-    A question needs `minimum_score`, and so does an answer that is not the accepted one; up to `answers` answers are
-    kept, the accepted one first. Deleted posts, closed questions, and questions that no answer is left to are left out.
+    Deleted posts, closed questions, and questions without a remaining answer are dropped.
+
+    Args:
+        paths: folders named by site (`unix.stackexchange.com/Posts.xml`), folders of those, or archives
+            (`unix.stackexchange.com.7z`, `stackoverflow.com-Posts.7z`).
+        tags: keep questions with at least one of them; None for all.
+        minimum_score: of a question, and of an answer that is not the accepted one.
+        answers: the most answers to keep, the accepted one first.
     """
 
     paths: str | list[str]
@@ -46,21 +50,21 @@ class StackExchange(SourceInParts):
     def __post_init__(self) -> None:
         if self.answers < 1:
             raise ValueError(f"source.answers={self.answers}: give at least 1")
-        # Hydra passes lists of its own type.
+        # Hydra passes its own list type.
         object.__setattr__(self, "paths", self.paths if isinstance(self.paths, str) else [str(p) for p in self.paths])
         if self.tags is not None:
             object.__setattr__(self, "tags", sorted(str(tag).lower() for tag in self.tags))
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Settings, and the content of every dump."""
+        """Return the settings, and the content of every dump."""
         dumps = self.dumps()
         found = {"stackexchange": settings_identity(self, by, "paths"), "files": file_identity(dumps.values(), by)}
-        if by != EARLIER:  # documents are named by their site, which is a folder's or an archive's name
+        if by != EARLIER:  # documents are named by their site, the name of a folder or an archive
             found["sites"] = list(dumps)
         return found
 
     def dumps(self) -> dict[str, Path]:
-        """Return the file of each site, by site. Raises ValueError naming `source.paths` where it names none."""
+        """Return {site: file}; raise ValueError, naming `source.paths`, if it names no dump."""
         found: dict[str, Path] = {}
         for given in [self.paths] if isinstance(self.paths, str) else self.paths:
             path = Path(given).expanduser()
@@ -79,9 +83,9 @@ class StackExchange(SourceInParts):
         return dict(sorted(found.items()))
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
-        """Go through each dump once and put its posts into files by question number.
+        """Read each dump once and distribute its posts over files by question number.
 
-        An answer may lie hundreds of gigabytes after its question, and an archive cannot be read from its middle.
+        An answer may be hundreds of gigabytes after its question, and an archive cannot be read from the middle.
         """
         for site, path in self.dumps().items():
             if (scratch / site).exists():
@@ -99,7 +103,7 @@ class StackExchange(SourceInParts):
             logger.info("%s: %d posts, %d of them kept to be joined", site, index.seen, index.kept)
 
     def parts(self, scratch: Path) -> list[str]:
-        """Return "site/number" of every range of question numbers that has questions."""
+        """Return "site/number" for every range of question numbers that has questions."""
         names = [
             f"{site}/{file.name.partition('.')[0]}"
             for site in self.dumps()
@@ -110,22 +114,22 @@ class StackExchange(SourceInParts):
         return names
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
-        """Yield the questions of a part, in the dump's order; only the answers that they keep are held."""
+        """Yield the questions of a part, in the dump's order; only the answers to keep are held in memory."""
         site, _, number = part.partition("/")
         origin = self.dumps()[site]
         questions, answers = (scratch / site / f"{number}.{kind}" for kind in ("questions", "answers"))
         accepted = {row["Id"]: row.get("AcceptedAnswerId", "") for row in read_rows(questions, problems)}
         kept = self._best(read_rows(answers, problems), accepted)
         for question in read_rows(questions, problems):
-            best = kept.pop(question["Id"], None)  # popped: a question that comes twice is given once
+            best = kept.pop(question["Id"], None)  # pop: a duplicate question is yielded once
             if best:
                 try:
                     yield self._document(site, origin, question, best)
-                except ValueError as error:  # from the HTML
+                except ValueError as error:  # raised by the HTML converter
                     problems.skip(f"{origin}: question {question['Id']}", "unreadable post", str(error))
 
     def _best(self, rows: Iterable[Row], accepted: dict[str, str]) -> dict[str, list[Row]]:
-        """Return each question's answers to keep: the accepted one, then by score, the older first among equals."""
+        """Return each question's answers to keep: the accepted one, then by score, older ones first among equals."""
         kept: dict[str, dict[str, Row]] = {}
         for row in rows:
             question = row["ParentId"]
@@ -135,7 +139,7 @@ class StackExchange(SourceInParts):
                 continue
             answers = kept.setdefault(question, {})
             answers[row["Id"]] = row
-            if len(answers) > self.answers + 20:  # now and then, so that no question can fill memory
+            if len(answers) > self.answers + 20:  # prune at intervals, so that no question can fill the memory
                 kept[question] = {answer["Id"]: answer for answer in self._order(answers, accepted[question])}
         return {question: self._order(answers, accepted[question]) for question, answers in kept.items()}
 
@@ -157,7 +161,7 @@ class StackExchange(SourceInParts):
             "origin": f"{origin}: question {question['Id']}",
             "url": f"https://{site}/questions/{question['Id']}",
             "date": question.get("CreationDate", "")[:19],
-            "licence": " AND ".join(licences),  # an SPDX expression: the posts may differ
+            "licence": " AND ".join(licences),  # an SPDX expression: the posts' licences may differ
         }
         text = "\n\n".join(section for section in sections if section)
         known = {key: value for key, value in metadata.items() if value}
@@ -165,14 +169,14 @@ class StackExchange(SourceInParts):
 
 
 def _site(file: Path) -> str | None:
-    """Return the site that a dump's name gives it, or None where it is another table of the dump."""
+    """Return the site in a dump file's name, or None if the file is another table of the dump."""
     if file.name == POSTS:
         return file.resolve().parent.name
     if file.suffix != ".7z":
         return None
     name = file.stem
     host, _, table = name.rpartition("-")
-    if host and table[:1].isupper():  # sites are written in small letters: stackoverflow.com-Posts
+    if host and table[:1].isupper():  # site names are lower case: stackoverflow.com-Posts
         return host if table == "Posts" else None
     return name
 
@@ -189,9 +193,9 @@ def _licence(post: Row) -> str:
 
 
 class _Index:
-    """Files of posts by question number, under `folder`: zstd frames of the rows as they were.
+    """Files of posts by question number, under `folder`: zstd frames of the original rows.
 
-    Answers to a question that was seen and not wanted are left out; one bit a post number remembers that.
+    Answers to a rejected question that was already read are dropped; one bit per post number remembers it.
     """
 
     def __init__(self, folder: Path, tags: frozenset[str] | None, minimum_score: int) -> None:
@@ -202,9 +206,9 @@ class _Index:
         self._pending_bytes = 0
 
     def add(self, row: Row, xml: bytes) -> None:
-        """Take a post. Raises ValueError or KeyError where an attribute is missing or no number."""
+        """Take a post; raise ValueError or KeyError if an attribute is missing or not a number."""
         self.seen += 1
-        if not xml.startswith(b"<row "):  # by which rows are told apart when they are read again
+        if not xml.startswith(b"<row "):  # the mark by which rows are separated when read again
             raise ValueError("not written as a dump writes it")
         kind = row["PostTypeId"]
         if kind not in (QUESTION, ANSWER):
@@ -232,7 +236,7 @@ class _Index:
         self._pending.setdefault(f"{question // NUMBERS_IN_A_PART:06d}.{kind}", bytearray()).extend(xml)
         self._pending_bytes += len(xml)
         if self._pending_bytes > PENDING_BYTES:
-            # The fullest first: old questions get few answers at a time, and small frames compress badly.
+            # The largest first: old questions get few answers at a time, and small frames compress badly.
             for name in sorted(self._pending, key=lambda name: -len(self._pending[name])):
                 if self._pending_bytes < PENDING_BYTES // 2:
                     break
@@ -245,7 +249,7 @@ class _Index:
             file.write(pa.compress(xml, codec="zstd", asbytes=True))
 
     def close(self) -> None:
-        """Write what is pending."""
+        """Write the buffers."""
         for name in list(self._pending):
             self._flush(name)
 

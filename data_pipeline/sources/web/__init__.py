@@ -1,1 +1,1 @@
-"""Pages of the web, from WARC files."""
+"""Web pages from WARC files."""

@@ -1,16 +1,18 @@
-"""An allow-list of web sites, each with the category of what is written there."""
+"""Allow-list of web sites, each with a category."""
 
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 
 class Sites:
-    """Which addresses are wanted: `categories` maps a category to sites, each a host or a host/path.
+    """Wanted URLs: `categories` maps a category to sites, each a host or a host/path.
 
-    A host stands for itself and every host under it: `kernel.org` is also docs.kernel.org, and not mykernel.org. A path
-    stands for itself and what lies under it: `a.org/docs` is also a.org/docs/x, and not a.org/docs-old. Where several
-    sites match, the longest host decides, then the longest path. Schemes, ports and queries do not matter.
-    Raises ValueError naming `source.sites` for one that is no site, or is in two categories.
+    A host includes its subdomains: `kernel.org` matches docs.kernel.org, but not mykernel.org. A path includes
+    everything below it: `a.org/docs` matches a.org/docs/x, but not a.org/docs-old. If several sites match, the longest
+    host wins, then the longest path. Schemes, ports and queries are ignored.
+
+    Raises:
+        ValueError: a site is invalid, or in two categories; the line names `source.sites`.
     """
 
     def __init__(self, categories: Mapping[str, Sequence[str]]) -> None:
@@ -26,7 +28,7 @@ class Sites:
             rules.sort(key=lambda rule: -len(rule[0]))
 
     def category(self, url: str) -> str | None:
-        """Return the category of an address, or None where no site has it."""
+        """Return the category of a URL, or None if no site matches."""
         try:
             parts = urlsplit(url)
             host = (parts.hostname or "").rstrip(".")

@@ -1,4 +1,4 @@
-"""WARC files, read record by record with warcio; broken, truncated and oversized records are found by their offset."""
+"""WARC files, read record by record with warcio; broken, truncated and oversized records are reported by offset."""
 
 import zlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 if TYPE_CHECKING:
     from warcio.recordloader import ArcWarcRecord
 
-HEADER_BYTES = 256 * 1024  # all header lines of a record together
+HEADER_BYTES = 256 * 1024  # limit for all header lines of a record together
 BLOCK = 16 * 1024
 GZIP_START = b"\x1f\x8b\x08"
 PLAIN_START = b"WARC/"
@@ -18,7 +18,7 @@ CHUNKED, IDENTITY = "chunked", ("", "identity", "none")
 
 
 class BrokenRecord(ValueError):
-    """A record that cannot be read. `kind` is a few words to count it under, `detail` says more."""
+    """A record that cannot be read. `kind` is a short name for counting, `detail` says more."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}")
@@ -27,7 +27,7 @@ class BrokenRecord(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What a response or resource record says of itself, before its payload is read.
+    """Headers of a response or resource record, before its payload is read.
 
     `status` is the HTTP status, 200 for a resource; `length` the stored bytes; `media_type` is in lower case without
     parameters.
@@ -44,11 +44,14 @@ class Capture:
 
 
 def captures(path: Path, start: int = 0) -> Iterator[Capture | tuple[int, BrokenRecord]]:
-    """Yield the captures of a WARC file from byte `start` on, and (offset, error) for each record that is broken.
+    """Yield the captures of a WARC file from byte `start` on, and (offset, error) for each broken record.
 
-    After a broken one, reading goes on at the next record that begins well. A capture is only known to be whole once
-    the next item has been asked for: one that turns out truncated is followed by its error, of the same offset.
-    `payload` must be called before that. Raises OSError where the file cannot be read.
+    After a broken record, reading continues at the next record with a valid start. Only after the next item has been
+    requested is a capture known to be complete: a truncated one is followed by its error with the same offset. Call
+    `payload` before requesting the next item.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -60,15 +63,16 @@ def captures(path: Path, start: int = 0) -> Iterator[Capture | tuple[int, Broken
                 yield from _captures_from(file, size, place)
                 return
             except BrokenRecord as error:
-                at = max(place[0], offset)  # warcio counts below the start where members are not records
+                at = max(place[0], offset)  # warcio's offset is below the start if members are not records
                 yield at, error
             offset = _next_record(file, at + 1)
 
 
 def payload(capture: Capture, limit: int) -> bytes:
-    """Return a capture's body, out of its chunks and compression.
+    """Return a capture's body, dechunked and decompressed.
 
-    Raises BrokenRecord where it has more than `limit` bytes, stored or expanded, or its encoding is broken or unknown.
+    Raises:
+        BrokenRecord: it has more than `limit` bytes, stored or expanded, or its encoding is broken or unknown.
     """
     body = capture.record.raw_stream.read(limit + 1)
     if len(body) > limit:
@@ -87,12 +91,12 @@ def payload(capture: Capture, limit: int) -> bytes:
 
 
 def _captures_from(file: BinaryIO, size: int, place: list[int]) -> Iterator[Capture]:
-    """Yield captures; when this raises, `place[0]` is the offset of the record at fault."""
+    """Yield captures; when this raises, `place[0]` is the offset of the faulty record."""
     from warcio.archiveiterator import WARCIterator
     from warcio.exceptions import ArchiveLoadFailed
 
     records = WARCIterator(file)
-    records.INC_RECORD = ""  # warcio prints this; err_count says the same
+    records.INC_RECORD = ""  # warcio would print this; err_count has the same information
     records.reader = reader = _bounded_reader(file)
     while True:
         reader.line_bytes = 0
@@ -114,7 +118,7 @@ def _captures_from(file: BinaryIO, size: int, place: list[int]) -> Iterator[Capt
         if record.length is None:
             raise BrokenRecord("broken WARC record", "no Content-Length")
         missing = record.length - (size - place[0])
-        if missing > 0 and reader.decompressor is None:  # found before reading to the end of the file for nothing
+        if missing > 0 and reader.decompressor is None:  # detect it before reading to the end of the file
             raise BrokenRecord("truncated WARC record", f"over {missing} bytes are missing")
         capture = _capture(record, place[0])
         if capture is not None:
@@ -126,7 +130,7 @@ def _captures_from(file: BinaryIO, size: int, place: list[int]) -> Iterator[Capt
 
 
 def _capture(record: "ArcWarcRecord", offset: int) -> Capture | None:
-    """Return the capture in a record, or None where it has none: a request, a revisit, metadata."""
+    """Return the capture in a record, or None for others: a request, a revisit, metadata."""
     url = record.rec_headers.get_header("WARC-Target-URI") or ""
     if record.rec_type not in ("response", "resource") or not url:
         return None
@@ -160,7 +164,7 @@ def _charset(parameters: str) -> str:
 
 
 def _bounded_reader(file: BinaryIO) -> object:
-    """Return warcio's reader of gzip members, made strict: header lines are bounded, broken gzip raises."""
+    """Return a strict version of warcio's reader of gzip members: header lines are bounded, broken gzip raises."""
     from warcio.bufferedreaders import BufferedReader
 
     class BoundedReader(BufferedReader):
@@ -182,7 +186,7 @@ def _bounded_reader(file: BinaryIO) -> object:
 
         def _process_read(self, data: bytes) -> None:
             super()._process_read(data)
-            # Without more input, a member that has begun and not ended was cut off.
+            # Without more input, a member that has started but not ended is truncated.
             self.cut = not data and self.decompressor is not None and not self.decompressor.eof
 
     start = file.tell()
@@ -192,10 +196,10 @@ def _bounded_reader(file: BinaryIO) -> object:
 
 
 def _expand(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return `body` decompressed, at most `limit` bytes of it; raises BrokenRecord."""
+    """Return `body` decompressed to at most `limit` bytes; raise BrokenRecord if that fails."""
     if encoding in ("gzip", "x-gzip"):
         expanded = _inflate(body, 16 + zlib.MAX_WBITS, limit)
-    elif encoding == "deflate":  # with zlib's header, or bare, as some servers send it
+    elif encoding == "deflate":  # with zlib's header, or raw, as some servers send it
         zlib_header = len(body) > 1 and body[0] & 0x0F == 8 and int.from_bytes(body[:2], "big") % 31 == 0
         expanded = _inflate(body, zlib.MAX_WBITS if zlib_header else -zlib.MAX_WBITS, limit)
     elif encoding == "br":
@@ -212,7 +216,7 @@ def _inflate(body: bytes, window: int, limit: int) -> bytes:
         return zlib.decompressobj(window).decompress(body, limit + 1)
     except zlib.error as error:
         if body[:3] != GZIP_START and window > zlib.MAX_WBITS:
-            return body  # servers that say gzip, and crawlers that keep the header after expanding
+            return body  # not gzip: a wrong header by the server, or kept by a crawler that decompressed the body
         raise BrokenRecord("broken content encoding", str(error)) from error
 
 
@@ -232,7 +236,7 @@ def _unbrotli(body: bytes, limit: int) -> bytes:
 
 
 def _next_record(file: BinaryIO, start: int) -> int | None:
-    """Return the offset, from `start` on, where a record seems to begin; None where none does."""
+    """Return the first offset, from `start` on, where a record seems to start, or None."""
     file.seek(0)
     mark = GZIP_START if file.read(3) == GZIP_START else PLAIN_START
     offset, kept = start, b""

@@ -1,4 +1,4 @@
-"""Web pages in WARC files: those of an allow-list of sites, as Markdown with code and tables intact."""
+"""Web pages in WARC files: pages of an allow-list of sites, as Markdown with code and tables intact."""
 
 import contextlib
 import glob
@@ -38,10 +38,10 @@ MINIMUM_CHARACTERS = 100  # shorter pages are a title and a menu
 class Web(SourceInParts):
     """Pages of the `sites` (category -> list of hosts or host/paths, see `Sites`) in WARC files.
 
-    `paths`: a .warc or .warc.gz file, a folder, a glob, or a list of these: Common Crawl's, wget's, warcio's. Read are
-    responses with status 200, and resources, of HTML or plain text. Of captures of one address the first stays, over
-    all files in the order of their names. A page over `max_page_bytes`, stored or expanded, or with more than
-    `max_page_elements`, is named and stepped over: both bound the time and memory that one page can take.
+    `paths`: a .warc or .warc.gz file, a folder, a glob, or a list of these: from Common Crawl, wget, warcio. Records
+    read: responses with status 200, and resources, of HTML or plain text. Of several captures of one URL the first is
+    kept, over all files in name order. A page over `max_page_bytes`, stored or expanded, or with more than
+    `max_page_elements`, is reported and skipped: both bound the time and memory for one page.
     """
 
     paths: str | list[str]
@@ -50,7 +50,7 @@ class Web(SourceInParts):
     max_page_elements: int = 100_000
 
     def __post_init__(self) -> None:
-        if not isinstance(self.paths, str):  # a path, or Hydra's own type of list
+        if not isinstance(self.paths, str):  # a Path, or Hydra's own list type
             paths = [str(path) for path in self.paths] if not isinstance(self.paths, Path) else str(self.paths)
             object.__setattr__(self, "paths", paths)
         if not isinstance(self.sites, Mapping):
@@ -63,7 +63,7 @@ class Web(SourceInParts):
                 raise ValueError(f"source.{name}={getattr(self, name)}: give a positive number")
 
     def identity(self, by: str = SAMPLE) -> dict:
-        """Settings, the extractor's version, and the content of every file."""
+        """Return the settings, the extractor's version, and the content of every file."""
         return {
             "web": settings_identity(self, by, "paths"),
             "trafilatura": version("trafilatura"),
@@ -71,7 +71,7 @@ class Web(SourceInParts):
         }
 
     def files(self) -> list[Path]:
-        """Return the WARC files, sorted. Raises ValueError naming `source.paths` where there is none."""
+        """Return the WARC files, sorted; raise ValueError, naming `source.paths`, if there are none."""
         found: set[Path] = set()
         for pattern in [self.paths] if isinstance(self.paths, str) else self.paths:
             expanded = Path(pattern).expanduser()
@@ -82,10 +82,10 @@ class Web(SourceInParts):
         return sorted(found)
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
-        """Write the index of wanted pages into `scratch`: each file is read through once, by several processes.
+        """Write the index of wanted pages into `scratch`; several processes read each file once.
 
-        What it costs is mostly decompression; what `read` does later is then only the pages that are wanted, and the
-        first capture of an address is known over all files.
+        The cost is mostly decompression. `read` then reads only the wanted pages, and the first capture of a URL is
+        known over all files.
         """
         index = scratch / INDEX
         if index.exists():
@@ -112,11 +112,11 @@ class Web(SourceInParts):
             beside.unlink(missing_ok=True)
 
     def parts(self, scratch: Path) -> list[str]:
-        """One part a file."""
+        """Return one part per file."""
         return [str(path) for path in self.files()]
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
-        """Yield the wanted pages of a WARC file; broken ones are told to `problems` by file and offset."""
+        """Yield the wanted pages of a WARC file; broken ones are reported to `problems` by file and offset."""
         number, path, thin = self.parts(scratch).index(part), Path(part), 0
         database = sqlite3.connect(f"file:{scratch / INDEX}?mode=ro", uri=True)
         try:
@@ -133,13 +133,13 @@ class Web(SourceInParts):
             logger.info("%s: %d pages left out that have under %d characters", part, thin, MINIMUM_CHARACTERS)
 
     def _page(self, path: Path, place: int, category: str, problems: Problems) -> Document | None:
-        """Return the page whose record begins at byte `place`; None, and a problem told, where it cannot be read."""
+        """Return the page of the record at byte `place`; report an unreadable one and return None."""
         from data_pipeline.markup.html.web_page import UnusablePage, decode, extract, http_date
         from data_pipeline.sources.web.warc import BrokenRecord, captures, payload
 
         url = ""
         try:
-            with contextlib.closing(captures(path, place)) as items:  # the file must stay open while we read from it
+            with contextlib.closing(captures(path, place)) as items:  # keeps the file open while its page is read
                 capture = next(items)
                 if isinstance(capture, tuple):
                     raise capture[1]
@@ -159,13 +159,13 @@ class Web(SourceInParts):
 
 
 class _Scanner:
-    """Reads one WARC file through and writes what is wanted in it, and what is broken, a JSON line each."""
+    """Scanner of one WARC file: writes its wanted and its broken records as JSON lines."""
 
     def __init__(self, source: Web, scratch: Path) -> None:
         self.source, self.scratch, self.sites = source, scratch, Sites(source.sites)
 
     def __call__(self, item: tuple[int, Path]) -> Path:
-        """Return the path of what was written about a file; its name begins with the file's number."""
+        """Return the path of the scan of a file, which is named by the file's number."""
         number, path = item
         scan = self.scratch / f"web-{number}.jsonl"
         with scan.open("w", encoding="utf-8") as lines:
@@ -177,7 +177,7 @@ class _Scanner:
         """Yield (place, url, category, []) for a wanted record, (place, "", "", problem) for a broken one."""
         from data_pipeline.sources.web.warc import Capture, captures
 
-        pending: tuple | None = None  # only the item after it shows whether a record was whole
+        pending: tuple | None = None  # the next item shows whether a record is complete
         try:
             for item in captures(path):
                 if isinstance(item, Capture):
@@ -196,7 +196,7 @@ class _Scanner:
             yield pending
 
     def _wanted(self, capture: "Capture") -> tuple[int, str, str, list[str]] | None:
-        """Judge a record by its headers: its address, status, media type and length."""
+        """Filter a record by its headers: URL, status, media type and length."""
         if capture.status != 200 or capture.media_type not in (*HTML, PLAIN):
             return None
         category = self.sites.category(capture.url)
@@ -210,14 +210,14 @@ class _Scanner:
 
 
 def _merge(database: sqlite3.Connection, number: int, path: Path, scan: Path, problems: Problems) -> None:
-    """Add to the index what a file's scan found, without the addresses that are in it; then remove the scan."""
+    """Add the new URLs of a file's scan to the index, report its problems, and remove the scan."""
     with scan.open(encoding="utf-8") as lines:
         for line in lines:
             place, url, category, problem = json.loads(line)
             if problem:
                 problems.skip(f"{path}: offset {place}", *problem)
                 continue
-            address = url.partition("#")[0].partition("://")[2]  # http or https: the same page
+            address = url.partition("#")[0].partition("://")[2]  # http and https are the same page
             digest = hashlib.sha256(address.encode("utf-8", "surrogatepass")).digest()[:16]
             if database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (digest,)).rowcount:
                 database.execute("INSERT INTO pages VALUES (?, ?, ?)", (number, place, category))
