@@ -1,5 +1,6 @@
 # make demo: from raw text to a trained FoX on this machine.   make test: everything that CI checks.
 # make quick: lint, and for a minute the tests nearest to what changed.
+# make docs: the pages as a site in build/site/.
 # make test-gpu: every kernel on this machine's GPU.   With VENV= it takes PYTHON as it is and installs nothing.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 PROCESSES ?= 3
 GPU_PROCESSES ?= 16
 
-.PHONY: demo test quick test-gpu lint clean
+.PHONY: demo test quick test-gpu lint docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/palimpsest experiment=demo
@@ -35,6 +36,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/python docs/build.py
+	$(BIN)/zensical build --strict --clean
+
 # The lock decides the versions; what is installed is installed again only when it changes. Python compiles to bytecode
 # what it imports, a fifth of what is installed: pip, which would compile all, takes half the time without.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
@@ -50,5 +55,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable '.[dev]'
 	touch $(VENV)/.installed $@
 
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) --editable '.[docs]'
+	touch $(VENV)/.installed $@
+
 clean:
-	rm -rf $(VENV) data runs
+	rm -rf $(VENV) .cache build data runs
