@@ -7,7 +7,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def commands() -> dict[str, str]:
-    """The modules that can be run, with the first line of what each says of itself."""
+    """Return the runnable modules, each with the first line of its docstring."""
     found = {}
     for file in sorted(HERE.rglob("*.py")):
         text = file.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Errors of attention kernels against float64, before anything is timed: relative, in the 2-norm, for each tensor.
+"""Check attention kernels against float64 before they are timed: relative error in the 2-norm, for each tensor.
 
-Up to a few thousand tokens the reference is `forgetting_attention_reference` and autograd. Beyond, it is written here
-in chunks of query rows with the gradients by formula, so that errors at 128k tokens can be stated:
+Up to a few thousand tokens the reference is `forgetting_attention_reference` and autograd. For longer inputs it is
+computed here in chunks of query rows with gradients by formula, which allows 128k tokens:
 
     P = softmax(q k^T / sqrt(D) + c_i - c_j),  o = P v,  dS = P * (do v^T - rowsum(do * o)),
     dq = dS k / sqrt(D),  dk = dS^T q / sqrt(D),  dv = P^T do,
@@ -22,14 +22,14 @@ from kernels.forgetting_attention import forgetting_attention_reference
 
 NAMES = ("out", "dq", "dk", "dv", "dlog_forget")
 BOUNDS = {"out": 1e-2, "dq": 1e-2, "dk": 1e-2, "dv": 1e-2, "dlog_forget": 5e-2}  # bfloat16, up to 2048 tokens
-GATE_LOGITS = (0.0, 8.0)  # mean of the gates' logits, from the head that forgets fastest to the slowest
+GATE_LOGITS = (0.0, 8.0)  # mean gate logit of the fastest and of the slowest head to forget
 
 Errors = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Check:
-    """A case of `forgetting_attention`. length: of queries and of keys. heads: of q, k and v."""
+    """A case of `forgetting_attention`. length: queries, keys. heads: of q, k and v."""
 
     name: str
     length: tuple[int, int]
@@ -68,12 +68,12 @@ CHECKS = (
 
 
 def random_gates(batch: int, length: int, logits: Tensor) -> Tensor:
-    """[B, T, H] float32, logsigmoid of normal variables of deviation 1 around each head's mean `logits` [H]."""
+    """Return [B, T, H] float32, logsigmoid of N(mean, 1) with the mean `logits` [H] of each head."""
     return F.logsigmoid(torch.randn(batch, length, len(logits), device=logits.device) + logits)
 
 
 def random_problem(batch: int, length: int, heads: tuple[int, int, int], head_dim: int, log_forget: Tensor) -> Problem:
-    """Normal q, k, v and gradient of the output, bfloat16."""
+    """Draw q, k, v and the gradient of the output from N(0, 1), bfloat16."""
 
     def normal(num_heads: int) -> Tensor:
         return torch.randn(batch, length, num_heads, head_dim, dtype=torch.bfloat16, device=log_forget.device)
@@ -83,7 +83,7 @@ def random_problem(batch: int, length: int, heads: tuple[int, int, int], head_di
 
 
 def errors_of_ours(check: Check, device: torch.device) -> Errors:
-    """The error of the output, and of the gradients where there are as many queries as keys."""
+    """Return the error of the output, and of the gradients if there are as many queries as keys."""
     queries, keys = check.length
     gates = random_gates(check.batch, keys, torch.linspace(*GATE_LOGITS, check.heads[0], device=device))
     problem = random_problem(check.batch, keys, check.heads, check.head_dim, gates)
@@ -112,7 +112,7 @@ def _output_and_gradients(function, tensors, options, d_out, backward) -> tuple[
 
 
 def errors_of(name: str, head_dim: int, device: torch.device) -> Errors:
-    """The errors of one of `IMPLEMENTATIONS`, one row of 1024 tokens and 4 heads. Raises what the peer raises."""
+    """Return the errors of one of `IMPLEMENTATIONS` on 1024 tokens and 4 heads. Passes on the peer's exceptions."""
     gates = random_gates(1, 1024, torch.linspace(*GATE_LOGITS, 4, device=device))
     call = IMPLEMENTATIONS[name](problem := random_problem(1, 1024, (4, 4, 4), head_dim, gates))
     found = [x.transpose(1, 2) if call.heads_first else x for x in call.forward_backward()]
@@ -124,7 +124,7 @@ def errors_of(name: str, head_dim: int, device: torch.device) -> Errors:
 
 
 def errors_at_length(length: int, head_dim: int, gated: bool, device: torch.device) -> Errors:
-    """The errors of ours in one row of `length` tokens with 4 heads, against `chunked_reference`."""
+    """Return our errors in one row of `length` tokens with 4 heads, against `chunked_reference`."""
     gates = random_gates(1, length, torch.linspace(*GATE_LOGITS, 4, device=device))
     problem = random_problem(1, length, (4, 4, 4), head_dim, gates)
     found = ours(problem, gated=gated).forward_backward()
@@ -141,7 +141,12 @@ def errors_at_length(length: int, head_dim: int, gated: bool, device: torch.devi
 def chunked_reference(
     q: Tensor, k: Tensor, v: Tensor, log_forget: Tensor, d_out: Tensor, rows: int = 1024
 ) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv, dlog_forget of one head. q, k, v, d_out [T, D], log_forget [T], float64; O(rows T) memory."""
+    """Return out, dq, dk, dv, dlog_forget of one head in O(rows T) memory.
+
+    Args:
+        q, k, v, d_out: [T, D] float64.
+        log_forget: [T] float64.
+    """
     scale, decay = q.shape[-1] ** -0.5, log_forget.cumsum(0)
     out, dq, dk, dv, d_decay = (torch.zeros_like(x) for x in (v, q, k, v, decay))
     for first in range(0, len(q), rows):
@@ -162,12 +167,16 @@ def chunked_reference(
 
 
 def out_of_bounds(errors: Errors) -> list[str]:
-    """The tensors whose error is over `BOUNDS`."""
+    """Return the tensors whose error is over `BOUNDS`."""
     return [f"{name} {error:.1e} over {BOUNDS[name]:.0e}" for name, error in errors.items() if error > BOUNDS[name]]
 
 
 def check_chunked_reference(device: torch.device) -> None:
-    """Raises RuntimeError if `chunked_reference` is not what autograd finds from the definition."""
+    """Check `chunked_reference` against autograd on the definition.
+
+    Raises:
+        RuntimeError: they differ.
+    """
     gates = random_gates(1, 300, torch.tensor([2.0], device=device))
     problem = random_problem(1, 300, (1, 1, 1), 32, gates)
     tensors = [x.double() for x in (problem.q, problem.k, problem.v, gates)]

@@ -1,9 +1,9 @@
-"""The implementations of causal attention that forgetting_attention.py compares, each behind one interface.
+"""Implementations of causal attention that forgetting_attention.py compares, behind one interface.
 
-Each takes a `Problem` and gives a `Call`: a forward pass without arguments, the leaves whose gradients are wanted, and
-the output's gradient. What a model would have at hand is prepared outside of what is timed: the layout each likes best,
-the bound on the logits, block masks. A peer that is not installed raises ImportError, one that cannot do the problem
-whatever it raises.
+Each takes a `Problem` and returns a `Call`: a forward pass without arguments, the leaves to differentiate, and the
+output's gradient. Inputs that a model would already have are prepared untimed: each peer's preferred layout, the bound
+on the logits, block masks. A peer that is not installed raises ImportError; one that does not support the problem
+raises its own exception.
 """
 
 import importlib
@@ -20,12 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.measuring.timing import Call
 from kernels import forgetting_attention
 
-PRUNE = -10.0  # natural log of the attention mass that pruning may lose, the papers' value
+PRUNE = -10.0  # natural log of the attention mass that pruning may lose, as in the papers
 
 
 @dataclass
 class Problem:
-    """What to compute.
+    """Inputs of one attention call.
 
     q, k, v: [B, T, H, D], heads of k and v may be fewer. log_forget: [B, T, Hq] float32. d_out: [B, T, Hq, Dv].
     logit_bound: [Hq] float32, largest |q.k| / sqrt(D). window, cu_seqlens: as in `forgetting_attention`.
@@ -42,7 +42,7 @@ class Problem:
 
 
 def largest_logits(q: Tensor, k: Tensor) -> Tensor:
-    """[Hq] float32: the bound on |q.k| / sqrt(D) that the largest norms of q and k `[B, T, H, D]` give."""
+    """Return the bound on |q.k| / sqrt(D) from the largest norms of q and k `[B, T, H, D]`, [Hq] float32."""
     norms = [torch.linalg.vector_norm(x.float(), dim=-1).amax((0, 1)) for x in (q, k)]
     return q.shape[3] ** -0.5 * norms[0] * norms[1].repeat_interleave(q.shape[2] // k.shape[2])
 
@@ -56,7 +56,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def ours(problem: Problem, gated: bool = True, pruned: bool = False) -> Call:
-    """`kernels.forgetting_attention`."""
+    """Call `kernels.forgetting_attention`."""
     tensors = (problem.q, problem.k, problem.v) + ((problem.log_forget,) if gated else ())
     leaves = tuple(_leaf(x) for x in tensors)
     options = {"prune": PRUNE, "logit_bound": problem.logit_bound} if pruned else {}
@@ -65,17 +65,17 @@ def ours(problem: Problem, gated: bool = True, pruned: bool = False) -> Call:
 
 
 def ours_plain(problem: Problem) -> Call:
-    """The same without gates."""
+    """Call ours without gates."""
     return ours(problem, gated=False)
 
 
 def ours_pruned(problem: Problem) -> Call:
-    """The same with pruning."""
+    """Call ours with pruning."""
     return ours(problem, pruned=True)
 
 
 def official(problem: Problem, pruned: bool = False) -> Call:
-    """The Triton kernel of the Forgetting Transformer's authors, which takes equal heads and equal lengths alone."""
+    """Call the Triton kernel of the Forgetting Transformer's authors; it needs equal heads and equal lengths."""
     kernel = importlib.import_module("forgetting_transformer").forgetting_attention
     _refuse(problem, window=True, cu_seqlens=True)
     q, k, v = (_heads_first(x) for x in (problem.q, problem.k, problem.v))
@@ -94,12 +94,12 @@ def official(problem: Problem, pruned: bool = False) -> Call:
 
 
 def official_pruned(problem: Problem) -> Call:
-    """The same with adaptive computation pruning, at the same threshold as ours."""
+    """Call the authors' kernel with adaptive computation pruning, at our threshold."""
     return official(problem, pruned=True)
 
 
 def fla(problem: Problem) -> Call:
-    """flash-linear-attention's parallel forgetting attention."""
+    """Call flash-linear-attention's parallel forgetting attention."""
     kernel = importlib.import_module("fla.ops.forgetting_attn").parallel_forgetting_attn
     cu_seqlens = None if problem.cu_seqlens is None else problem.cu_seqlens.long()
     leaves = tuple(_leaf(x) for x in (problem.q, problem.k, problem.v, problem.log_forget))
@@ -119,11 +119,11 @@ def _sdpa(problem: Problem, backend: SDPBackend) -> Call:
 
 
 def sdpa_flash(problem: Problem) -> Call:
-    """PyTorch's FlashAttention-2, no gate; for packed documents its variable-length form."""
+    """Call PyTorch's FlashAttention-2, no gate; for packed documents its variable-length form."""
     if problem.cu_seqlens is None:
         return _sdpa(problem, SDPBackend.FLASH_ATTENTION)
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # The name of the causal mask changed between PyTorch's versions.
+    # The argument for the causal mask was renamed between PyTorch versions.
     has_flag = "is_causal" in inspect.signature(varlen_attn).parameters
     causal = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
     leaves = tuple(_leaf(x[0]) for x in (problem.q, problem.k, problem.v))
@@ -134,7 +134,7 @@ def sdpa_flash(problem: Problem) -> Call:
 
 
 def sdpa_cudnn(problem: Problem) -> Call:
-    """cuDNN through PyTorch, no gate."""
+    """Call cuDNN through PyTorch, no gate."""
     return _sdpa(problem, SDPBackend.CUDNN_ATTENTION)
 
 
@@ -152,17 +152,17 @@ def _flash_attention(problem: Problem, module: str) -> Call:
 
 
 def flash_attention_3(problem: Problem) -> Call:
-    """FlashAttention-3 (CUDA C++), no gate."""
+    """Call FlashAttention-3 (CUDA C++), no gate."""
     return _flash_attention(problem, "flash_attn_interface")
 
 
 def flash_attention_4(problem: Problem) -> Call:
-    """FlashAttention-4's kernels (CuTe DSL), which on Hopper follow FlashAttention-3; no gate."""
+    """Call FlashAttention-4 (CuTe DSL), no gate; on Hopper it follows FlashAttention-3."""
     return _flash_attention(problem, "flash_attn.cute")
 
 
 def flex(problem: Problem) -> Call:
-    """PyTorch's flex_attention, compiled, with the gate as `-c_j` on the scores: c_i cancels in the softmax."""
+    """Call PyTorch's flex_attention, compiled, with `-c_j` added to the scores: c_i cancels in the softmax."""
     _refuse(problem, window=True, cu_seqlens=True)
     module = importlib.import_module("torch.nn.attention.flex_attention")
     q, k, v = (_heads_first(x) for x in (problem.q, problem.k, problem.v))
@@ -186,7 +186,7 @@ def _refuse(problem: Problem, window: bool = False, cu_seqlens: bool = False) ->
         raise NotImplementedError("no packed documents")
 
 
-# In the order of the tables' columns.
+# In the order of the table columns.
 IMPLEMENTATIONS: dict[str, Callable[[Problem], Call]] = {
     "ours, plain": ours_plain,
     "ours, gated": ours,

@@ -1,4 +1,4 @@
-"""What the attention benchmark measures, and its pictures."""
+"""Rows and plots of the attention benchmark."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(tables.Row):
-    """rate: TFLOP/s, or GB/s where `section` is decoding. pruned: the fraction of tiles that can be."""
+    """A measurement. rate: TFLOP/s, or GB/s if `section` is decoding. pruned: the fraction of prunable tiles."""
 
     shape: Shape
     rate: float | None
@@ -34,7 +34,7 @@ class Row(tables.Row):
 
 
 def draw_rates(rows: Sequence[Row], path: Path) -> Path:
-    """TFLOP/s of forward + backward against length, a panel for each head dimension."""
+    """Plot TFLOP/s of forward + backward against length, a panel for each head dimension."""
     dims = sorted({row.shape.head_dim for row in rows})
     figure = Figure(figsize=(6 * len(dims), 4.5), layout="constrained")
     for axes, head_dim in zip(figure.subplots(1, len(dims), squeeze=False)[0], dims, strict=True):
@@ -60,7 +60,7 @@ def draw_rates(rows: Sequence[Row], path: Path) -> Path:
 
 
 def draw_pruning(rows: Sequence[Row], path: Path) -> Path:
-    """Milliseconds of forward + backward against the fraction of tiles pruned; trained gates are marked."""
+    """Plot milliseconds of forward + backward against the fraction of tiles pruned; mark trained gates."""
     figure = Figure(figsize=(6, 4.5), layout="constrained")
     axes = figure.subplots()
     for number, name in enumerate(dict.fromkeys(row.implementation for row in rows)):

@@ -1,4 +1,4 @@
-"""The run of the attention benchmark: its problems, its measurements, and gates of trained models."""
+"""A run of the attention benchmark: problems, measurements, and gates of trained models."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from benchmarks.attention.attention_report import Row, Shape
 from benchmarks.measuring.comparison_run import Run
 from benchmarks.measuring.timing import BOTH, FORWARD
 
-GATE_LOGIT = 3.0  # gates are logsigmoid(N(3, 1)) unless said otherwise
+GATE_LOGIT = 3.0  # by default gates are logsigmoid(N(3, 1))
 WITH_BACKWARD = 3.5  # FLOPs of forward + backward, in forward passes
 
 
 @dataclass(frozen=True)
 class TrainedGates:
-    """What trained_gates.py stored: log_forget [heads, tokens] from the fastest head to forget to the slowest, and
+    """Output of trained_gates.py: log_forget [heads, tokens] from the fastest head to forget to the slowest, and
     logit_bound [heads]."""
 
     log_forget: Tensor
@@ -37,7 +37,7 @@ class TrainedGates:
         return cls(gates[order], bound[order])
 
     def put_into(self, problem: Problem) -> Problem:
-        """The problem with gates and bounds of heads spread evenly over all that are stored."""
+        """Return the problem with stored gates and bounds, of heads spread evenly over all stored ones."""
         batch, length, heads = problem.log_forget.shape
         chosen = torch.linspace(0, len(self.log_forget) - 1, heads).round().long().to(self.log_forget.device)
         repeats = math.ceil(batch * length / self.log_forget.shape[1])
@@ -48,7 +48,7 @@ class TrainedGates:
 
 
 def pruned_fraction(log_forget: Tensor, logit_bound: Tensor, tile: int = 128) -> float:
-    """The fraction of the causal tile x tile blocks whose largest decay bias is under the pruning threshold.
+    """Return the fraction of the causal tile x tile blocks whose largest decay bias is under the pruning threshold.
 
     log_forget: [B, T, H]. logit_bound: [H].
     """
@@ -62,13 +62,13 @@ def pruned_fraction(log_forget: Tensor, logit_bound: Tensor, tile: int = 128) ->
 
 
 def attention_flops(shape: Shape) -> float:
-    """Of the forward pass of causal attention: two products for half of the T x T pairs."""
+    """Return the FLOPs of causal attention's forward pass: two products for half of the T x T pairs."""
     return 2 * shape.batch * shape.heads[0] * shape.length**2 * shape.head_dim
 
 
 @dataclass(kw_only=True)
 class Benchmark(Run):
-    """The run, with what is known of the peers' errors."""
+    """A run, with the errors found in peers."""
 
     name = "forgetting_attention"
     title = "Forgetting attention"
@@ -83,17 +83,17 @@ class Benchmark(Run):
     row = Row
 
     trained: TrainedGates | None
-    wrong: dict[tuple[str, int], str] = field(default_factory=dict)  # (peer, head_dim): what its errors say
+    wrong: dict[tuple[str, int], str] = field(default_factory=dict)  # (peer, head_dim): its errors out of bounds
 
     def versions(self) -> str:
         return f"{super().versions()}, cuDNN {torch.backends.cudnn.version()}"
 
     def cap(self, shape: Shape) -> Shape:
-        """The shape, no longer than `longest`."""
+        """Return the shape with its length capped at `longest`."""
         return Shape(shape.batch, shape.heads, min(shape.length, self.longest), shape.head_dim)
 
     def problem(self, shape: Shape, logit: float = GATE_LOGIT) -> Problem:
-        """Random tensors, and gates logsigmoid(N(logit, 1))."""
+        """Draw random tensors, and gates logsigmoid(N(logit, 1))."""
         logits = torch.full((shape.heads[0],), logit, device=self.device)
         gates = checks.random_gates(shape.batch, shape.length, logits)
         return checks.random_problem(shape.batch, shape.length, shape.heads, shape.head_dim, gates)
@@ -112,7 +112,7 @@ class Benchmark(Run):
     ) -> list[Row]:
         """Measure the implementations in turn, `rounds` times, and keep the median of the rounds.
 
-        flops: of the forward pass, where it is not that of full causal attention. pruned: to be kept with the times.
+        flops: of the forward pass, if not full causal attention. pruned: stored with the times.
         """
         self.say(f"{section}: {shape} {parameter}")
         flops = attention_flops(shape) if flops is None else flops

@@ -1,8 +1,8 @@
-"""Forgetting attention beside its peers, in one run: `python -m benchmarks.attention.forgetting_attention`.
+"""Forgetting attention against its peers, in one run: `python -m benchmarks.attention.forgetting_attention`.
 
 First the errors of every kernel of ours against float64 (the run stops at one out of bounds), then times: forward, and
 forward + backward with the gradients of all inputs, on random bfloat16 data, each implementation in the layout it
-likes best. What is not installed is left out and named.
+prefers. Peers that are not installed are skipped and listed.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TARGET_SHAPES = [
     Shape(4, (16,) * 3, 4096, 128),
     Shape(1, (16,) * 3, 16384, 128),
 ]
-# (implementation, shape, most that forward + backward may take of cuDNN's time without a gate)
+# (implementation, shape, largest allowed ratio of forward + backward to cuDNN's time without a gate)
 TARGETS = [
     ("ours, gated", TARGET_SHAPES[0], 1.30),
     ("ours, gated", TARGET_SHAPES[1], 1.25),
@@ -46,7 +46,7 @@ SECTIONS = ("targets", "diffqkv", "decoding", "pruning", "windows", "packed", "h
 
 
 def check(run: Benchmark, quick: bool) -> list[str]:
-    """The error tables. Returns what is out of bounds: ours alone, peers' errors are only shown."""
+    """Write the error tables. Return our errors out of bounds; peers' errors are only shown."""
     checks.check_chunked_reference(run.device)
     wrong, lines = [], []
     for case in checks.CHECKS:
@@ -100,7 +100,7 @@ def targets(run: Benchmark, quick: bool) -> None:
     names = [name for name in IMPLEMENTATIONS if name != "flex"]
     for shape in TARGET_SHAPES:
         capped = run.cap(shape)
-        flex = not quick and shape == TARGET_SHAPES[1]  # it compiles anew for each shape
+        flex = not quick and shape == TARGET_SHAPES[1]  # it recompiles for each shape
         problem = run.problem(capped)
         fraction = pruned_fraction(problem.log_forget, problem.logit_bound)
         found = run.side_by_side("targets", names + ["flex"] * flex, capped, problem, rounds=2, pruned=fraction)
@@ -133,7 +133,7 @@ def targets(run: Benchmark, quick: bool) -> None:
 
 
 def diffqkv(run: Benchmark) -> None:
-    """Fewer heads of k than of v: the time must be that of grouped heads."""
+    """Measure fewer heads of k than of v: it must be as fast as grouped heads."""
     rows: list[Row] = []
     for key_heads, value_heads in ((4, 16), (16, 16), (32, 32)):
         shape = run.cap(Shape(1, (32, key_heads, value_heads), 16384, 64))
@@ -155,7 +155,7 @@ def windows(run: Benchmark) -> None:
         problem.window = window
         label = "no window" if window is None else f"window {window}"
         seen = shape.length if window is None else min(window, shape.length)
-        # Some peers compile their kernels anew for each window.
+        # Some peers recompile their kernels for each window.
         names = ["ours, gated"] + ["fla", "FA3", "FA4"] * (window in (1024, None))
         share = (2 * shape.length - seen) * seen / shape.length**2
         flops = share * attention_flops(shape)
@@ -164,7 +164,7 @@ def windows(run: Benchmark) -> None:
 
 
 def packed(run: Benchmark) -> None:
-    """One row of documents whose lengths are spread evenly in log."""
+    """Measure one row of packed documents whose log lengths are spread evenly."""
     length = min(65536, run.longest)
     bounds = spread_documents(length)
     lengths = [end - start for start, end in pairwise(bounds)]
@@ -232,7 +232,7 @@ def pruning(run: Benchmark) -> None:
 
 @torch.no_grad()
 def decoding(run: Benchmark) -> None:
-    """One query a row against a long cache: the share of the copy rate at which k, v and the gates are read."""
+    """Measure one query per row against a long cache: bandwidth of reading k, v and the gates over the copy rate."""
     copy = copy_rate(run.device)
     run.say(f"a copy moves {copy:.0f} GB/s")
     batch, length, rows = 16, min(32768, run.longest), []
@@ -286,7 +286,7 @@ def decoding(run: Benchmark) -> None:
 
 
 def host(run: Benchmark) -> None:
-    """How long the host is busy with a call, which the other tables leave out."""
+    """Measure the host time of a call, which the other tables exclude."""
     if run.device.type != "cuda":
         return
     problem, cells = run.problem(Shape(1, (4,) * 3, 256, 64)), []
@@ -305,7 +305,7 @@ def host(run: Benchmark) -> None:
 
 
 def main() -> int:
-    """Check, measure, print a short table, and leave the report, the numbers and the pictures. Returns the status."""
+    """Check, measure, print a short table, write the report, the numbers and the plots; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--gates", type=Path, help="gates of a trained model, by benchmarks.attention.trained_gates")
     arguments = parse(parser, SECTIONS, [2**n for n in range(10, 18)])

@@ -1,6 +1,6 @@
 """The forget gates of a trained model, for the other benchmarks: `python -m benchmarks.attention.trained_gates RUN`.
 
-Reads the longest held-out document of a run of `job=pretrain`, and stores what its attention layers make of it.
+Reads the longest held-out document of a `job=pretrain` run, and stores its attention layers' gates and logit bounds.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from lit_modules.generation.job import load
 
 
 def longest_document(data: TokenData, length: int) -> torch.Tensor:
-    """[1, T] int64: the first `length` tokens, or fewer, of the longest held-out document."""
+    """Return up to `length` first tokens of the longest held-out document, [1, T] int64."""
     longest = torch.empty(1, 0, dtype=torch.int64)
     for batch in data.val_dataloader():
         for start, end in itertools.pairwise(batch["cu_seqlens"].tolist()):
@@ -33,7 +33,7 @@ def longest_document(data: TokenData, length: int) -> torch.Tensor:
 
 @torch.no_grad()
 def gates_and_bounds(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """log_forget [layers, T, heads] and the bounds on the logits [layers, heads], float16 and float32."""
+    """Return log_forget [layers, T, heads] float16 and the bounds on the logits [layers, heads] float32."""
     gates, bounds = [], []
     with torch.autocast(tokens.device.type, torch.bfloat16):
         found = projections(model, tokens)
@@ -45,7 +45,7 @@ def gates_and_bounds(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[np.n
 
 
 def main() -> int:
-    """Store the gates and print what they are like. Returns the status."""
+    """Store the gates and print their statistics; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=Path, help="folder of a run of job=pretrain whose model has forget gates")
     parser.add_argument("--length", type=int, default=16384, help="tokens, at most")

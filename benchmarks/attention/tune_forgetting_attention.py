@@ -1,7 +1,7 @@
 """Find the block sizes of forgetting attention on this GPU: `python -m benchmarks.attention.tune_forgetting_attention`.
 
-Every candidate is compiled (in processes of their own, side by side), held to float64 on a short odd length, and only
-then timed, with gates, forward or backward alone. What it prints, best first, belongs into
+Every candidate is compiled (in parallel processes), checked against float64 on a short odd length, and only then timed,
+with gates, forward or backward alone. It prints the candidates, best first; the best belongs in
 kernels/forgetting_attention/triton_configs.py.
 """
 
@@ -31,7 +31,7 @@ from kernels.forgetting_attention.triton_ranges import find_ranges
 CANDIDATES = {
     "forward": [Config(m, n, w, s) for m, n, w, s in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))],
     "backward": [Config(m, n, w, s) for m, n, w, s in product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3))],
-    # The Hopper kernels have 64 queries or keys a warpgroup: what is left to choose is little.
+    # The Hopper kernels have 64 queries or keys per warpgroup, which leaves few choices.
     "hopper_forward": [Config(128, n, 4, s) for n, s in product((64, 128), (2, 3, 4))],
     "hopper_backward": [Config(64, 128, 4, s) for s in (2, 3, 4)],
 }
@@ -40,7 +40,7 @@ CHECKED_AT = (2, 333, 2)
 
 
 class Problem:
-    """Random q, k, v, gates and a gradient of the output, with the forward pass of the table as it is."""
+    """Random q, k, v, gates and gradient of the output, with a forward pass by the current table."""
 
     def __init__(self, batch: int, length: int, heads: int, head_dim: int):
         shape = (batch, length, heads, head_dim)
@@ -52,7 +52,7 @@ class Problem:
         self.out, self.lse = self.run("forward", select("forward", self.q, self.v))
 
     def run(self, kernel: str, config: Config) -> tuple[Tensor, ...]:
-        """out and lse of a forward pass, or the gradients of q, k and v and more."""
+        """Return out and lse of a forward pass, or the results of a backward pass, gradients of q, k and v first."""
         qkv = (self.q, self.k, self.v)
         saved = (self.grad, *qkv, self.out, self.lse) if "backward" in kernel else qkv
         if kernel == "hopper_forward":
@@ -64,7 +64,7 @@ class Problem:
 
 
 def check(kernel: str, head_dim: int, config: Config) -> str:
-    """Why a candidate cannot be taken, or nothing."""
+    """Return why a candidate is unusable, or an empty string."""
     torch.manual_seed(0)
     try:
         problem = Problem(*CHECKED_AT, head_dim)
@@ -86,14 +86,14 @@ def check(kernel: str, head_dim: int, config: Config) -> str:
 
 
 def main() -> None:
-    """Print what each kernel's candidates take."""
+    """Print the times of each kernel's candidates."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kernels", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
     parser.add_argument("--head-dims", type=int, nargs="+", choices=TUNED_AT, default=[64, 128])
     parser.add_argument("--processes", type=int, default=8, help="that compile")
     arguments = parser.parse_args()
     jobs = [(k, d, c) for k, d in product(arguments.kernels, arguments.head_dims) for c in CANDIDATES[k]]
-    # Compiled kernels stay in Triton's cache on disk, from which this process then takes them.
+    # Compiled kernels are stored in Triton's disk cache, where this process finds them.
     with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
         found = dict(zip(jobs, pool.starmap(check, jobs), strict=True))
     for kernel, head_dim in product(arguments.kernels, arguments.head_dims):

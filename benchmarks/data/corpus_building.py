@@ -1,9 +1,8 @@
-"""`job=corpus` against the same datatrove steps by hand, and its cost over the size of the input.
+"""`job=corpus` against the same datatrove steps by hand, and how its cost scales with the input.
 
-`python -m benchmarks.data.corpus_building text/*.jsonl` (or a folder; of text, not of WARC files). By hand is what one
-would write with datatrove alone: its executor, readers and writers, and the same steps in the same pipelines, without
-the record of what each step removed, the split by text, the card and the manifest. Runs alternate; the table gives
-medians.
+`python -m benchmarks.data.corpus_building text/*.jsonl` (or a folder; text, not WARC files). "By hand" is a script with
+datatrove alone: its executor, readers and writers, and the same steps in the same pipelines, without the record of
+removals, the split by text, the card and the manifest. Runs alternate; the table gives medians.
 """
 
 import argparse
@@ -68,14 +67,14 @@ def write_input(paths: list[str], folder: Path, size: int) -> int:
 
 
 def by_job(text: Path, out: Path, workers: int, recipes: Path) -> None:
-    """Build a corpus by the command."""
+    """Build a corpus with the command."""
     command = [sys.executable, "-m", "palimpsest", "job=corpus", "corpus=measured", f"corpus.output={out}"]
     settings = [f"corpus.sources.text.path={text}", f"corpus.tasks={TASKS}", f"executor.workers={workers}"]
     _measured([*command, *settings, f"hydra.searchpath=[file://{recipes}]"])
 
 
 def by_hand(text: Path, out: Path, workers: int) -> None:
-    """Build the same by a script of datatrove's steps."""
+    """Build the same corpus with a script of datatrove's steps."""
     _measured([sys.executable, "-m", "benchmarks.data.corpus_by_hand", str(text), str(out), str(TASKS), str(workers)])
 
 
@@ -86,8 +85,8 @@ def _measured(command: list[str]) -> None:
 
 
 def measure(run: object, *arguments: object) -> tuple[float, float]:
-    """Return seconds, and seconds of processor time, of a run and all its processes."""
-    # A pool leaves processes behind, whose time counts only for who waits for them: let that be this one (Linux).
+    """Return wall-clock seconds and CPU seconds of a run and all its processes."""
+    # A pool leaves orphans, whose CPU time counts only for the process that reaps them: reap them here (Linux).
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     run(*arguments)
@@ -100,7 +99,7 @@ def measure(run: object, *arguments: object) -> tuple[float, float]:
 
 
 def overhead(text: Path, scratch: Path, recipes: Path, workers: int, repeats: int) -> tuple[str, list[float]]:
-    """Return the table of both, and the ratios of their medians: of seconds and of processor time."""
+    """Return the table of both, and the ratios of their medians: wall-clock and CPU time."""
     runs = {"datatrove's steps by hand": (by_hand,), "job=corpus": (by_job, recipes)}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     documents = {}
@@ -135,7 +134,7 @@ def _bytes_kept(out: Path) -> int:
 
 
 def scaling(paths: list[str], scratch: Path, recipes: Path, workers: int, size: int) -> str:
-    """Return the table of the job at 1, 4 and 16 times `size` bytes of text."""
+    """Return the table of the job on 1, 4 and 16 times `size` bytes of text."""
     lines = []
     for times in (1, 4, 16):
         text, out = scratch / f"text-{times}", scratch / f"out-{times}"
@@ -162,7 +161,7 @@ def _peaks(out: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    """Measure, print the tables, and write them beside this file."""
+    """Measure, print the tables, and write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("text", nargs="+", help="files or folders of text: .txt .md .jsonl .parquet")
     parser.add_argument("--megabytes", type=float, default=20, help="of text, for the comparison (10^6 bytes)")

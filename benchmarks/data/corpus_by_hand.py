@@ -1,4 +1,4 @@
-"""The recipe of corpus_building.py as one writes it with datatrove alone: give text, out, tasks, workers."""
+"""The recipe of corpus_building.py written with datatrove alone; arguments: text, out, tasks, workers."""
 
 import sys
 from pathlib import Path
@@ -14,12 +14,12 @@ CONF = Path(__file__).resolve().parents[2] / "conf" / "cleaning"
 
 
 def settings(name: str) -> dict:
-    """Return the step's settings as the recipe has them."""
+    """Return the recipe's settings of a step."""
     return yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def text_alone(_writer: ParquetWriter, document: Document) -> dict[str, str]:
-    """Return a row; metadata differ from document to document, and Parquet's columns may not."""
+    """Return a row without metadata: its keys differ between documents, but Parquet columns must not."""
     return {"id": document.id, "text": document.text}
 
 

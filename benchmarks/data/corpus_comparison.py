@@ -1,8 +1,8 @@
-"""A model trained on a cleaned corpus beside one trained on unfiltered text, on the same held-out text.
+"""A model trained on a cleaned corpus against one trained on unfiltered text, on the same held-out text.
 
 `python -m benchmarks.data.corpus_comparison prepare CLEANED UNFILTERED OUT` takes two corpora of `job=corpus` and
-writes equally much training text of each below OUT, so that both can be trained for the same tokens without reading
-anything twice. Files that either holds out are in the training text of neither. It prints the two commands; afterwards
+writes the same amount of training text of each below OUT, so that both models train on the same number of tokens
+without repeats. Files that either corpus holds out are in neither training text. It prints the two commands; afterwards
 `python -m benchmarks.data.corpus_comparison report RUN_CLEANED RUN_UNFILTERED` writes the table.
 """
 
@@ -31,7 +31,7 @@ def rows_of(corpus: Path, split: str) -> Iterator[dict]:
 
 
 def prepare(corpora: dict[str, Path], out: Path, size: int) -> None:
-    """Write `size` bytes of training text of each corpus, and all that it holds out."""
+    """Write `size` bytes of training text of each corpus, and all of its held-out text."""
     held_out = {row["origin"] for corpus in corpora.values() for row in rows_of(corpus, "validation")}
     for name, corpus in corpora.items():
         rows = [row for row in rows_of(corpus, "train") if row["origin"] not in held_out]
@@ -70,7 +70,7 @@ def _write(folder: Path, split: str, rows: list[dict]) -> None:
 
 
 def report(cleaned: Path, unfiltered: Path) -> None:
-    """Write the table of both runs' held-out bits per byte by component."""
+    """Write the table of both runs' held-out bits per byte for each component."""
     runs = [json.loads((run / "summary.json").read_text()) for run in (cleaned, unfiltered)]
     found = [run["validation_by_component"] for run in runs]
     lines = []

@@ -1,8 +1,8 @@
 """Turn a folder of HTML documentation into a crawl: `python -m benchmarks.data.local_crawl /usr/share/doc crawl`.
 
 The folder is served on the loopback interface, and each folder in it is a site: crawled breadth first from its topmost
-index pages (from all its pages where it has none), by the links that stay within it. Requests and responses are
-recorded as they went over the wire, redirects and missing pages too, so what reads the files meets what a crawl holds.
+index pages (from all its pages if it has none), along links that stay within it. Requests and responses are recorded
+as sent, with redirects and missing pages, so readers of the files meet what a real crawl holds.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from threading import Thread
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from lxml import etree
-from warcio.capture_http import capture_http  # before any use of http.client: it takes the place of its connections
+from warcio.capture_http import capture_http  # before any use of http.client: it replaces its connections
 from warcio.warcwriter import WARCWriter
 
 from data_pipeline.progress import Stage
@@ -31,10 +31,10 @@ REFRESH = "//meta[translate(@http-equiv, 'REFSH', 'refsh') = 'refresh']/@content
 
 
 class Documentation(SimpleHTTPRequestHandler):
-    """Serves the files under a folder; neither listings, nor what links lead to outside of it."""
+    """Serves the files under a folder, without listings and without targets of symlinks outside of it."""
 
     protocol_version = "HTTP/1.1"  # one connection for all requests
-    disable_nagle_algorithm = True  # headers and body are two writes, the second of which would wait
+    disable_nagle_algorithm = True  # headers and body are two writes; the second would wait
 
     def send_head(self) -> object:
         """Send the headers and return the open file, or answer 404."""
@@ -44,16 +44,16 @@ class Documentation(SimpleHTTPRequestHandler):
         return self.send_error(HTTPStatus.NOT_FOUND)
 
     def list_directory(self, path: str) -> None:
-        """Answer 404: a listing is no page of the documentation."""
+        """Answer 404: a listing does not belong to the documentation."""
         self.send_error(HTTPStatus.NOT_FOUND)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: the crawl counts the answers."""
+        """Log nothing: the crawl counts the answers."""
 
 
 @contextmanager
 def served(folder: Path, port: int) -> Iterator[int]:
-    """Serve a folder in a thread and yield the port; 0 takes a free one. Ends the program where a port is taken."""
+    """Serve a folder in a thread and yield the port; 0 picks a free one. Exit if the port is taken."""
     try:
         server = ThreadingHTTPServer((HOST, port), partial(Documentation, directory=str(folder)))
     except OSError as error:
@@ -67,7 +67,7 @@ def served(folder: Path, port: int) -> Iterator[int]:
 
 
 def start_pages(site: Path) -> list[Path]:
-    """Return the index pages that have none in a folder above theirs; all HTML files where there is no index."""
+    """Return the index pages without another index page in a parent folder; all HTML files if there is no index."""
     indexes, pages = [], []
     for folder, below, names in os.walk(site):
         below.sort()
@@ -80,7 +80,7 @@ def start_pages(site: Path) -> list[Path]:
 
 
 def links(body: bytes, path: str) -> Iterator[str]:
-    """Yield the paths on this server that a page at `path` links to, as they are asked for."""
+    """Yield the request paths on this server that a page at `path` links to."""
     parser = etree.HTMLParser(huge_tree=False, no_network=True)
     document = etree.fromstring(body, parser) if body.strip() else None
     if document is None:
@@ -108,7 +108,7 @@ class Crawl:
         self._seen: set[str] = set()
 
     def _in_order(self) -> Iterator[str]:
-        """Yield paths to ask for, site by site; what `found` is told meanwhile comes after what waits."""
+        """Yield paths to request, site by site; paths passed to `found` meanwhile are queued last."""
         for site in sorted(path for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink()):
             self.site = quote(f"/{site.name}/")
             self._waiting.clear()
@@ -121,14 +121,14 @@ class Crawl:
                 yield self._waiting.popleft()
 
     def found(self, path: str) -> None:
-        """Note a path to be asked for, if it is of this site, may be a page and is not known."""
+        """Queue a path for a request if it belongs to this site, may be a page and is new."""
         name = path.rpartition("/")[2].lower()
         if path.startswith(self.site) and path not in self._seen and ("." not in name or name.endswith(ENDINGS)):
             self._seen.add(path)
             self._waiting.append(path)
 
     def record(self, writer: WARCWriter, port: int, limit: int, stage: Stage) -> bool:
-        """Record pages until the writer's file has `limit` bytes; return whether there are more."""
+        """Record pages until the writer's file has `limit` bytes; return whether pages remain."""
         from http.client import HTTPConnection  # warcio's
 
         with capture_http(writer):
@@ -154,14 +154,14 @@ class Crawl:
 
 
 def crawl(folder: Path, output: Path, pages: int, port: int, file_bytes: int, delay: float = 0.0) -> Crawl:
-    """Record a crawl of `folder` as output/crawl-00000.warc.gz and so on, and return what came of it."""
+    """Record a crawl of `folder` as output/crawl-00000.warc.gz and so on, and return the crawl with its counts."""
     output.mkdir(parents=True, exist_ok=True)
     done = Crawl(folder, pages, delay)
     with served(folder, port) as port, Stage("crawling", "pages") as stage:
         more, number = True, 0
         while more:
             whole = output / f"crawl-{number:05d}.warc.gz"
-            beside = whole.with_suffix(".part")  # not the name of a WARC file until it is whole
+            beside = whole.with_suffix(".part")  # gets the name of a WARC file only when complete
             with beside.open("wb") as file:
                 more = done.record(WARCWriter(file, gzip=True), port, file_bytes, stage)
             beside.replace(whole)

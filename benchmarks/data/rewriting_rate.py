@@ -1,8 +1,8 @@
-"""Tokens a second of `job=rewrite` with a model in process: `python -m benchmarks.data.rewriting_rate text`.
+"""Tokens per second of `job=rewrite` with an in-process model: `python -m benchmarks.data.rewriting_rate text`.
 
-The whole job runs, prompts, screens, journal and shards, on random weights of a Llama's shape: what they say means
-nothing, so every answer is as long as it may be, and the screens leave it out. The clock starts when the weights are
-loaded. What the job costs beside the model is told apart: it is what a faster server would meet.
+The whole job runs (prompts, screens, journal and shards) on random weights of a Llama's shape: the answers are noise,
+so each has the maximum length, and the screens drop it. The clock starts when the weights are loaded. The job's cost
+without the model is reported separately: it bounds the rate with a faster server.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SHAPES = {  # layers, hidden, FFN, heads, key/value heads
 
 
 class Timed(InProcess):
-    """Counts the seconds in which the model generates, and those since it was loaded."""
+    """Measures the seconds of generation, and the seconds since the model was loaded."""
 
     async def start(self, folder: Path, requests: int, tokens: int) -> None:
         """Load the model, and start the clock."""
@@ -54,7 +54,7 @@ class Timed(InProcess):
 
 
 def write_documents(paths: list[str], count: int, characters: int, folder: Path) -> Path:
-    """Write the first `count` documents that have so many characters, and no more of them."""
+    """Write the first `count` documents that have at least `characters` characters, cut to that length."""
     folder.mkdir()
     writer = ShardWriter(folder, "train")
     documents = TextFiles(paths).documents(Problems(), 1)
@@ -70,7 +70,7 @@ def save_model(shape: str, documents: Path, folder: Path) -> Path:
     """Save random weights in bfloat16, and a tokenizer trained on the documents."""
     layers, hidden, feed_forward, heads, key_value_heads = SHAPES[shape]
     tokenizer = ByteLevelBPE(32768).build(documents)
-    tokenizer.eos_token = None  # no answer ends before it must
+    tokenizer.eos_token = None  # every answer has the maximum length
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     tokenizer.save_pretrained(folder)
     config = transformers.LlamaConfig(

@@ -1,9 +1,9 @@
-"""Tokenization, whole stage against the bare encoder: `python -m benchmarks.data.tokenization`.
+"""Tokenization, the whole stage against the bare encoder: `python -m benchmarks.data.tokenization`.
 
 The stage reads Parquet, encodes in parallel, packs and writes Arrow; the bare encoder is `encode_batch_fast` of
-`tokenizers` on all cores with the texts already in memory, its tokens left where they are. Both use the same tokenizer,
-text and cores and alternate; the table gives medians. Processor time, all processes included, is given too: other work
-on the machine hardly moves it.
+`tokenizers` on all cores with the texts already in memory and its tokens discarded. Both use the same tokenizer, text
+and cores and alternate; the table gives medians. It also gives CPU time over all processes, which other work on the
+machine hardly affects.
 """
 
 import argparse
@@ -32,27 +32,27 @@ RESULT = RESULTS / "tokenization.md"
 
 
 def bare_encoder(tokenizer: tokenizers.Tokenizer, documents: list[str]) -> int:
-    """Return the tokens of one pass of the batch encoder; its cache of words is cold, as in a stage of its own."""
+    """Return the number of tokens of one pass of the batch encoder; its word cache is cold, as in a separate stage."""
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
     return sum(map(len, tokenizer.encode_batch_fast(documents, add_special_tokens=False)))
 
 
 def whole_stage(data: TextData, documents_folder: Path, processes: int) -> int:
-    """Return the tokens of the stage, processes started and files closed."""
+    """Return the number of tokens of the stage, including process start and closing files."""
     with tempfile.TemporaryDirectory() as folder:
         counts = write_blocks(documents_folder, data.hf_tokenizer, Path(folder), data.block_length, processes)
     return sum(counts[split]["tokens"] for split in SPLITS)
 
 
 def measure(run: Callable[[], int]) -> tuple[float, float]:
-    """Return tokens per second, and seconds of processor time per million tokens, of this process and its children."""
+    """Return tokens per second, and CPU seconds per million tokens of this process and its children."""
     start, processor = time.perf_counter(), sum(os.times()[:4])
     tokens = run()
     return tokens / (time.perf_counter() - start), (sum(os.times()[:4]) - processor) / tokens * 1e6
 
 
 def main() -> None:
-    """Measure, print the table, and write it beside this file."""
+    """Measure, print the table, and write it to a file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--megabytes", type=int, default=20, help="of local documentation (10^6 bytes)")
     parser.add_argument("--repeats", type=int, default=7)
