@@ -1,1 +1,1 @@
-"""Markup turned into text: LaTeX, HTML and roff."""
+"""Conversion of markup to text: LaTeX, HTML and roff."""

@@ -14,7 +14,7 @@ _NAME = r"(?:\((?P<{0}2>..)|\[(?P<{0}l>[^\]]*)\]|(?P<{0}1>.))"
 ESCAPE = re.compile(
     r"\\(?:"
     r'["#].*'  # a comment
-    r"|(?:f|F|m|M|n[+-]?|g|k|Y)(?:\(..|\[[^\]]*\]|.)"  # fonts, colours, registers: no text
+    r"|(?:f|F|m|M|n[+-]?|g|k|Y)(?:\(..|\[[^\]]*\]|.)"  # fonts, colours, registers: no output
     r"|s[+-]?(?:\(..|\[[^\]]*\]|'[^']*'|[1-3]\d|\d)"  # point sizes
     r"|[bBDhHlLNoRSvwxXZ]'[^']*'"  # motions, widths, drawings
     r"|\*" + _NAME.format("s") + r"|\((?P<g2>..)|\[(?P<gl>[^\]]*)\]"  # strings and glyphs
@@ -56,15 +56,15 @@ MDOC = frozenset(MDOC_NAMES.split())
 
 
 def plain_text(roff: str) -> str:
-    """Return the text of a manual page: filled paragraphs, headings on lines of their own.
+    """Return the text of a manual page: filled paragraphs, headings on separate lines.
 
-    An empty string for a page that only includes another (`.so`).
+    Returns "" for a page that only includes another (`.so`).
     """
     return _Page().read(roff)
 
 
 def unescape(text: str) -> str:
-    """Return `text` with roff's escape sequences replaced by what they print."""
+    """Return `text` with roff's escape sequences replaced by their output."""
 
     def replace(match: re.Match) -> str:
         name = match["s2"] or match["sl"] or match["s1"] or match["g2"] or match["gl"]
@@ -82,7 +82,7 @@ class _Page:
         self.paragraphs: list[str] = []
         self.words: list[str] = []
         self.verbatim = False
-        self.name = ""  # what mdoc's .Nm stands for
+        self.name = ""  # output of mdoc's .Nm
 
     def read(self, roff: str) -> str:
         lines = iter(roff.splitlines())
@@ -130,7 +130,7 @@ class _Page:
         elif name == "br":
             self.words.append("\n")
         elif name not in SILENT:
-            self._break()  # .PP, .TP, .RS, .sp and whatever a page defines for itself
+            self._break()  # .PP, .TP, .RS, .sp and macros that a page defines itself
 
     def _text(self, text: str) -> None:
         if not text.strip() and not self.verbatim:
@@ -139,14 +139,14 @@ class _Page:
             self.words.append(text if self.verbatim else text.strip())
 
     def _break(self) -> None:
-        """End the paragraph."""
+        """Finish the paragraph."""
         joined = ("\n" if self.verbatim else " ").join(self.words).replace(" \n ", "\n").strip("\n ")
         if joined:
             self.paragraphs.append(joined)
         self.words = []
 
     def _table(self, lines: object) -> None:
-        """Keep a tbl(1) table's cells; its format ends with the first line that ends in a full stop."""
+        """Keep the cells of a tbl(1) table; its format section ends at the first line that ends in a full stop."""
         self._break()
         rows, in_format = [], True
         for line in lines:
@@ -166,7 +166,7 @@ def _arguments(rest: str) -> list[str]:
 
 
 def _inline(arguments: list[str]) -> str:
-    """Return an mdoc line's words without the macros called in it (`Op Fl a Ar file` -> `-a file`)."""
+    """Return an mdoc line's words without the macros in it (`Op Fl a Ar file` -> `-a file`)."""
     words, flag = [], ""
     for argument in arguments:
         if argument == "Fl":

@@ -1,4 +1,4 @@
-"""Code blocks of HTML pages: taken out of the tree with their language, line numbers gone, and put back as fences."""
+"""Code blocks of HTML pages: extract them with their language, without line numbers, and reinsert them as fences."""
 
 import re
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ GUTTER_CLASSES = (
 )
 GUTTERS = frozenset(GUTTER_CLASSES.split())
 LEFT_OUT = frozenset(("button", "script", "style", "noscript", "svg", "template"))
-LINES = frozenset(("div", "li", "tr", "p", "pre"))  # in a code block, each of these stands on lines of its own
+LINES = frozenset(("div", "li", "tr", "p", "pre"))  # within a code block, each of these starts and ends a line
 LANGUAGE = re.compile(
     r"(?:^|\s)(?:language-|lang-|highlight-source-|highlight-|brush:\s*|code-)([A-Za-z][\w+#.-]{0,24})"
 )
@@ -29,15 +29,15 @@ LEAD = re.compile(r"[ >]*(?:- |\d+\. )?")
 class CodeBlocks:
     """The code blocks of one page.
 
-    In its place in the tree each leaves a paragraph of words about as long as itself, so that what judges text by its
-    length judges alike.
+    Each is replaced in the tree by a placeholder paragraph of about its length, so that filters by text length are not
+    affected.
     """
 
     def __init__(self) -> None:
         self._blocks: list[tuple[str, str]] = []  # text, language
 
     def take_out(self, tree: "HtmlElement") -> None:
-        """Replace every code block of the tree by a paragraph that stands for it."""
+        """Replace every code block of the tree by its placeholder paragraph."""
         for table in list(tree.iter("table")):
             _only_code(table)
         for block in tree.xpath(
@@ -55,27 +55,27 @@ class CodeBlocks:
             parent.replace(block, stand_in)
 
     def put_back(self, markdown: str) -> str:
-        """Return `markdown` with fenced code in place of what stands for it, each block once."""
+        """Return `markdown` with each placeholder replaced by its fenced code, each block once."""
         lines: list[str] = []
         for line in markdown.split("\n"):
             if MARK.search(line) is None:
                 lines.append(line)
-            elif line.startswith("|"):  # a table's row has no place for a fence
+            elif line.startswith("|"):  # a table row cannot contain a fence
                 lines.append(MARK.sub(lambda match: f" {_span(self._claim(match[1])[0])} ", line))
             else:
                 self._split(line, lines)
         return "\n".join(lines)
 
     def _split(self, line: str, lines: list[str]) -> None:
-        """Add a line's text and code to `lines`, on lines of their own, each as far in as the line is."""
+        """Add a line's text and code to `lines`, on separate lines with the line's indentation."""
         lead = LEAD.match(line)[0]
-        inner = re.sub(r"[^ >]", " ", lead)  # where the lines after a list item's first begin
+        inner = re.sub(r"[^ >]", " ", lead)  # indentation of a list item's later lines
         for number, piece in enumerate(MARK.split(line[len(lead) :])):
             if number % 2:
                 text, language = self._claim(piece)
                 added = fence(text, language).split("\n") if text else []
             else:
-                added = [piece] if piece.strip("*_` ") else []  # without what was to emphasize the code
+                added = [piece] if piece.strip("*_` ") else []  # drop emphasis marks around the code
             if not added:
                 continue
             if lead is inner and lines and lines[-1].strip(" >"):
@@ -85,7 +85,7 @@ class CodeBlocks:
             lines.extend((inner + part).rstrip() if not part else inner + part for part in added[1:])
 
     def _claim(self, number: str) -> tuple[str, str]:
-        """Return a block and forget it: a page that quotes our mark must not multiply what it stands for."""
+        """Return a block and clear it: a page that quotes a placeholder must not multiply the block."""
         index = int(number) if len(number) < 8 else -1
         if not 0 <= index < len(self._blocks):
             return "", ""
@@ -101,7 +101,7 @@ def fence(text: str, language: str = "") -> str:
 
 
 def code_text(block: "HtmlElement") -> str:
-    """Return the text of a code block: every line and its indentation; no line numbers, no buttons."""
+    """Return the text of a code block: all lines with their indentation, without line numbers and buttons."""
     pieces: list[str] = []
     _collect(block, pieces)
     lines = [line.rstrip() for line in "".join(pieces).replace("\r\n", "\n").replace("\xa0", " ").split("\n")]
@@ -113,7 +113,7 @@ def code_text(block: "HtmlElement") -> str:
 
 
 def _collect(element: "HtmlElement", pieces: list[str]) -> None:
-    """Add an element's text, and a line end before and after each child that stands on lines of its own."""
+    """Add an element's text, with a line end before and after each child in LINES."""
     pieces.append(element.text or "")
     for child in element:
         if child.tag == "br":
@@ -144,7 +144,7 @@ def _is_left_out(element: "HtmlElement") -> bool:
 
 
 def _language(block: "HtmlElement") -> str:
-    """Return the language that the class of a block, of the code in it or of the boxes around it names."""
+    """Return the language named by the class of a block, of its code element or of the elements around it."""
     nearby = [block, *block.iter("code"), *(box for box, _ in zip(block.iterancestors(), range(3), strict=False))]
     for element in nearby[:6]:
         said = element.get("data-lang") or element.get("data-language")
@@ -155,7 +155,7 @@ def _language(block: "HtmlElement") -> str:
 
 
 def _only_code(table: "HtmlElement") -> None:
-    """Turn a table that a highlighter made of line numbers and one block of code into that block."""
+    """Replace a highlighter's table of line numbers and one code block by that block."""
     cells = [cell for cell in table.iter("td", "th") if not _is_left_out(cell)]
     if not 1 <= len(cells) <= 2 or len(cells) == sum(1 for _ in table.iter("td", "th")) == 1:
         return

@@ -1,4 +1,4 @@
-"""HTML to Markdown: code blocks as they are, with their language; tables, lists and links kept; the rest plain."""
+"""HTML to Markdown: code blocks unchanged, with their language; tables, lists and links kept; the rest plain."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from lxml import etree
 
-DEPTH = 60  # of nested elements that are told apart; what lies deeper gives its text only
-COLUMNS = 100  # that a colspan may claim
-# All space but a single one: replacing each by itself would take most of the time.
+DEPTH = 60  # of nested elements that are converted; deeper ones give only their text
+COLUMNS = 100  # limit of a colspan
+# All white space but single spaces: replacing each of those would take most of the time.
 SPACE_BUT_LINES = re.compile(r"\t[ \t]*| [ \t]+")
 SPACE = re.compile(r"[\t\n\r\f\xa0][ \t\n\r\f\xa0]*| [ \t\n\r\f\xa0]+")
-# What XML, and so lxml, cannot hold; HTML pages have them anyway.
+# Characters that XML, and so lxml, cannot represent; HTML pages contain them anyway.
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 HEADINGS = {f"h{level}": level for level in range(1, 7)}
 LISTS = ("ul", "ol", "menu")
@@ -31,21 +31,23 @@ LANGUAGE = re.compile(
     r"(?<![\w-])(?:(?:lang|language|highlight-source|highlight)[-_]|brush:\s*)([\w+#.-]{1,30})(?=[\s;]|$)",
     re.IGNORECASE,
 )
-LANGUAGE_NOTE = re.compile(r"\s*language(?:-all)?:\s*(?:lang-)?([\w+#.-]+)\s*")  # a comment before the code block
+LANGUAGE_NOTE = re.compile(r"\s*language(?:-all)?:\s*(?:lang-)?([\w+#.-]+)\s*")  # a comment before a code block
 NO_LANGUAGE = {"", "none", "default", "text", "plaintext", "plain", "nohighlight", "no-highlight"}
 
 
 def markdown(html: str | bytes, heading_offset: int = 0) -> str:
-    """Return the Markdown of an HTML page or fragment; "" where it has no text.
+    """Return the Markdown of an HTML page or fragment; "" if it has no text.
 
-    `bytes` are decoded as UTF-8. Headings move down by `heading_offset` levels. Characters that mean something to
-    Markdown are not escaped, since the text is for reading; images give their alternative text; links that lead nowhere
-    outside their site give their text. Raises ValueError where elements lie over 2,000 deep in one another: the parser
-    gives up there, and what follows would be lost.
+    `bytes` are decoded as UTF-8. Headings move down by `heading_offset` levels. Markdown's special characters are not
+    escaped, since the text is for reading. Images are replaced by their alternative text, links within the site by
+    their text.
+
+    Raises:
+        ValueError: elements are nested over 2,000 deep; the parser would lose what follows.
     """
     text = html.decode("utf-8", errors="replace") if isinstance(html, bytes) else html
-    # lxml wants bytes with a known encoding: it refuses text that declares one.
-    parser = etree.HTMLParser(encoding="utf-8", remove_pis=True, huge_tree=True)  # huge: 2,048 levels, not 256
+    # lxml needs bytes with a known encoding: it refuses text that declares one.
+    parser = etree.HTMLParser(encoding="utf-8", remove_pis=True, huge_tree=True)  # 2,048 levels instead of 256
     root = etree.fromstring(CONTROL.sub("", text).encode() or b"<p>", parser)
     if (fatal := parser.error_log.filter_from_fatals()) and "depth" in fatal[0].message:
         raise ValueError("elements nested too deep")
@@ -56,7 +58,7 @@ def markdown(html: str | bytes, heading_offset: int = 0) -> str:
 
 @dataclass(slots=True)
 class _Run:
-    """Inline text until the next block; `end` gives its lines, trimmed."""
+    """Inline text until the next block; `end` returns its trimmed lines."""
 
     pieces: list[str] = field(default_factory=list)
 
@@ -65,14 +67,14 @@ class _Run:
         self.pieces = []
         if not text or text.isspace():
             return ""
-        lines = SPACE_BUT_LINES.sub(" ", text).split("\n")  # line ends in a run are those of <br>
+        lines = SPACE_BUT_LINES.sub(" ", text).split("\n")  # line ends in a run come from <br>
         return "\n".join(line.strip() for line in lines).strip()
 
 
 class _Converter:
     def __init__(self, heading_offset: int) -> None:
         self.heading_offset = heading_offset
-        self.language = ""  # that a comment gave for the next code block
+        self.language = ""  # from a comment, for the next code block
         special = {"pre": self._pre, "table": self._table, "blockquote": self._quote, "hr": lambda *_: ["---"]}
         self._converters: dict[str, Callable[[etree._Element, int], list[str]]] = {
             **special,
@@ -82,7 +84,7 @@ class _Converter:
         }
 
     def blocks(self, element: etree._Element, depth: int) -> list[str]:
-        """Return the blocks of an element: paragraphs, and what its block children give."""
+        """Return the blocks of an element: paragraphs, and the blocks of its block children."""
         if depth > DEPTH:
             return [text] if (text := _flat("".join(element.itertext()))) else []
         found: list[str] = []
@@ -148,7 +150,7 @@ class _Converter:
         for child in element:
             if not isinstance(child.tag, str) or child.tag in DROPPED:
                 continue
-            # A list straight in a list is wrong, and common: it belongs to the item before.
+            # A list directly in a list is invalid, but common: it belongs to the item before.
             nested = child.tag in LISTS
             blocks = self._list(child, depth + 1) if nested and depth < DEPTH else self.blocks(child, depth + 1)
             if not blocks:
@@ -204,12 +206,12 @@ def _flat(text: str) -> str:
 
 
 def _indent(text: str, marker: str) -> str:
-    """Return the text with `marker` before its first line and as much space before the others."""
+    """Return the text with `marker` before its first line and equal indentation before the others."""
     return marker + text.replace("\n", "\n" + " " * len(marker)).replace(f"\n{' ' * len(marker)}\n", "\n\n")
 
 
 def _around(text: str, mark: str) -> str:
-    """Return the text between two marks, the space at its ends outside them, as Markdown needs it."""
+    """Return the text between two marks; outer white space stays outside them, as Markdown requires."""
     inner = text.strip()
     if not inner or "\n" in inner or (inner.startswith(mark) and inner.endswith(mark)):
         return text
@@ -254,7 +256,7 @@ def _is_layout(cell: etree._Element) -> bool:
 
 
 def _is_tight(item: etree._Element) -> bool:
-    """Say whether all blocks of a list item are its text and lists under it."""
+    """Return whether the only blocks of a list item are nested lists."""
     return not any(child.tag in BLOCKS and child.tag not in LISTS for child in item)
 
 
@@ -281,7 +283,7 @@ def _code(element: etree._Element, depth: int) -> Iterator[str]:
 
 
 def _language(pre: etree._Element) -> str:
-    """Return the language that the markup gives a code block: on itself, in its <code>, or around it."""
+    """Return the language in a code block's markup: on itself, in its <code>, or around it."""
     around = [parent for parent in list(pre.iterancestors())[:2] if parent.tag in ("div", "figure")]
     for element in (pre, *pre.iterchildren("code"), *around):
         names = [element.get("data-lang", ""), element.get("data-language", "")]

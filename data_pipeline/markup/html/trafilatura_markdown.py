@@ -1,6 +1,6 @@
-"""What trafilatura leaves of a page, written as Markdown.
+"""Write trafilatura's extracted content as Markdown.
 
-Its own writer escapes what systems text is full of: underscores, brackets, angle brackets.
+trafilatura's own writer escapes characters that systems text is full of: underscores, brackets, angle brackets.
 """
 
 import re
@@ -14,14 +14,14 @@ HEADING_MARKS = re.compile(r"(#{1,6}) ")
 
 
 def written(body: "_Element") -> list[str]:
-    """Return the Markdown blocks of the body that `trafilatura.bare_extraction` gives."""
+    """Return the Markdown blocks of a body from `trafilatura.bare_extraction`."""
     return _without_empty_sections(list(_blocks(body)))
 
 
 def _without_empty_sections(blocks: list[str]) -> list[str]:
-    """Leave out headings with nothing under them: what was there was links."""
+    """Drop headings without content, which had only links."""
     kept: list[str] = []
-    following = 0  # the level of the next kept block if that is a heading, or 7
+    following = 0  # level of the next kept block if it is a heading, else 7
     for block in reversed(blocks):
         marks = HEADING_MARKS.match(block)
         level = len(marks[1]) if marks else 7
@@ -32,7 +32,7 @@ def _without_empty_sections(blocks: list[str]) -> list[str]:
 
 
 def _blocks(element: "_Element") -> Iterator[str]:
-    """Yield the Markdown of an element's blocks, in order; text between blocks is a paragraph."""
+    """Yield the Markdown of an element's blocks, in order; text between blocks becomes a paragraph."""
     line = [element.text or ""]
     for child in element:
         if _is_block(child):
@@ -68,7 +68,7 @@ def _block(element: "_Element") -> Iterator[str]:
 
 
 def _paragraph(pieces: list[str]) -> Iterator[str]:
-    lines = (" ".join(line.split()) for line in "".join(pieces).split("\v"))  # \v: a line break that is meant
+    lines = (" ".join(line.split()) for line in "".join(pieces).split("\v"))  # \v marks an intended line break
     text = "\n".join(line for line in lines if line)
     if text:
         yield text

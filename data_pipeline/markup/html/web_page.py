@@ -1,7 +1,7 @@
-"""One web page to Markdown: trafilatura chooses the main content; code blocks, tables and headings come through whole.
+"""Convert one web page to Markdown: trafilatura selects the main content; code blocks, tables and headings are kept.
 
-trafilatura is made for articles, and breaks preformatted text at each element in it. So a page's code blocks are taken
-out of the tree before and put back after.
+trafilatura is made for articles, and breaks preformatted text at each element in it. A page's code blocks are therefore
+extracted from the tree first and reinserted afterwards.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from lxml.html import HtmlElement
 
 META_CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([\w.:-]{1,40})""", re.IGNORECASE)
-# What browsers read under these names (WHATWG's encodings), which is what pages that use them are written in.
+# Encodings that browsers use for these names (WHATWG), and in which such pages are really written.
 BROWSER_NAMES = {
     "iso-8859-1": "cp1252", "latin-1": "cp1252", "latin1": "cp1252", "ascii": "cp1252", "us-ascii": "cp1252",
     "gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "shift-jis": "cp932", "euc-kr": "cp949",
     "iso-8859-9": "cp1254", "utf8": "utf-8", "utf-16": "utf-16-le",
 }  # fmt: skip
-# Characters that XML has not, raw or as references: lxml reads them from HTML, and refuses to write them.
+# Characters not allowed in XML, raw or as references: lxml reads them from HTML, but refuses to write them.
 CONTROL = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\ufffd\ufffe\uffff]"
     "|&#(?:0*(?:[0-8]|1[124-9]|2[0-9]|3[01])(?![0-9])|[xX]0*(?:1?[0-8]|1?[bcefBCEF]|1[9adAD])(?![0-9a-fA-F]));?"
 )
 DETECTION_BYTES = 64 * 1024
-BROKEN_SHARE = 0.001  # of characters; more than this is another encoding, or no text at all
+BROKEN_SHARE = 0.001  # of characters; above it, the text has another encoding, or is not text
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 INLINE_NAMES = (
     "a abbr b bdi bdo big br cite code del dfn em font i img ins kbd mark q s samp small span strike strong sub sup"
@@ -40,7 +40,7 @@ INLINE_NAMES = (
 )
 INLINE = frozenset(INLINE_NAMES.split())
 PERMALINKS = ("", "¶", "#", "§", "🔗", "\uf0c1")
-# Where a page's main part is: the first of these that it has exactly one of.
+# XPaths of a page's main part: the first that matches exactly one element wins.
 MAIN_PARTS = (
     ".//*[@role='main']",
     ".//main",
@@ -49,13 +49,13 @@ MAIN_PARTS = (
     ".//*[@id='content' or @id='main-content' or @id='page-content' or @id='mw-content-text']",
     ".//*[@id='main']",
 )
-INLINE_CHILDREN = 5000  # trafilatura's time grows with the square of these: a second or so for this many
+INLINE_CHILDREN = 5000  # trafilatura's time is quadratic in their number: about a second for this many
 HEAD_CHARACTERS = 4000
 BLOCKS_IN_QUOTES = ("blockquote", "div", "pre", "ul", "ol", "table", "dl", *HEADINGS)
 
 
 class UnusablePage(ValueError):
-    """A page without a document in it. `kind` is a few words to count it under, `detail` says more."""
+    """A page without a usable document. `kind` is a short name for counting, `detail` says more."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}")
@@ -64,7 +64,7 @@ class UnusablePage(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page's Markdown, and what it says of itself: ISO 8601 date and SPDX licence, empty where it does not."""
+    """A page's Markdown, with its ISO 8601 date and SPDX licence; empty strings if unknown."""
 
     markdown: str
     date: str
@@ -72,9 +72,10 @@ class Page:
 
 
 def decode(body: bytes, charset: str) -> str:
-    """Return a page's text, by its byte order mark, the header's `charset`, its meta element, UTF-8, or detection.
+    """Return a page's text, decoded by byte order mark, header `charset`, meta element, UTF-8, or detection.
 
-    Raises UnusablePage("undecodable text") where more than one character in a thousand is broken in each of them.
+    Raises:
+        UnusablePage: "undecodable text", if each of them breaks more than one character in a thousand.
     """
     for mark, name in ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be")):
         if body.startswith(mark):
@@ -93,7 +94,7 @@ def decode(body: bytes, charset: str) -> str:
 
 
 def http_date(header: str) -> str:
-    """Return the time in an HTTP header, in ISO 8601, or an empty string where it holds none."""
+    """Return the time in an HTTP header, in ISO 8601, or "" if it has none."""
     with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
         said = parsedate_to_datetime(header)
         return (said.astimezone(UTC) if said.tzinfo else said).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -101,19 +102,22 @@ def http_date(header: str) -> str:
 
 
 def extract(text: str, maximum_elements: int) -> Page:
-    """Return the main content of an HTML page as Markdown, with its own date and licence.
+    """Return the main content of an HTML page as Markdown, with the page's date and licence.
 
-    The Markdown is empty where the page has none. Raises UnusablePage for one of more than `maximum_elements`.
+    The Markdown is empty if there is no main content.
+
+    Raises:
+        UnusablePage: the page has more than `maximum_elements`.
     """
     import trafilatura
     from lxml.etree import LxmlError
     from lxml.html import HTMLParser, document_fromstring
 
-    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # its lines name no page
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # its log lines name no page
     parser = HTMLParser(encoding="utf-8", remove_comments=True, remove_pis=True)
     try:
         tree = document_fromstring(text.encode("utf-8", "replace"), parser=parser)
-    except LxmlError:  # nothing in it
+    except LxmlError:  # an empty page
         return Page("", "", "")
     elements = int(tree.xpath("count(//*)"))
     if elements > maximum_elements:
@@ -132,7 +136,7 @@ def extract(text: str, maximum_elements: int) -> Page:
             favor_recall=True,
             include_comments=False,
             include_formatting=True,
-            output_format="xml",  # we write the text ourselves
+            output_format="xml",  # the Markdown is written here
         )
         blocks = written(found.body) if found is not None else []
     except (RecursionError, ValueError) as error:
@@ -143,7 +147,7 @@ def extract(text: str, maximum_elements: int) -> Page:
 def _decoded(body: bytes, name: str) -> str | None:
     try:
         text = body.decode(name, "replace")
-    except (LookupError, ValueError):  # no such encoding, or one that is no text encoding
+    except (LookupError, ValueError):  # unknown, or not a text encoding
         return None
     broken = text.count("\ufffd")
     if broken > BROKEN_SHARE * len(text) and broken > body.count(b"\xef\xbf\xbd"):
@@ -156,7 +160,7 @@ def _undecodable(names: str) -> str:
 
 
 def _date(tree: "HtmlElement") -> str:
-    """Return the day that the page's head gives, or an empty string: dates in its text may be any."""
+    """Return the date in the page's head, or "": dates in its text may mean anything."""
     from htmldate import find_date
 
     head = tree.find("head")
@@ -168,7 +172,7 @@ def _date(tree: "HtmlElement") -> str:
 
 
 def _licence(tree: "HtmlElement") -> str:
-    """Return the one licence that a page links to as its own, or to Creative Commons' text of it."""
+    """Return the only licence that a page links to with rel=license, or else at Creative Commons; "" if not unique."""
     own = tree.xpath("//*[self::a or self::link][contains(concat(' ', @rel, ' '), ' license ')]/@href")
     linked = own or tree.xpath("//a[contains(@href, 'creativecommons.org/')]/@href")
     found = {licence_of_address(address) for address in linked} - {None}
@@ -195,7 +199,7 @@ def _with_title(markdown: str, title: str) -> str:
 
 
 def _prepare(tree: "HtmlElement") -> None:
-    """Give trafilatura one frame, plain headings, terms as paragraphs, and only those tables that are tables."""
+    """Prepare a tree for trafilatura: one frame, plain headings, terms as paragraphs, only genuine tables."""
     for element in [*tree.iter("samp", "kbd", "tt"), *tree.xpath("//span[contains(@class, 'literal')]")]:
         element.tag = "code"
     for element in list(tree.iter("code")):
@@ -214,7 +218,7 @@ def _prepare(tree: "HtmlElement") -> None:
     for term in list(tree.iter("dt")):
         term.tag = "p"
         term.attrib.clear()
-    for table in reversed(list(tree.iter("table"))):  # inner ones first
+    for table in reversed(list(tree.iter("table"))):  # innermost first
         if _is_layout(table):
             _unwrap(table)
     for box in list(tree.iter("div", "section", "article", "details", "center")):
@@ -222,7 +226,7 @@ def _prepare(tree: "HtmlElement") -> None:
 
 
 def _wrap_text(box: "HtmlElement") -> None:
-    """Put text that lies in a box between its blocks into paragraphs: trafilatura loses pieces of it."""
+    """Wrap loose text between the blocks of a box in paragraphs: trafilatura loses parts of it."""
     paragraph = None
     if (box.text or "").strip():
         paragraph = box.makeelement("p")
@@ -245,7 +249,7 @@ def _wrap_text(box: "HtmlElement") -> None:
 
 
 def _flatten(code: "HtmlElement") -> None:
-    """Leave only the text of inline code: marks of emphasis within it would read as part of it."""
+    """Reduce inline code to its text: emphasis marks within it would read as part of it."""
     text = code.text_content()
     for child in list(code):
         code.remove(child)
@@ -253,10 +257,10 @@ def _flatten(code: "HtmlElement") -> None:
 
 
 def _frame(tree: "HtmlElement") -> None:
-    """Make the page's main part its only article, and take away names by which trafilatura would drop content.
+    """Make the page's main part its only article, and remove names for which trafilatura would drop content.
 
-    Without a frame that it knows, trafilatura gathers loose paragraphs and leaves headings out. It also drops what is
-    named after buttons, menus, tags, sharing: in generated documentation an id is a heading ("shared-memory").
+    Without a known frame, trafilatura gathers loose paragraphs and drops headings. It also drops elements named after
+    buttons, menus, tags, sharing; in generated documentation an id is a heading ("shared-memory").
     """
     body = tree.find("body")
     if body is None:
@@ -264,7 +268,7 @@ def _frame(tree: "HtmlElement") -> None:
     main = next((found[0] for path in MAIN_PARTS if (found := body.xpath(path)) and len(found) == 1), body)
     for element in list(main.iter("article", "main", "blockquote")):
         if element.tag != "blockquote" or next(element.iterdescendants(*BLOCKS_IN_QUOTES), None) is not None:
-            element.tag = "div"  # a quotation with blocks in it loses them; most are there to indent
+            element.tag = "div"  # quotations lose their blocks; most of these only indent
     for element in main.iter("p", "span", "li", "section", "table", "td", "th", "tr", *HEADINGS):
         for name in ("id", "class"):
             element.attrib.pop(name, None)
@@ -285,7 +289,7 @@ def _frame(tree: "HtmlElement") -> None:
 
 
 def _head_before(main: "HtmlElement") -> "HtmlElement | None":
-    """Return the box right before the main part when the page's first heading is there, not in the main part."""
+    """Return the box just before the main part if the page's first heading is there, not in the main part."""
     box = main.getprevious()
     if box is None or next(main.iter("h1"), None) is not None or next(box.iter("h1"), None) is None:
         return None
@@ -301,7 +305,7 @@ def _head_before(main: "HtmlElement") -> "HtmlElement | None":
 
 
 def _lift(heading: "HtmlElement") -> None:
-    """Put a heading in place of the boxes that hold nothing else: trafilatura drops those named after titles."""
+    """Replace the boxes that contain only a heading by it: trafilatura drops boxes named after titles."""
     for _ in range(5):
         box = heading.getparent()
         if box is None or box.tag not in ("div", "header", "hgroup", "span", "a") or box.getparent() is None:
@@ -315,7 +319,7 @@ def _lift(heading: "HtmlElement") -> None:
 
 
 def _is_layout(table: "HtmlElement") -> bool:
-    """Whether a table has blocks in its cells, or no two rows with two cells each: a box around text, or a note."""
+    """Return whether a table is only layout: blocks in its cells, or fewer than two rows with two filled cells."""
     if next(table.iter("ul", "ol", *HEADINGS), None) is not None or table.xpath(".//table | .//*[@data-code]"):
         return True
     filled = (sum(1 for cell in row if "".join(cell.itertext()).strip()) for row in table.iter("tr"))

@@ -1,4 +1,4 @@
-"""LaTeX sources to Markdown: the main file found, its files joined, comments gone, macros expanded, then converted."""
+"""LaTeX sources to Markdown: find the main file, join files, remove comments, expand macros, convert."""
 
 import json
 import posixpath
@@ -10,15 +10,15 @@ from data_pipeline.markup.latex.macros import Expander, LatexError
 from data_pipeline.markup.latex.markdown import KNOWN_COMMANDS, convert
 from data_pipeline.markup.latex.reader import Listing, hold
 
-JOINED_CHARACTERS = 16_000_000  # of a paper's files together; a book has 5 million
+JOINED_CHARACTERS = 16_000_000  # for a paper's files together; a book has 5 million
 INPUT_DEPTH = 20
-# What may stand for text set aside, or a reference: taken out of what comes in.
+# Characters reserved as placeholders for verbatim text and references: removed from the input.
 UNWANTED = re.compile("[\x00-\x08\x0b-\x1f\x7f\ue000-\ue003]+")
 CLASS = re.compile(r"^[^%\n]*\\document(?:class|style)\b", re.MULTILINE)
 USUAL_NAMES = ("main", "ms", "paper", "article", "manuscript", "root", "template")
 VERBATIM = ("verbatim", "verbatim*", "Verbatim", "Verbatim*", "BVerbatim", "lstlisting", "minted", "alltt")
 DROPPED = ("comment", "filecontents", "filecontents*")
-# Possessive where a part may be missing, and bounded: a hostile text must not cost more than one pass.
+# Possessive where a part is optional, and bounded: hostile text must not cost more than one pass.
 DEFINES_VERBATIM = re.compile(
     r"\\(?:lstnewenvironment|DefineVerbatimEnvironment|newtcblisting|DeclareTCBListing)\s*+(?:\[[^\]\n]{0,200}\])?+\s*+"
     r"\{(\w{1,60})\}|\\newminted\s*+(?:\[(\w{1,60})\])?+\s*+\{(\w{1,60})\}"
@@ -38,7 +38,7 @@ PACKAGES = re.compile(r"\\(?:usepackage|RequirePackage)\s*+(?:\[[^\]]{0,500}\])?
 
 
 def decode(data: bytes) -> str:
-    """Return the text of a source file: UTF-8, or else Latin-1; line ends as \\n, control characters gone."""
+    """Return the text of a source file: UTF-8, else Latin-1; with \\n line ends, without control characters."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -47,10 +47,12 @@ def decode(data: bytes) -> str:
 
 
 def latex_markdown(files: Mapping[str, str], keep_acknowledgements: bool = False) -> str:
-    """Return the Markdown of a paper's body, from its files by path.
+    """Return the Markdown of a paper's body, given its files by path.
 
-    The title and the abstract are left to the paper's metadata; the bibliography goes. Raises LatexError where there is
-    no main file, or the files or their macros grow out of bounds.
+    Title and abstract come from the paper's metadata; the bibliography is dropped.
+
+    Raises:
+        LatexError: there is no main file, or the files or their macros grow beyond the limits.
     """
     main = main_file(files)
     if main is None:
@@ -71,8 +73,8 @@ def latex_markdown(files: Mapping[str, str], keep_acknowledgements: bool = False
 def main_file(files: Mapping[str, str]) -> str | None:
     """Return the path of the file that a paper is compiled from, or None.
 
-    What arXiv's 00README names, or else a file with \\documentclass: one with a body and a usual name before others,
-    one at the top before one in a folder, a long one before a short one.
+    arXiv's 00README decides, else a file with \\documentclass: preferred are a body and a usual name, then the top
+    folder, then length.
     """
     for name, text in files.items():
         if posixpath.basename(name).upper().startswith("00README"):
@@ -91,7 +93,7 @@ def main_file(files: Mapping[str, str]) -> str | None:
 
 
 def _toplevel(readme: str) -> Iterator[str]:
-    """Yield the main files that a 00README names, in either of its forms."""
+    """Yield the main files named by a 00README, in either of its formats."""
     try:
         sources = json.loads(readme).get("sources", [])
         yield from (source["filename"] for source in sources if source.get("usage") == "toplevel")
@@ -101,7 +103,7 @@ def _toplevel(readme: str) -> Iterator[str]:
 
 @dataclass
 class _Sources:
-    """A paper's files, joined into one text; verbatim text is set aside in `listings` for no later step to touch."""
+    """A paper's files, joined into one text; verbatim text is moved to `listings`, out of reach of later steps."""
 
     files: Mapping[str, str]
     listings: list[Listing] = field(default_factory=list)
@@ -113,32 +115,32 @@ class _Sources:
         for text in self.files.values():
             for environment, minted, language in DEFINES_VERBATIM.findall(text):
                 names.add(environment or minted or f"{language}code")
-        # In one pass, as TeX reads: a comment may hold a \begin{verbatim}, and a verbatim text a comment sign.
+        # One pass, as in TeX: a comment may contain a \begin{verbatim}, and a verbatim text a comment sign.
         self._scan = re.compile(
             rf"\\begin\s*\{{(?P<environment>{'|'.join(map(re.escape, sorted(names)))})\}}"
             r"|\\verb\*?(?P<mark>[^\sA-Za-z0-9*])(?P<verb>[^\n]{0,500}?)(?P=mark)"
             r"|\\(?:lstinline\s?(?:\[[^\]\n]{0,200}\])?|mintinline\s?(?:\[[^\]\n]{0,200}\])?\{\w+\})"
             r"(?:\{(?P<braced>(?:[^{}\n]|\{[^{}\n]{0,200}\}){0,500})\}"
             r"|(?P<bound>[^\sA-Za-z0-9\[{])(?P<inline>[^\n]{0,500}?)(?P=bound))"
-            r"|\\(?:url|nolinkurl|path|href)\s?\{[^{}\n]{0,2000}\}"  # where a % is one of an address
+            r"|\\(?:url|nolinkurl|path|href)\s?\{[^{}\n]{0,2000}\}"  # a % here belongs to the URL
             r"|(?P<comment>%)|\\[\s\S]"
         )
 
     def join(self, name: str, above: tuple[str, ...] = ()) -> str:
-        """Return a file's text with the files it names in place. Raises LatexError where that is too long."""
+        """Return a file's text with its inputs inserted; raise LatexError if that is too long."""
         if name not in self._prepared:
             self._prepared[name] = self._set_aside(self.files[name])
         text = self._prepared[name]
         self._characters += len(text)
         if self._characters > JOINED_CHARACTERS:
             raise LatexError(f"its files join into over {JOINED_CHARACTERS:,} characters")
-        if above and (begin := text.find("\\begin{document}")) >= 0:  # a subfile has a head of its own
+        if above and (begin := text.find("\\begin{document}")) >= 0:  # a subfile has its own preamble
             text = text[begin + len("\\begin{document}") :].partition("\\end{document}")[0]
         text = re.split(r"\\endinput\b", text, maxsplit=1)[0]
         return INPUT.sub(lambda match: self._input(match, name, (*above, name)), text)
 
     def own_packages(self, text: str) -> Iterator[str]:
-        """Yield the texts of packages that the paper loads and brings along."""
+        """Yield the texts of loaded packages that are among the paper's files."""
         for names in PACKAGES.findall(text):
             for name in names.split(","):
                 path = f"{name.strip()}.sty"
@@ -157,7 +159,7 @@ class _Sources:
         return self.join(path, above)
 
     def _find(self, wanted: str, origin: str) -> str | None:
-        """Return the file that a name stands for, inside the paper's own files only."""
+        """Return the file for a name, among the paper's files only."""
         wanted = wanted.strip().strip('"')
         for folder in ("", posixpath.dirname(origin)):
             path = posixpath.normpath(posixpath.join(folder, wanted))
@@ -167,10 +169,10 @@ class _Sources:
         return None
 
     def _set_aside(self, text: str) -> str:
-        """Return the text without comments, and with a sign for each verbatim text."""
+        """Return the text without comments, and with a placeholder for each verbatim text."""
         out: list[str] = []
         position = 0
-        unclosed: set[str] = set()  # so that a thousand of them do not make a thousand searches
+        unclosed: set[str] = set()  # so that a thousand unclosed ones do not cost a thousand searches
         while match := self._scan.search(text, position):
             out.append(text[position : match.start()])
             position = match.end()
@@ -208,7 +210,7 @@ class _Sources:
 
 
 def _after_comment(text: str, position: int) -> int:
-    """Return where the text goes on after a comment: TeX leaves out its line end and the space that begins the next.
+    """Return the position after a comment: TeX drops its line end and the next line's leading space.
 
     An empty line after it still ends the paragraph.
     """

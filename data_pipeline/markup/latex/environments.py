@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from data_pipeline.markup.latex.names import ALGORITHM
 from data_pipeline.markup.latex.reader import OPTION, LatexReader, Listing, fenced, marked
 
-COLUMNS = 50  # of a table
+COLUMNS = 50  # per table
 INDENTATION = 40  # levels of pseudo-code
 CELL = re.compile(r"\\\\(?:\s*\[[^\]\n]{0,20}\])?|\\tabularnewline|\\[\s\S]|[{&$]")
 ITEM = re.compile(r"\\item(?![a-zA-Z])|\\begin\s*\{")
@@ -14,7 +14,7 @@ STATEMENT = re.compile(rf"\\({'|'.join(ALGORITHM)})(?![a-zA-Z])")
 
 
 def list_items(reader: LatexReader, name: str, start: int, stop: int, depth: int) -> Iterator[str]:
-    """Yield the lines of each item of a list; what a list without items holds is kept as it is."""
+    """Yield the lines of each item of a list; the content of a list without items is kept as blocks."""
     positions = list(_items(reader, start, stop))
     if not positions:
         yield from reader.blocks(start, stop, depth + 1)
@@ -24,7 +24,7 @@ def list_items(reader: LatexReader, name: str, start: int, stop: int, depth: int
         marker, lead = f"{number}. " if "enum" in name else "- ", ""
         if option := OPTION.match(reader.text, content, end):
             content, label = option.end(), reader.inline(*option.span(1), depth)
-            if "desc" in name or len(label) > 3:  # others are signs for the item: *, --, (a)
+            if "desc" in name or len(label) > 3:  # shorter labels are bullets: *, --, (a)
                 lead = f"{label if label.startswith('*') else marked(label, '**')} "
         body = lead + "\n\n".join(reader.blocks(content, end, depth + 1))
         if body.strip():
@@ -32,7 +32,7 @@ def list_items(reader: LatexReader, name: str, start: int, stop: int, depth: int
 
 
 def _items(reader: LatexReader, start: int, stop: int) -> Iterator[int]:
-    """Yield the positions of the items of a list, not those of lists in it."""
+    """Yield the positions of the items of a list, without those of nested lists."""
     position = start
     while match := ITEM.search(reader.text, position, stop):
         position = match.end()
@@ -43,7 +43,7 @@ def _items(reader: LatexReader, start: int, stop: int) -> Iterator[int]:
 
 
 def table(reader: LatexReader, start: int, stop: int, depth: int) -> str:
-    """Return a table with its first row as the head; one of a single column as lines."""
+    """Return a table with its first row as the head; a table of one column as lines."""
     rows: list[list[str]] = [[]]
     for begin, end, ends_row in _cells(reader, start, stop):
         spanned = re.search(r"\\multicolumn\s*\{\s*(\d{1,2})\s*\}", reader.text[begin:end])
@@ -61,7 +61,7 @@ def table(reader: LatexReader, start: int, stop: int, depth: int) -> str:
 
 
 def _cells(reader: LatexReader, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-    """Yield the start and end of each cell of a table, and whether it is the last of its row."""
+    """Yield the start and end of each cell of a table, and whether it ends its row."""
     position = begin = start
     while match := CELL.search(reader.text, position, stop):
         position = match.end()
@@ -80,7 +80,7 @@ def _cells(reader: LatexReader, start: int, stop: int) -> Iterator[tuple[int, in
 
 
 def pseudocode(reader: LatexReader, start: int, stop: int, depth: int) -> str:
-    """Return pseudo-code, a statement a line, as a code block; that in another package's words is kept as it is."""
+    """Return pseudo-code as a code block, one statement per line; that of unknown packages as blocks."""
     found = list(STATEMENT.finditer(reader.text, start, stop))
     if not found:
         return "\n\n".join(reader.blocks(start, stop, depth + 1))

@@ -1,20 +1,20 @@
-"""A paper's own LaTeX macros, expanded as far as that is simple, and within bounds."""
+"""Expand a paper's own LaTeX macros, as far as they are simple, within limits."""
 
 import re
 from dataclasses import dataclass
 
 CONTROL = re.compile(r"\\(?:([a-zA-Z@]+)|[\s\S])")
-CHARACTER = re.compile(r"\ue000\d+\ue001|[^\s}]")  # or the sign for a verbatim text
+CHARACTER = re.compile(r"\ue000\d+\ue001|[^\s}]")  # or the placeholder of a verbatim text
 ENDS_IN_WORD = re.compile(r"\\[a-zA-Z@]+$")
 BRACE = re.compile(r"\\[\s\S]|[{}]")
-SPACE = re.compile(r"[ \t]*(?:\n(?![ \t]*\n)[ \t]*)?")  # no empty line, which ends a paragraph
+SPACE = re.compile(r"[ \t]*(?:\n(?![ \t]*\n)[ \t]*)?")  # not an empty line, which ends a paragraph
 NEW_COMMAND = re.compile(
     r"\*?\s*(?:\{\s*\\([a-zA-Z@]+)\s*\}|\\([a-zA-Z@]+)|\{?\\[^a-zA-Z]\}?)\s*+(?:\[\s*(\d)\s*\])?+\s*+"
     r"(?:\[([^\]]{0,200})\])?+\s*+"
 )
 NEW_ENVIRONMENT = re.compile(r"\*?\s*\{([\w*]+)\}\s*(?:\[\s*(\d)\s*\])?\s*(?:\[([^\]]{0,200})\])?\s*")
 DEF = re.compile(r"\s*\\(?:([a-zA-Z@]+)|[^a-zA-Z@])\s*((?:#[1-9]\s*)*)([^{}\n]{0,200})")
-# Possessive where a part may be missing: space must not be shared out in every way there is.
+# Possessive where a part is optional: the regex engine must not try every way to split white space.
 LET = re.compile(r"\s*+\\([a-zA-Z@]+)\s*+=?+\s*+\\([a-zA-Z@]+)")
 OPERATOR = re.compile(r"(\*?)\s*+\{?+\s*+\\([a-zA-Z@]+)\s*+\}?+\s*+")
 THEOREM = re.compile(
@@ -30,16 +30,16 @@ COMMANDS = ("newcommand", "renewcommand", "providecommand", "DeclareRobustComman
 ENVIRONMENTS = ("newenvironment", "renewenvironment")
 DEFS = ("def", "gdef", "edef", "xdef")
 DEFINERS = frozenset((*COMMANDS, *ENVIRONMENTS, *DEFS, "let", "DeclareMathOperator", "newtheorem", "newif"))
-DEPTH = 60  # of macros in macros, or in their arguments
+DEPTH = 60  # of macros within macros or their arguments
 
 
 class LatexError(ValueError):
-    """A paper that cannot be turned into text: the message says why."""
+    """A paper that cannot be converted to text; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Macro:
-    """What a command stands for: `arguments` of them, the first optional where `default` is given."""
+    """Definition of a command with `arguments` arguments, the first optional if `default` is given."""
 
     arguments: int
     default: str | None
@@ -47,7 +47,7 @@ class Macro:
 
 
 def brace_pairs(text: str) -> dict[int, int]:
-    """Return the position of the closing brace of every opening one that has one."""
+    """Return {opening brace: closing brace}, by position, for all matched braces."""
     pairs: dict[int, int] = {}
     opened: list[int] = []
     for match in BRACE.finditer(text):
@@ -59,30 +59,31 @@ def brace_pairs(text: str) -> dict[int, int]:
 
 
 class Expander:
-    """Reads definitions in the order they come in, drops them, and puts what they say in the places that use them.
+    """Reads definitions in order, removes them, and expands their uses.
 
-    `protected` commands keep their meaning whatever a paper defines them to be. A macro is not expanded within itself.
-    `theorems` are the titles of the environments that \\newtheorem made.
+    `protected` commands keep their meaning even if a paper redefines them. A macro is not expanded within itself.
+    `theorems` holds the titles of the environments that \\newtheorem defined.
     """
 
     def __init__(self, protected: frozenset[str]) -> None:
         self.protected = protected
         self.theorems: dict[str, str] = {}
-        self._macros: dict[str, Macro] = {}  # environments are "begin name" and "end name"
+        self._macros: dict[str, Macro] = {}  # environments have the keys "begin name" and "end name"
         self._switches = {"true": True, "false": False}
         self._left = 0
 
     def define(self, package: str) -> None:
-        """Take the commands that a package of the paper's own defines."""
+        """Read the commands defined by one of the paper's packages."""
         pairs = brace_pairs(package)
         for match in CONTROL.finditer(package):
             if match[1] in COMMANDS or match[1] == "DeclareMathOperator":
                 self._define(match[1], package, match.end(), pairs)
 
     def expand(self, text: str) -> str:
-        """Return the text without definitions, macros expanded.
+        """Return the text without definitions, with macros expanded.
 
-        Raises LatexError where the macros would make it grow without bound.
+        Raises:
+            LatexError: the macros would make the text grow beyond the limit.
         """
         self._left = 4 * len(text) + 500_000
         return self._expand(text, frozenset(), 0)
@@ -121,7 +122,7 @@ class Expander:
     def _use(
         self, match: re.Match, text: str, pairs: dict[int, int], active: frozenset[str], depth: int
     ) -> tuple[str, int]:
-        """Return what a command becomes, and where the text goes on."""
+        """Return a command's expansion, and the position after it."""
         name, position = match[1], match.end()
         if name in ("begin", "end") and (environment := ENVIRONMENT.match(text, position)):
             name, position = f"{name} {environment[1]}", environment.end()
@@ -139,14 +140,14 @@ class Expander:
         return self._expand(_filled(macro.body, arguments), active | {name}, depth + 1), position
 
     def _define(self, name: str, text: str, position: int, pairs: dict[int, int]) -> int:
-        """Take a definition; return where the text goes on."""
+        """Read a definition; return the position after it."""
         if name in COMMANDS and (head := NEW_COMMAND.match(text, position)):
             return self._body(head[1] or head[2], head[3], head[4], text, head.end(), pairs)
         if name in ENVIRONMENTS and (head := NEW_ENVIRONMENT.match(text, position)):
             after = self._body(f"begin {head[1]}", head[2], head[3], text, head.end(), pairs)
             return self._body(f"end {head[1]}", None, None, text, SPACE.match(text, after).end(), pairs)
         if name in DEFS and (head := DEF.match(text, position)):
-            # Arguments that end at given words are not simple: such a macro is dropped.
+            # Macros with delimited arguments are not simple: they are dropped.
             named = head[1] if not head[3].strip() else None
             return self._body(named, str(head[2].count("#")), None, text, head.end(), pairs)
         if name == "let" and (head := LET.match(text, position)):
@@ -180,7 +181,7 @@ class Expander:
             self._macros[name] = macro
 
     def _branch(self, switch: str, text: str, position: int) -> tuple[int, int, int] | None:
-        """Return the part of a conditional that is taken and where the text goes on; None where it has no end."""
+        """Return the selected part of a conditional and the position after its end; None if it has no end."""
         depth, otherwise = 0, None
         for match in BRANCH.finditer(text, position):
             if match[1] == "fi":
@@ -204,7 +205,7 @@ def _switch(name: str) -> tuple[str, bool] | None:
 
 
 def _arguments(macro: Macro, text: str, position: int, pairs: dict[int, int]) -> tuple[list[str], int] | None:
-    """Return the arguments that follow and where the text goes on; None where one is missing."""
+    """Return the arguments that follow and the position after them; None if one is missing."""
     arguments: list[str] = []
     if macro.arguments == 0:
         return arguments, SPACE.match(text, position).end()
@@ -230,7 +231,7 @@ def _arguments(macro: Macro, text: str, position: int, pairs: dict[int, int]) ->
 
 
 def _filled(body: str, arguments: list[str]) -> str:
-    """Return a macro's body with its arguments in place; `\\bf#1` keeps its command apart from a letter."""
+    """Return a macro's body with its arguments inserted; a space separates `\\bf#1` from a letter."""
     pieces = re.split(r"#([1-9])", body)
     out = [pieces[0]]
     for number, rest in zip(pieces[1::2], pieces[2::2], strict=True):

@@ -1,4 +1,4 @@
-"""Expanded LaTeX to Markdown: headings, lists, emphasis, captions, tables, code; mathematics as it stands."""
+"""Expanded LaTeX to Markdown: headings, lists, emphasis, captions, tables, code; mathematics unchanged."""
 
 import re
 import unicodedata
@@ -42,8 +42,8 @@ from data_pipeline.markup.latex.reader import (
     marked,
 )
 
-DEPTH = 40  # of environments and groups in one another
-FORMULA = 20_000  # characters of one at most
+DEPTH = 40  # of nested environments and groups
+FORMULA = 20_000  # characters per formula at most
 TOKEN = re.compile(
     r"\\begin\s*\{(?P<begin>[^{}\n]{1,60})\}|\\end\s*\{[^{}\n]{1,60}\}|\\(?P<word>[a-zA-Z@]+)\*?|\\(?P<symbol>[\s\S])"
     r"|(?P<dollar>\$\$?)|(?P<brace>[{}])|(?P<break>\n[ \t]*\n\s*)|(?P<mark>~|---?|``|''|`)|(?P<held>\ue000\d+\ue001)"
@@ -62,7 +62,7 @@ KNOWN_COMMANDS = frozenset(
 
 
 def convert(body: str, listings: list[Listing], theorems: dict[str, str], keep_acknowledgements: bool) -> str:
-    """Return the Markdown of a document's body. Raises LatexError where it is nested too deep."""
+    """Return the Markdown of a document's body; raise LatexError if it is nested too deep."""
     converter = _Converter(body, listings, {**THEOREMS, **theorems}, keep_acknowledgements)
     text = "\n\n".join(converter.blocks(0, len(body), 0))
     text = re.sub(f"{REFERENCE}([^{END}]*){END}", lambda match: converter.labels.get(match[1], match[1]), text)
@@ -71,7 +71,7 @@ def convert(body: str, listings: list[Listing], theorems: dict[str, str], keep_a
 
 @dataclass(slots=True)
 class _Page:
-    """Blocks, and the inline text of the one that is being written."""
+    """Finished blocks, and the inline text of the current one."""
 
     blocks: list[str] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -94,10 +94,10 @@ class _Converter(LatexReader):
         self.listings, self.theorems, self.keep = listings, theorems, keep
         self.labels: dict[str, str] = {}
         self._counters: Counter[str] = Counter()
-        self._numbers: list[int] = []  # of the section being written and of those around it
+        self._numbers: list[int] = []  # of the current section and its parents
         self._appendix = False
-        self._here = ""  # what a label at this place would name
-        self._float = ""  # "Figure" or the like, inside one
+        self._here = ""  # number that a label at this position would refer to
+        self._float = ""  # "Figure" or the like, inside a float
         self._words: dict[str, Callable[[_Page, int, int, int], int]] = {
             "par": self._par,
             "label": self._label,
@@ -128,7 +128,7 @@ class _Converter(LatexReader):
         return page.blocks
 
     def _token(self, page: _Page, match: re.Match, end: int, depth: int) -> int:
-        """Put what a token stands for on the page; return where the text goes on."""
+        """Add a token's conversion to the page; return the position after it."""
         position = match.end()
         if match["begin"]:
             return self._environment(page, match, end, depth)
@@ -149,7 +149,7 @@ class _Converter(LatexReader):
         return position
 
     def _group(self, page: _Page, start: int, end: int, depth: int) -> int:
-        """Take `{\\bf text}`; other groups are as if they had no braces."""
+        """Convert `{\\bf text}`; other groups are treated as if they had no braces."""
         close = self.pairs.get(start, end)
         font = FONT.match(self.text, start + 1)
         if font is None or close >= end:
@@ -194,7 +194,7 @@ class _Converter(LatexReader):
             if found[0] == "$":
                 self._mathematics(page, self.text[match.end() : found.start()], display=False)
                 return found.end()
-            if found[0][0] == "\n":  # a paragraph ends: this dollar was none of mathematics
+            if found[0][0] == "\n":  # the paragraph ends: this dollar did not start mathematics
                 break
         page.pieces.append("$")
         return match.end()
@@ -247,7 +247,7 @@ class _Converter(LatexReader):
             for _ in range(DROPPED_COMMANDS[word]):
                 position = self.options(self.argument(position, end)[2], end)
             return position
-        # Of a command that is not known, what is in braces is kept.
+        # The braced argument of an unknown command is kept.
         return SPACE.match(self.text, self.options(position, end), end).end()
 
     def _section(self, page: _Page, match: re.Match, end: int, depth: int) -> int:
@@ -323,7 +323,7 @@ class _Converter(LatexReader):
         return after
 
     def _subfloat(self, page: _Page, position: int, end: int, depth: int) -> int:
-        """Take `\\subfloat[caption]{content}`."""
+        """Convert `\\subfloat[caption]{content}`."""
         if option := OPTION.match(self.text, position, end):
             page.block(self.inline(*option.span(1), depth))
             return option.end()
@@ -344,12 +344,12 @@ class _Converter(LatexReader):
         return after
 
     def _middle_rule(self, page: _Page, position: int, end: int, depth: int) -> int:
-        """Take `\\cmidrule(lr){2-3}`."""
+        """Skip `\\cmidrule(lr){2-3}`."""
         trim = re.compile(r"\([lr]*\)").match(self.text, position, end)
         return self.argument(trim.end() if trim else position, end)[2]
 
     def _length(self, page: _Page, position: int, end: int, depth: int) -> int:
-        """Take a length that is set without braces, such as `\\vskip 5pt plus 1pt`."""
+        """Skip a length without braces, such as `\\vskip 5pt plus 1pt`."""
         given = LENGTH.match(self.text, position, end)
         return given.end() if given else position
 

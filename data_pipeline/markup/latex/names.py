@@ -1,4 +1,4 @@
-"""What the conversion knows of LaTeX's commands and environments, by name."""
+"""Tables of the LaTeX commands and environments known to the conversion."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -20,7 +20,7 @@ CITATIONS = _names(
     "cite citep citet citealp citealt citeauthor citeyear citeyearpar Citet Citep onlinecite parencite textcite "
     "autocite footcite Textcite Autocite shortcite citeN citenum"
 )
-# How each reads, around the number or the key of what it refers to.
+# Text around the number or the key that each command refers to.
 REFERENCES = {
     **dict.fromkeys(("ref", "pageref", "nameref", "autoref", "cref", "Cref", "vref", "subref", "fref", "Fref"), "{}"),
     "eqref": "({})",
@@ -39,24 +39,24 @@ FLOATS = {
     **dict.fromkeys(("table", "wraptable", "sidewaystable", "longtable"), "Table"),
     "algorithm": "Algorithm",
     **dict.fromkeys(("listing", "codelisting"), "Listing"),
-    **dict.fromkeys(("subfigure", "subtable"), ""),  # their captions have letters, not numbers
+    **dict.fromkeys(("subfigure", "subtable"), ""),  # numbered with letters
 }
 THEOREMS = {
     name: name.capitalize()
     for name in ("theorem", "lemma", "proof", "definition", "corollary", "proposition", "remark", "example", "claim")
 }
-# Arguments in braces after \begin{...}: they are about layout.
+# Number of braced arguments after \begin{...}; they concern layout only.
 ENVIRONMENT_ARGUMENTS = {
     **dict.fromkeys(("tabular", "longtable", "supertabular", "tabu", "tblr", "minipage", "subfigure", "subtable"), 1),
     **dict.fromkeys(("multicols", "adjustbox", "spacing", "turn", "rotate"), 1),
     **dict.fromkeys(("tabularx", "tabulary", "wrapfigure", "wraptable", "adjustwidth"), 2),
 }
-# The abstract comes from the metadata.
+# The abstract is taken from the metadata.
 DROPPED_ENVIRONMENTS = _names(
     "thebibliography abstract tikzpicture pgfpicture picture axis pspicture forest CCSXML IEEEkeywords keywords "
     "keyword titlepage biography IEEEbiography IEEEbiographynophoto references"
 )
-# Commands that leave no text, by how many arguments go with them.
+# Commands without output, by the number of arguments to drop with them.
 _DROPPED = (
     "maketitle tableofcontents listoffigures listoftables centering noindent clearpage newpage hline toprule midrule "
     "bottomrule printbibliography balance smallskip medskip bigskip raggedright raggedleft protect relax sloppy and "
@@ -158,8 +158,8 @@ ACCENTS = {
     "d": "\u0323",
     "b": "\u0331",
 }
-# Of pseudo-code: the change of depth before a statement, its first word, what follows its condition (None where it has
-# none), the change of depth after it.
+# Pseudo-code: the change of depth before a statement, its first word, the word after its condition (None without a
+# condition), the change of depth after it.
 _STATEMENTS = {
     "State": (0, "", None, 0),
     "Statex": (0, "", None, 0),

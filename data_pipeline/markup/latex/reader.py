@@ -1,4 +1,4 @@
-"""LaTeX text with its braces and environments paired, and the pieces of Markdown that are made of it."""
+"""LaTeX text with matched braces and environments, and writers of the Markdown pieces."""
 
 import re
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ ONE = re.compile(r"\\(?:[a-zA-Z@]+|[\s\S])|\ue000\d+\ue001|[^\s\\}&$]")  # an ar
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Verbatim text, set aside: a block, or `inline`."""
+    """Verbatim text that was set aside: a block, or `inline`."""
 
     code: str
     language: str
@@ -25,12 +25,12 @@ class Listing:
 
 
 def hold(number: int) -> str:
-    """Return the sign that stands in a text for listing `number`."""
+    """Return the placeholder of listing `number`."""
     return f"{HOLD}{number}{END}"
 
 
 class LatexReader(ABC):
-    """A text in which arguments and environments are found in constant time, however they are nested."""
+    """A text with lookup of arguments and environments in constant time, regardless of nesting."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -46,7 +46,7 @@ class LatexReader(ABC):
         return " ".join(" ".join(self.blocks(start, end, depth + 1)).split())
 
     def argument(self, position: int, end: int) -> tuple[int, int, int]:
-        """Return the start and end of a command's argument, and where the text goes on."""
+        """Return the start and end of a command's argument, and the position after it."""
         start = SPACE.match(self.text, position, end).end()
         if start < end and self.text[start] == "{":
             close = self.pairs.get(start, end)
@@ -56,14 +56,14 @@ class LatexReader(ABC):
         return position, position, position
 
     def options(self, position: int, end: int) -> int:
-        """Return where the text goes on after options, which follow at once: a bracket after a space may be text."""
+        """Return the position after directly following options: a bracket after a space may be text."""
         while self.text[position : position + 1] == "[" and (match := OPTION.match(self.text, position, end)):
             position = match.end()
         return position
 
 
 def _environment_pairs(text: str) -> dict[int, tuple[int, int]]:
-    """Return, by the place of each \\begin, where its \\end starts and ends; an \\end closes what was left open."""
+    """Return {\\begin: (start, end) of its \\end}, by position; an \\end closes unclosed inner environments."""
     pairs: dict[int, tuple[int, int]] = {}
     opened: list[tuple[str, int]] = []
     names: Counter[str] = Counter()
