@@ -1,1 +1,1 @@
-"""What every room of the project uses: files that appear whole, checks of settings, the Hugging Face Hub."""
+"""Shared by all packages: atomic files, setting checks, SLURM commands, GPU data, the Hugging Face Hub."""

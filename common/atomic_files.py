@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes of files and folders."""
 
 import contextlib
 import errno
@@ -9,17 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota or a file size limit is used up
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota or file size limit exhausted
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error says that no more can be written."""
+    """Return whether an error means that nothing more can be written."""
     return isinstance(error, OSError) and error.errno in FULL_DISK
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file beside its place, to the disk, and rename it there: no reader sees a part of it, and what was
-    there before stays if the write fails. Makes the folder. Raises OSError where the disk does not take it."""
+    """Write a file to a temporary name, sync it, and rename it, so that readers see the old or the new content.
+
+    The old content stays if the write fails. Parent folders are created.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -34,7 +39,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def write_figure(path: Path, figure: Any, **settings: Any) -> Path:
-    """Write a matplotlib figure as a PNG, whole or not at all, and return its path. `settings`: of `savefig`."""
+    """Write a matplotlib figure atomically as a PNG and return its path; `settings` go to `savefig`."""
     image = io.BytesIO()
     figure.savefig(image, format="png", **{"dpi": 150, "bbox_inches": "tight", **settings})
     write_atomic(path, image.getvalue())
@@ -43,10 +48,10 @@ def write_figure(path: Path, figure: Any, **settings: Any) -> Path:
 
 @contextlib.contextmanager
 def replace_atomically(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, that takes the place of `folder` when all is written: whole or not at all."""
+    """Yield a temporary folder that replaces `folder` when the block ends, or is deleted if it fails."""
     partial, replaced = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "replaced"))
     if replaced.exists() and not folder.exists():
-        replaced.rename(folder)  # a process ended between the two renames below
+        replaced.rename(folder)  # a process died between the two renames below
     for leftover in (partial, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)

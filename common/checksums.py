@@ -1,4 +1,4 @@
-"""Sizes and checksums of files as they were written, and what has happened to them since."""
+"""Sizes and checksums of files, and checks against recorded ones."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-READERS = 8  # threads that compute checksums; hashing and reading both let other threads run
-BYTES_A_READER = 8 * 1024 * 1024  # fewer are read sooner than a thread is started
+READERS = 8  # checksum threads; hashing and reading release the GIL
+BYTES_A_READER = 8 * 1024 * 1024  # below this, starting a thread costs more than reading
 
 
 def entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return what a manifest says of the named files: {name: {"bytes", "sha256"}}.
+    """Return the manifest entries of the named files: {name: {"bytes", "sha256"}}.
 
-    A link has no "sha256": what it leads to is not the folder's own.
+    A symbolic link has no "sha256", because its target is outside the folder.
     """
     names = sorted(names)
     with reading(sum(size_of(folder / name) or 0 for name in names)) as readers:
@@ -25,7 +25,7 @@ def entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def wrong_size(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return which file is missing or has another size, and how; None where there is none. Nothing is read."""
+    """Return a message for the first missing file or wrong size, or None. No file is read."""
     for name, written in files.items():
         found = size_of(folder / name)
         if found is None:
@@ -36,7 +36,7 @@ def wrong_size(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | No
 
 
 def damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return which file differs from what was written, and how; None where there is none. Every file is read once."""
+    """Return a message for the first file that differs from its entry, or None. Every file is read once."""
     wrong = wrong_size(folder, files)
     if wrong is not None:
         return wrong
@@ -49,12 +49,12 @@ def damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def reading(size: int) -> ThreadPoolExecutor:
-    """Return threads for reading so many bytes, each of which holds a buffer."""
+    """Return threads for reading `size` bytes; each holds a buffer."""
     return ThreadPoolExecutor(min(READERS, 1 + size // BYTES_A_READER))
 
 
 def checksum(path: Path) -> str | None:
-    """Return the SHA-256 of a file's content; None where it cannot be read."""
+    """Return the SHA-256 of a file's content, or None if it cannot be read."""
     try:
         return content_digest(path)
     except OSError:
@@ -62,13 +62,17 @@ def checksum(path: Path) -> str | None:
 
 
 def content_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content, read piece by piece. Raises OSError where it cannot be read."""
+    """Return the SHA-256 of a file's content, read in chunks.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def size_of(path: Path) -> int | None:
-    """Return the bytes of a file; None where there is none."""
+    """Return the bytes of a file, or None if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:

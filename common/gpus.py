@@ -1,4 +1,4 @@
-"""Graphics cards: peak speed, memory and bandwidth from the makers' data sheets."""
+"""Graphics cards: peak speed, memory and bandwidth from the vendors' data sheets."""
 
 import re
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ class Gpu:
     """One card.
 
     Attributes:
-        name: as in SHEETS.
-        memory: bytes that torch finds on it.
+        name: a key of SHEETS.
+        memory: bytes that torch reports.
         flops: dense bfloat16 peak, FLOP/s.
-        bandwidth: of its memory, bytes a second.
-        link: to the other cards of its node, bytes a second in each direction.
+        bandwidth: memory bandwidth, bytes/s.
+        link: bandwidth to the other cards of its node, bytes/s per direction.
     """
 
     name: str
@@ -23,12 +23,12 @@ class Gpu:
     link: float
 
 
-# Dense bfloat16 TFLOP/s, GiB that torch finds, TB/s of memory, GB/s between the cards of a node (NVLink where it is
-# built in, else PCIe). Where a name does not say which of two kinds it is, the larger one. The first match counts.
+# Dense bfloat16 TFLOP/s, GiB that torch reports, TB/s of memory, GB/s between the cards of a node (NVLink if built in,
+# else PCIe). If a name has two variants, the larger one. The first match wins.
 SHEETS = {
     "GB200": (2500.0, 184.0, 8.0, 900.0),
     "B200": (2250.0, 178.4, 8.0, 900.0),
-    "GH200 480GB": (989.4, 94.5, 4.0, 450.0),  # the driver counts the processor's memory
+    "GH200 480GB": (989.4, 94.5, 4.0, 450.0),  # the driver's name counts the CPU's memory
     "GH200": (989.4, 94.5, 4.0, 450.0),
     "H200": (989.4, 139.8, 4.8, 450.0),
     "H100 NVL": (835.5, 93.1, 3.9, 300.0),
@@ -44,18 +44,17 @@ SHEETS = {
     "RTX 4090": (165.2, 23.5, 1.01, 32.0),
     "RTX 3090": (71.0, 23.6, 0.936, 32.0),
 }
-# A part of a card, or another card than the one whose name it begins with.
+# A partition of a card, or another card whose name starts with a known name.
 OTHER_CARDS = re.compile(r"\b(MIG|Laptop|D|Ti)\b", re.IGNORECASE)
 SIZE = re.compile(r"\b(\d+) ?gi?b?\b")
-NEAR = 0.12  # of what a name says: GB may mean GiB, and torch finds a little less
+NEAR = 0.12  # relative tolerance: GB may mean GiB, and torch reports a little less
 
 
 def find_gpu(name: str | Gpu) -> Gpu:
-    """The card that `name` means: "h200", "a100-40gb", "rtx_4090", or what the driver calls it ("NVIDIA H200"); a card
-    is itself.
+    """Return the card with a name such as "h200", "a100-40gb", "rtx_4090" or the driver's "NVIDIA H200"; pass cards on.
 
     Raises:
-        ValueError: no such card is known, or none with the memory that the name says; the line lists those that are.
+        ValueError: if no such card is known, or none with the memory in the name; the line lists the known ones.
     """
     if isinstance(name, Gpu):
         return name
@@ -71,7 +70,7 @@ def find_gpu(name: str | Gpu) -> Gpu:
 
 
 def peak_flops(name: str) -> float | None:
-    """The dense bfloat16 peak in FLOP/s of the GPU that torch calls so, or None where it is not known."""
+    """Return the dense bfloat16 peak in FLOP/s of the GPU with torch's name, or None if unknown."""
     if OTHER_CARDS.search(name):
         return None
     return next((sheet[0] * 1e12 for card, sheet in SHEETS.items() if re.search(rf"\b{card}\b", name)), None)

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face Hub, and where it cannot be reached: its clients would try half a minute for each file."""
+"""Hugging Face Hub names, and offline use: without a network its clients retry half a minute per file."""
 
 import socket
 import sys
@@ -9,15 +9,14 @@ from huggingface_hub import constants
 
 
 def is_path(name: str) -> bool:
-    """Whether `name` can only be a path: on the Hub names are `name` or `owner/name`."""
+    """Return whether `name` can only be a path: Hub names are `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def use_cache_where_unreachable() -> None:
-    """Have the clients look in their cache alone, for the rest of this process, where the Hub's name has no address.
+    """Set the clients offline for the rest of this process if the Hub's host name does not resolve.
 
-    To be called before something is asked of the Hub. Behind a proxy nothing changes: the name is the proxy's to look
-    up.
+    Call it before the first request to the Hub. Behind a proxy nothing changes, because the proxy resolves the name.
     """
     if constants.HF_HUB_OFFLINE or urllib.request.getproxies():
         return
@@ -25,6 +24,6 @@ def use_cache_where_unreachable() -> None:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
     except OSError:
         constants.HF_HUB_OFFLINE = True
-        config = sys.modules.get("datasets.config")  # has a copy of its own once it is imported
+        config = sys.modules.get("datasets.config")  # copies the value at import
         if config is not None:
             config.HF_HUB_OFFLINE = True

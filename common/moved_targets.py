@@ -1,4 +1,4 @@
-"""Classes that earlier versions kept elsewhere: the configurations of their runs and corpora still name them."""
+"""Moved classes: configurations of earlier runs and corpora still have the old paths."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ MOVED = {
 
 
 def with_current_targets(config: Any) -> Any:
-    """A configuration of plain containers with each `_target_` where it lies now."""
+    """Return a configuration of plain containers with each `_target_` at its current path."""
     if isinstance(config, list):
         return [with_current_targets(each) for each in config]
     if not isinstance(config, dict):

@@ -1,8 +1,8 @@
-"""Times and numbers of tokens as people say them."""
+"""Readable durations and token counts."""
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: 41 s, 3 min 05 s, 2 h 10 min, 3 d 4 h."""
+    """Format seconds: 41 s, 3 min 05 s, 2 h 10 min, 3 d 4 h."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -14,7 +14,7 @@ def duration(seconds: float) -> str:
 
 
 def count(tokens: float) -> str:
-    """A number of tokens with a unit: 512, 33.6k, 1.2M, 2.7B."""
+    """Format a number of tokens with a unit: 512, 33.6k, 1.2M, 2.7B."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if tokens >= size:
             return f"{tokens / size:.{2 if tokens < 10 * size else 1}f}{unit}"

@@ -1,4 +1,4 @@
-"""The values of settings held to type hints: what a function says that its arguments are."""
+"""Check settings against the type hints of a function's arguments."""
 
 import inspect
 import types
@@ -15,16 +15,19 @@ MAPPINGS = (dict, Mapping)
 
 
 def check_type(key: str, value: Any, hint: Any) -> None:
-    """Raise ValueError, naming the key, unless a value of a configuration is what a type hint says.
+    """Check that a value of a configuration matches a type hint.
 
-    A whole number is a number, too; true is no number; a number is finite.
+    A whole number is also a number, true is not, and a number is finite.
+
+    Raises:
+        ValueError: if it does not match; the line names the key.
     """
     if not fits(value, hint):
         raise ValueError(f"{key}={shown(value)}: give {in_words(hint)}")
 
 
 def type_hints(function: Callable) -> dict[str, Any]:
-    """The type hints of the arguments of a function or a class; none of one that has none, or unreadable ones."""
+    """Return the type hints of a function's or class's arguments; empty if there are none or they are unreadable."""
     called = function.__init__ if inspect.isclass(function) else function
     try:
         return typing.get_type_hints(called)
@@ -33,7 +36,7 @@ def type_hints(function: Callable) -> dict[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value of a configuration (text, number, switch, null, list or mapping) is what a type hint says."""
+    """Return whether a configuration value (text, number, switch, null, list or mapping) matches a type hint."""
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
         return any(fits(value, each) for each in arguments)
@@ -55,11 +58,11 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def in_words(hint: Any) -> str:
-    """What a type hint asks a user to give."""
+    """Describe to a user the values that a type hint allows."""
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
         words = list(dict.fromkeys(in_words(each) for each in arguments if each is not typing.Any))
-        words = [word for word in words if word != "its keys"] or words  # a class, which a plain value never is
+        words = [word for word in words if word != "its keys"] or words  # classes, which no plain value matches
         return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     if kind is typing.Literal:
         return " or ".join(map(shown, arguments))

@@ -1,12 +1,12 @@
-"""SLURM's commands, for the launcher of runs and for the executor of data jobs.
+"""SLURM's commands, for the launcher of runs and the executor of data jobs.
 
-squeue and scontrol are asked, never sacct: many clusters keep no accounts.
+Only squeue and scontrol are queried, not sacct, because many clusters keep no accounting.
 """
 
 import subprocess
 from collections.abc import Mapping
 
-# Reasons of a pending job that only a change of the cluster's settings ends.
+# Pending reasons that only a change of the cluster's configuration resolves.
 NEVER = (
     "PartitionConfig",
     "PartitionTimeLimit",
@@ -21,12 +21,12 @@ NEVER = (
 
 
 def never_starts(reason: str) -> bool:
-    """Return whether a job that is pending for this reason, as squeue's %r gives it, will never start."""
+    """Return whether a job pending for this reason (squeue's %r) will never start."""
     return reason in NEVER or reason.endswith("PerJobLimit")
 
 
 def ask(*command: str, key: str, instead: str = "") -> subprocess.CompletedProcess:
-    """Call one of SLURM's commands; its exit status is not checked.
+    """Run one of SLURM's commands; its exit status is not checked.
 
     Args:
         command: the program and its arguments.
@@ -34,7 +34,7 @@ def ask(*command: str, key: str, instead: str = "") -> subprocess.CompletedProce
         instead: what else the user may give, for the error.
 
     Raises:
-        ValueError: the program is not installed.
+        ValueError: if the program is not installed.
     """
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace")
@@ -45,12 +45,12 @@ def ask(*command: str, key: str, instead: str = "") -> subprocess.CompletedProce
 
 
 def refusal(words: str, keys: Mapping[str, str], otherwise: str) -> str:
-    """Return one line for what sbatch printed when it refused a job.
+    """Return a one-line error for sbatch's message when it refused a job.
 
     Args:
         words: sbatch's standard error.
-        keys: from a word of sbatch's message to the setting to change; the first that fits is named.
-        otherwise: the setting to name where none fits.
+        keys: maps a word of sbatch's message to the setting to change; the first match is named.
+        otherwise: the setting to name without a match.
     """
     lines = [line.split("error: ")[-1].strip() for line in words.splitlines() if "error: " in line]
     said = "; ".join(lines) or " ".join(words.split())

@@ -1,8 +1,8 @@
-"""Jobs that measure a checkpoint: each writes a JSON, a table and a picture, and logs to the run's wandb run.
+"""Jobs that measure a checkpoint; each writes a JSON file, a table and a figure, and logs to the run's wandb run.
 
 | module | what it holds |
 |---|---|
-| `places` | where a checkpoint's results go, and what tells one state of its weights from another |
-| `run_log` | values and pictures to the wandb run that a checkpoint's training made |
+| `places` | the folder of a checkpoint's results, and an identity of its weights |
+| `run_log` | log values and figures to the wandb run of the checkpoint's training |
 | `harness` | lm-eval's tasks, with the suite and the numbers of the Liger paper |
 """

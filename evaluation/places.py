@@ -1,4 +1,4 @@
-"""Where the results of a measurement go, and which weights it was made with."""
+"""The result folder of a measurement, and the identity of the measured weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +10,22 @@ from lit_modules.launching import run_folder
 
 @dataclass(frozen=True)
 class Place:
-    """Attributes:
-    folder: for the results; `make` creates it.
-    run: the folder of the run that the checkpoint is of, or None.
+    """Where results of a checkpoint go.
+
+    Attributes:
+        folder: folder for the results; `make` creates it.
+        run: folder of the checkpoint's run, or None.
     """
 
     folder: Path
     run: Path | None
 
     def make(self) -> None:
-        """Create the folder. Raises ValueError where it cannot be written."""
+        """Create the folder.
+
+        Raises:
+            ValueError: if it cannot be written.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -27,10 +33,10 @@ class Place:
 
 
 def place(checkpoint: str, output: str | None) -> Place:
-    """`evaluation/` in `output`, or else in the folder of the run that the checkpoint is of.
+    """Return `evaluation/` in `output`, or else in the folder of the checkpoint's run.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: if there is neither.
     """
     run = run_of(checkpoint)
     if output is not None:
@@ -46,7 +52,7 @@ def place(checkpoint: str, output: str | None) -> Place:
 
 
 def run_of(checkpoint: str) -> Path | None:
-    """The folder of the run that a checkpoint is of: itself, or where its export or `checkpoints/` stands."""
+    """Return the run folder of a checkpoint: the folder itself, or the parent of its export or `checkpoints/`."""
     path = Path(checkpoint)
     if not path.is_dir():
         return None
@@ -59,7 +65,7 @@ def run_of(checkpoint: str) -> Path | None:
 
 
 def weights(checkpoint: str) -> str:
-    """A name for the weights as they are now: a digest of the content of a folder's files, or the name on the Hub."""
+    """Return an identity of the current weights: a digest of the folder's files, or the name on the Hub."""
     path = Path(checkpoint)
     if not path.is_dir():
         return checkpoint

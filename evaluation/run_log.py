@@ -1,4 +1,4 @@
-"""What a measurement found, in the wandb run that the checkpoint's training made."""
+"""Log the results of a measurement to the wandb run of the checkpoint's training."""
 
 import logging
 from collections.abc import Mapping
@@ -14,8 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def log_to_run(run: Path, values: Mapping[str, float], pictures: Mapping[str, Path]) -> None:
-    """Log values and pictures at the run's last step, where it has a wandb run; a run that is going on is left alone,
-    and the log says so."""
+    """Log values and figures at the run's last step, if it has a wandb run; only warn if the run is still running."""
     if not (run / "wandb" / RUN_ID).is_file():
         return
     if run_folder.is_held(run):
@@ -32,12 +31,12 @@ def log_to_run(run: Path, values: Mapping[str, float], pictures: Mapping[str, Pa
 
 
 def settings(run: Path) -> dict:
-    """The project and the like that the run's configuration gave wandb."""
+    """Return the wandb settings (project and so on) of the run's configuration."""
     given = OmegaConf.to_container(OmegaConf.load(run / run_folder.CONFIG)).get("logger") or {}
     return {key: value for key, value in given.get("wandb", {}).items() if key != "_target_"}
 
 
 def last_step(run: Path) -> int:
-    """The optimizer step of the last row of the run's metrics; 0 without any."""
+    """Return the optimizer step of the last row of the run's metrics; 0 if there are none."""
     rows = MetricsCsv(run).rows()[1:]
     return int(rows[-1][0]) if rows else 0

@@ -1,12 +1,12 @@
-"""`job=evaluate benchmark=harness`: a checkpoint on lm-eval's tasks.
+"""`job=evaluate benchmark=harness`: evaluate a checkpoint on lm-eval's tasks.
 
 | module | what it holds |
 |---|---|
 | `job` | the job: settings, tasks, model, results |
-| `tasks` | the tasks asked for, with their documents |
-| `copies` | data sets from a folder, where there is no network |
-| `model` | a loaded checkpoint as lm-eval calls it |
-| `scoring` | one task at a time, each kept when it is done; groups and averages |
-| `report` | the table and the picture |
-| `published` | the suite of the Liger paper and the numbers in its tables |
+| `tasks` | the requested tasks, with their documents |
+| `copies` | data sets from a local folder, for use without a network |
+| `model` | a loaded checkpoint with lm-eval's interface |
+| `scoring` | one task at a time, each saved when done; groups and averages |
+| `report` | the table and the figure |
+| `published` | the suite of the Liger paper and the numbers of its tables |
 """

@@ -1,9 +1,9 @@
-"""Data sets from a folder of copies, and what to say where neither it nor the Hub has one.
+"""Data sets from a folder of copies, and the error if neither it nor the Hub has one.
 
-A copy of `name` of the data set `path` (as in a task's `dataset_name` and `dataset_path`) is looked for in
-`FOLDER/path/name`, and one of a data set without names in `FOLDER/path` and `FOLDER/path/data`: where the Hub's own
-repositories mostly have their files, so that a downloaded repository is such a copy. It is either what
-`Dataset.save_to_disk` leaves, or has files `SPLIT.parquet`, `SPLIT-00000-of-00002.parquet`, ..., or the same in .jsonl.
+The copy of configuration `name` of the data set `path` (a task's `dataset_name` and `dataset_path`) is in
+`FOLDER/path/name`. Without a name it is in `FOLDER/path` or `FOLDER/path/data`, the usual layout of Hub repositories,
+so that a downloaded repository is a copy. A copy is the output of `Dataset.save_to_disk`, or files `SPLIT.parquet`,
+`SPLIT-00000-of-00002.parquet`, ..., or the same in .jsonl.
 """
 
 import contextlib
@@ -23,8 +23,13 @@ SUFFIXES = (".parquet", ".jsonl")
 
 
 class NoData(Exception):
-    """A data set that is not to be had: `dataset` names it, `looked` says where a copy was looked for, and `reason`
-    why it was not downloaded."""
+    """A data set that is not available.
+
+    Attributes:
+        dataset: its name.
+        looked: folders searched for a copy.
+        reason: why the download failed.
+    """
 
     def __init__(self, dataset: str, looked: list[Path], reason: str) -> None:
         super().__init__(reason)
@@ -32,7 +37,7 @@ class NoData(Exception):
 
 
 class Copies:
-    """Answers `datasets.load_dataset` from a folder first. Once the Hub has not answered, it is not asked again.
+    """Answers `datasets.load_dataset` from a folder first. After one failed connection the Hub is not tried again.
 
     Args:
         folder: the folder of copies, or None.
@@ -45,7 +50,7 @@ class Copies:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """While it lasts, tasks that call `datasets.load_dataset` get what `load` returns."""
+        """Replace `datasets.load_dataset` by `load` within the block."""
         datasets.load_dataset = self.load
         try:
             yield
@@ -53,11 +58,11 @@ class Copies:
             datasets.load_dataset = self.download
 
     def load(self, path: str, name: str | None = None, **settings: Any) -> Any:
-        """The data set, from its copy or as `datasets.load_dataset` finds it.
+        """Load the data set from its copy, or with `datasets.load_dataset`.
 
         Raises:
-            NoData: there is none.
-            ValueError: the copy cannot be read.
+            NoData: if there is no copy and no download.
+            ValueError: if the copy cannot be read.
         """
         folders = [] if "data_files" in settings else self.folders(path, name or settings.get("data_dir"))
         for folder in folders:
@@ -77,19 +82,19 @@ class Copies:
             raise NoData(title, folders, reason) from error
 
     def folders(self, path: str, name: str | None) -> list[Path]:
-        """Where a copy may be."""
+        """List the folders in which a copy may be."""
         if self.folder is None:
             return []
         return [self.folder / path / name] if name else [self.folder / path, self.folder / path / "data"]
 
 
 def holds_data(folder: Path) -> bool:
-    """Whether there is a data set in the folder itself."""
+    """Return whether the folder itself holds a data set."""
     return (folder / "dataset_dict.json").is_file() or bool(split_files(folder))
 
 
 def split_files(folder: Path) -> dict[str, list[Path]]:
-    """The files of each split, in order."""
+    """Return the files of each split, in order."""
     found = defaultdict(list)
     for file in sorted(folder.glob("*")):
         if file.suffix in SUFFIXES and file.is_file():
@@ -98,10 +103,10 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def read(folder: Path) -> datasets.DatasetDict:
-    """The splits of a copy, held in memory: what a task makes of them would else be written beside them.
+    """Read the splits of a copy into memory, because tasks would otherwise write their caches next to it.
 
     Raises:
-        ValueError: a file cannot be read.
+        ValueError: if a file cannot be read.
     """
     if (folder / "dataset_dict.json").is_file():
         try:

@@ -1,4 +1,4 @@
-"""The job: settings in, tasks and model, results out."""
+"""The job: from settings over tasks and model to results."""
 
 import contextlib
 import importlib.metadata
@@ -26,10 +26,10 @@ PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the values depend on beside the checkpoint, checked: conf/job/evaluate.yaml and conf/benchmark/harness.yaml.
+    """Checked settings of the values, besides the checkpoint: conf/job/evaluate.yaml and conf/benchmark/harness.yaml.
 
     Raises:
-        ValueError: a value that cannot be; the line names its key.
+        ValueError: if a value is invalid; the line names its key.
     """
 
     tasks: tuple[str, ...]
@@ -60,9 +60,9 @@ def run(cfg: DictConfig) -> None:
     """Evaluate a checkpoint; print the table, write harness.json, harness.md and harness.png, log to the run.
 
     Raises:
-        ValueError: a setting cannot be, a task or its data is not to be had, there is no checkpoint.
+        ValueError: if a setting is invalid, a task or its data is not available, or there is no checkpoint.
     """
-    # Here, so that a missing extra is named: Hydra hides what goes wrong while it looks for this function.
+    # Imported here so that a missing extra is named: Hydra hides import errors of this module.
     from evaluation.harness.tasks import load_suite, quiet
     from lit_modules.generation import job
 
@@ -79,7 +79,7 @@ def run(cfg: DictConfig) -> None:
 
 
 def settings_of(cfg: DictConfig) -> Settings:
-    """The settings as the configuration gives them."""
+    """Read the settings from the configuration."""
     asked, examples = cfg.benchmark.tasks, cfg.benchmark.num_fewshot or OmegaConf.create({})
     if not OmegaConf.is_dict(examples):
         raise ValueError(f"benchmark.num_fewshot={examples}: name the tasks, as +benchmark.num_fewshot.piqa=2")
@@ -99,7 +99,11 @@ def folder(path: str | None) -> Path | None:
 
 
 def datasets_folder(cfg: DictConfig) -> Path | None:
-    """The folder of copies. Raises ValueError if it is none."""
+    """Return the folder of copies, or None.
+
+    Raises:
+        ValueError: if it is not a folder.
+    """
     found = folder(cfg.benchmark.datasets_folder)
     if found is not None and not found.is_dir():
         raise ValueError(f"benchmark.datasets_folder={found} is no folder: give one with copies of data sets")
@@ -107,7 +111,7 @@ def datasets_folder(cfg: DictConfig) -> Path | None:
 
 
 def measured(cfg: DictConfig, settings: Settings, suite: Any, place: places.Place) -> dict[str, Any]:
-    """Values, and what they were made with."""
+    """Return the values and the conditions of their measurement."""
     import torch
 
     from evaluation.harness.scoring import averages, rows, score
@@ -140,7 +144,7 @@ def measured(cfg: DictConfig, settings: Settings, suite: Any, place: places.Plac
 
 
 def load(cfg: DictConfig, settings: Settings, device: Any) -> Any:
-    """The checkpoint on its device, as lm-eval calls it."""
+    """Return the checkpoint on its device, with lm-eval's interface."""
     import torch
     import transformers
 
@@ -158,7 +162,7 @@ def load(cfg: DictConfig, settings: Settings, device: Any) -> Any:
 
 
 def write(report: dict[str, Any], place: places.Place) -> None:
-    """The three files, the run's wandb run, and the table on standard output."""
+    """Write the three files, log to the run's wandb run, and print the table."""
     from evaluation.harness.report import as_markdown, draw
     from evaluation.run_log import log_to_run
 
@@ -176,7 +180,7 @@ def write(report: dict[str, Any], place: places.Place) -> None:
 
 
 def keep_earlier(report: dict[str, Any], folder: Path) -> None:
-    """Rename what an evaluation with another outcome left there, to `harness_TIME.*`: when it was written."""
+    """Rename the files of an earlier, different evaluation to `harness_TIME.*`, by their modification time."""
     earlier = folder / "harness.json"
     if not earlier.is_file():
         return

@@ -1,4 +1,4 @@
-"""A loaded checkpoint as lm-eval calls it."""
+"""A loaded checkpoint with lm-eval's interface."""
 
 import contextlib
 import copy
@@ -15,30 +15,29 @@ from data_pipeline.tokens.tokenizer import add_document_start, document_start
 from lit_modules.networks import PalimpsestConfig
 
 LARGEST_BATCH = 64
-CPU_BATCH = 8  # on a CPU a batch that is too large is not refused, but slow
+CPU_BATCH = 8  # a CPU does not refuse a too large batch, but is slow
 
 
 class CheckpointLM(HFLM):
-    """Log-likelihoods and texts of a model, in lm-eval's terms.
+    """Log-likelihoods and generations of a model, with lm-eval's interface.
 
-    What differs from lm-eval's own class: a model of ours sees every text begin as documents do in training; the token
-    that begins a document is never scored itself, nor seen twice; log-probabilities are taken in float32 at least; the
-    batch size that was found for long requests serves shorter ones; requests that had to be cut are counted.
+    Differences from lm-eval's class: our models see every text start with the document token of training, which is
+    never scored and never doubled; log-probabilities are float32 at least; the batch size is searched once per
+    power-of-two length; truncated requests are counted.
 
-    lm-eval pads on the right and passes no mask where it scores: with a causal model nothing of the padding reaches
-    what stands before it.
+    lm-eval pads on the right and passes no mask for scoring: in a causal model padding cannot affect earlier tokens.
 
     Args:
-        model, tokenizer: as `lit_modules.generation.job.load` returns them; the model on its device.
+        model, tokenizer: from `lit_modules.generation.job.load`; the model is on its device.
         batch_size: requests at a time, or "auto".
-        max_length: tokens of context, None for what the model's configuration says.
+        max_length: tokens of context; None means the value of the model's configuration.
 
     Attributes:
-        cut: how many requests were longer than max_length, and lost their first tokens.
+        cut: number of requests longer than max_length, which lost their first tokens.
 
     Raises:
-        ValueError: the tokenizer has no token that could begin a text; later, an answer is longer than the context, or
-            log-likelihoods are not numbers.
+        ValueError: if the tokenizer has no token to start a text; later, if an answer is longer than the context, or
+            log-likelihoods are NaN.
     """
 
     def __init__(self, model: Any, tokenizer: Any, batch_size: int | str, max_length: int | None) -> None:
@@ -64,11 +63,11 @@ class CheckpointLM(HFLM):
             softmax_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
         )
         self.cut = 0
-        self.longest = 1  # tokens of the longest of the texts that are scored whole
-        self.found: dict[int, int] = {}  # by the tokens of a request: the batch that memory had room for
+        self.longest = 1  # tokens of the longest text for rolling log-likelihood
+        self.found: dict[int, int] = {}  # by tokens per request: the largest batch that fits memory
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Logits `[B, T, vocabulary]` of right-padded tokens `[B, T]`."""
+        """Return logits `[B, T, vocabulary]` of right-padded tokens `[B, T]`."""
         with torch.no_grad():
             return self.model(inps, use_cache=False).logits
 
@@ -76,7 +75,7 @@ class CheckpointLM(HFLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        """As lm-eval's, which itself puts the beginning of a document before the tokens: the tokenizer must not."""
+        """Call lm-eval's method without the tokenizer's document token, because lm-eval prepends it itself."""
         with self.bare_tokens():
             self.longest = max(len(self.tok_encode(request.args[0])) for request in requests)
             return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm or not sys.stderr.isatty())
@@ -99,7 +98,7 @@ class CheckpointLM(HFLM):
                 "model can read them"
             )
         self.cut += sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests)
-        silent = disable_tqdm or override_bs is not None  # a bar for each batch of a long text
+        silent = disable_tqdm or override_bs is not None  # else one bar per batch of a long text
         found = super()._loglikelihood_tokens(requests, disable_tqdm=silent, override_bs=override_bs)
         if any(math.isnan(log_likelihood) for log_likelihood, _ in found):
             raise ValueError(
@@ -109,8 +108,10 @@ class CheckpointLM(HFLM):
         return found
 
     def _detect_batch_size(self, requests: Sequence[tuple] | None = None, pos: int = 0) -> int:
-        """The largest batch that memory has room for, at the length of request `pos` (of whole texts, the longest)
-        rounded up to a power of two; tried once for each such length."""
+        """Return the largest batch that fits memory at the length of request `pos`, rounded up to a power of two.
+
+        For rolling texts it is the longest length. Each length is tried once.
+        """
         length = len(requests[pos][1]) + len(requests[pos][2]) if requests else self.longest
         length = min(self.max_length, 1 << (length - 1).bit_length())
         if length not in self.found:

@@ -1,8 +1,8 @@
-"""The suite of the Liger paper (arXiv 2503.01496) and what its tables 2, 3, 8 and 9 give, in percent."""
+"""The suite of the Liger paper (arXiv 2503.01496) and the results of its tables 2, 3, 8 and 9, in percent."""
 
 from typing import NamedTuple
 
-# Task of lm-eval: the metric that the paper takes. MMLU is with 5 examples, the others with none.
+# lm-eval task: the paper's metric. MMLU uses 5 examples, the others none.
 METRICS = {
     "piqa": "acc",
     "arc_easy": "acc",
@@ -22,7 +22,7 @@ TITLES = {
 
 
 class Row(NamedTuple):
-    """A line of a table: values in the order of METRICS, then the averages with and without MMLU."""
+    """A row of a table: values in the order of METRICS, then the averages with and without MMLU."""
 
     model: str
     table: int

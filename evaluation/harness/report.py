@@ -1,4 +1,4 @@
-"""The table and the picture of an evaluation."""
+"""The table and the figure of an evaluation."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,16 +10,16 @@ from common.atomic_files import write_figure
 from evaluation.harness.published import METRICS, ROWS, TITLES
 
 OURS, MARKS = "#4c72b0", ("#c44e52", "#dd8452", "#55a868", "#8172b3", "#937860")
-MARKED = [row for row in ROWS if row.model.startswith("Liger-GLA")]  # in the picture
+MARKED = [row for row in ROWS if row.model.startswith("Liger-GLA")]  # in the figure
 
 
 def is_share(metric: str) -> bool:
-    """Whether a metric is a share of the documents, and shown in percent."""
+    """Return whether a metric is a share of the documents, shown in percent."""
     return metric.startswith(("acc", "exact_match"))
 
 
 def shown(value: float | None, error: float | None, share: bool) -> str:
-    """A value with its standard error, as the table shows it."""
+    """Format a value with its standard error for the table."""
     if value is None:
         return "-"
     if share:
@@ -28,7 +28,7 @@ def shown(value: float | None, error: float | None, share: bool) -> str:
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
-    """The paper's table with this checkpoint above it, then the other tasks, then the circumstances."""
+    """Format this checkpoint above the paper's table, then the other tasks, then notes."""
     tasks = report["tasks"]
     parts = [f"# {report['checkpoint']}", ""]
     if any(task in tasks for task in METRICS):
@@ -45,7 +45,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 
 
 def paper_table(report: Mapping[str, Any]) -> list[str]:
-    """The suite's six tasks and two averages, in percent: this checkpoint, then the paper's models."""
+    """Format the suite's six tasks and two averages, in percent: this checkpoint, then the paper's models."""
     titles = [f"{TITLES[task]} {metric}" for task, metric in METRICS.items()]
     tasks, means = report["tasks"], report["averages"]
     cells = [tasks.get(task) for task in METRICS] + [means.get("average"), means.get("average_without_mmlu")]
@@ -62,15 +62,15 @@ def paper_table(report: Mapping[str, Any]) -> list[str]:
 
 
 def table(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown; the first is the header."""
+    """Format lines as a Markdown table; the first is the header."""
     rows = ["| " + " | ".join(cells) + " |" for cells in lines]
     return [rows[0], "|" + "---|" * len(lines[0]), *rows[1:]]
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """What the values depend on, and what speaks against them."""
+    """List the conditions of the values and their caveats."""
     settings, records = report["settings"], report["subtasks"]
-    one = next(iter(records.values()))  # what the model is, all say alike
+    one = next(iter(records.values()))  # the model's fields are the same in all records
     examples = ", ".join(f"{name} {row['num_fewshot']}" for name, row in report["tasks"].items())
     lines = [f"- examples before each question: {examples}"]
     if settings["limit"] is not None:
@@ -87,8 +87,9 @@ def notes(report: Mapping[str, Any]) -> list[str]:
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path | None:
-    """Bars with standard errors for the tasks whose value is a share (None without any), with the paper's Liger models
-    as marks."""
+    """Draw bars with standard errors for the share metrics, with the paper's Liger models as marks; None if there are
+    none.
+    """
     shares = {name: row for name, row in report["tasks"].items() if is_share(row["metric"])}
     if not shares:
         return None

@@ -1,4 +1,4 @@
-"""Scores of a suite, a task at a time: each is kept when it is done, and groups and averages follow from them."""
+"""Score a suite one task at a time, save each result, and derive groups and averages."""
 
 import contextlib
 import json
@@ -24,23 +24,23 @@ from evaluation.harness.tasks import Suite, documents, quiet
 
 log = logging.getLogger(__name__)
 
-REPEATED = 8  # requests of a task that are put a second time, each in a batch of its own
-BOOTSTRAPS = 1000  # draws behind the standard error of a metric that is no mean
+REPEATED = 8  # requests of a task that are repeated, each in a separate batch
+BOOTSTRAPS = 1000  # bootstrap draws for the standard error of metrics that are not means
 
 
 def score(
     suite: Suite, load: Callable[[], CheckpointLM], settings: Mapping[str, Any], limit: int | None, folder: Path
 ) -> dict[str, dict]:
-    """A record of each task, by name: those that `folder` has of the same settings are read, the others made.
+    """Return a record per task, by name: read from `folder` if its settings match, else computed.
 
     Args:
-        load: gives the model, and is called when a task is left to run.
-        settings: what the values depend on beside the tasks; JSON.
-        limit: documents of each task, None for all.
-        folder: holds a file for each task that is done.
+        load: returns the model; called only if a task is left to run.
+        settings: JSON values, besides the tasks, that determine the results.
+        limit: documents per task; None means all.
+        folder: holds one file per finished task.
 
     Raises:
-        ValueError: the batch does not fit the device's memory.
+        ValueError: if the batch does not fit the device's memory.
     """
     files = {}
     for name, task in suite.tasks.items():
@@ -70,14 +70,14 @@ def score(
 
 
 def score_task(model: CheckpointLM, name: str, task: Task, limit: int | None, seed: int) -> dict[str, Any]:
-    """What lm-eval finds on one task, and how well the model repeats itself."""
+    """Run lm-eval on one task, and measure how well the model reproduces its answers."""
     start, cut = time.perf_counter(), model.cut
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     task.set_fewshot_seed(seed)
     try:
-        with quiet(), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints what it tries
+        with quiet(), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints its batch size search
             out = evaluate(model, {"tasks": {name: task}}, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
             cut = model.cut - cut
             repeated = repeat(model, task, seed)
@@ -100,10 +100,10 @@ def score_task(model: CheckpointLM, name: str, task: Task, limit: int | None, se
 
 
 def repeat(model: CheckpointLM, task: Task, seed: int) -> dict[str, float]:
-    """Put a few requests again, each alone, and compare.
+    """Repeat a few requests, each alone, and compare.
 
     Returns:
-        `requests`, how many; `largest_difference` of their log-likelihoods, in nats, or 1 where texts differ.
+        `requests`, their number; `largest_difference` of log-likelihoods in nats, or 1 if texts differ.
     """
     sample = random.Random(seed).sample(task.instances, min(REPEATED, len(task.instances)))
     again = [getattr(model, request.request_type)([request], disable_tqdm=True)[0] for request in sample]
@@ -113,12 +113,12 @@ def repeat(model: CheckpointLM, task: Task, seed: int) -> dict[str, float]:
 
 
 def first_of(answer: Any) -> Any:
-    """The log-likelihood of (log-likelihood, whether greedy decoding says the same)."""
+    """Return the log-likelihood of (log-likelihood, is greedy)."""
     return answer[0] if isinstance(answer, tuple | list) else answer
 
 
 def metrics(results: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """Value and standard error (None where there is none) of each metric in lm-eval's results of a task or group."""
+    """Return value and standard error (or None) of each metric in lm-eval's results of a task or group."""
     found = {}
     for key, value in results.items():
         metric, comma, filtered = key.partition(",")
@@ -130,8 +130,10 @@ def metrics(results: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]
 
 
 def rows(suite: Suite, records: Mapping[str, dict]) -> dict[str, dict[str, Any]]:
-    """For each task or group asked for: its metric (the paper's, or length-normalized accuracy where there is one, or
-    the first), value, standard error, documents, and all its metrics."""
+    """Return for each requested task or group its main metric, value, standard error, documents, and all metrics.
+
+    The main metric is the paper's, else length-normalized accuracy, else the first.
+    """
     found = {}
     for name in suite.rows:
         members = [name]
@@ -154,7 +156,7 @@ def rows(suite: Suite, records: Mapping[str, dict]) -> dict[str, dict[str, Any]]
 
 
 def averages(found: Mapping[str, dict]) -> dict[str, dict[str, float | None]]:
-    """The paper's two averages, of the whole suite and without MMLU, of those whose tasks are all there."""
+    """Return the paper's two averages, with and without MMLU, if all their tasks are there."""
     suites = {"average": list(METRICS), "average_without_mmlu": [task for task in METRICS if task != "mmlu"]}
     return {
         name: {
@@ -167,5 +169,5 @@ def averages(found: Mapping[str, dict]) -> dict[str, dict[str, float | None]]:
 
 
 def pooled(errors: list[float | None]) -> float | None:
-    """The standard error of a mean of independent values; None where one has none (a single document)."""
+    """Return the standard error of a mean of independent values, or None if one is unknown (a single document)."""
     return None if None in errors else math.sqrt(math.fsum(error**2 for error in errors)) / len(errors)

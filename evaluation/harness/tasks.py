@@ -1,4 +1,4 @@
-"""The tasks that are asked for, set up with their documents before any model is loaded."""
+"""The requested tasks, set up with their documents before any model is loaded."""
 
 import contextlib
 import difflib
@@ -21,10 +21,12 @@ CHATTY = ("lm_eval", "datasets", "huggingface_hub", "httpx")
 
 @dataclass
 class Suite:
-    """Attributes:
-    tasks: by name, every task that is to be run.
-    groups: by name, those groups that were asked for and have a value of their own.
-    rows: what was asked for, in order: names of tasks and of such groups.
+    """The tasks of an evaluation.
+
+    Attributes:
+        tasks: every task to run, by name.
+        groups: requested groups with an aggregate value, by name.
+        rows: names of the requested tasks and such groups, in order.
     """
 
     tasks: dict[str, Task] = field(default_factory=dict)
@@ -34,7 +36,7 @@ class Suite:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let the libraries log errors alone."""
+    """Let the libraries log only errors."""
     levels = {name: logging.getLogger(name).level for name in CHATTY}
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -51,12 +53,12 @@ def load_suite(
     """Set up the named tasks, groups and tags.
 
     Args:
-        num_fewshot: examples before each question, for a task or for all of a group; a task's own number else.
-        tasks_folder: YAML files of tasks beside lm-eval's own.
+        num_fewshot: examples before each question, for a task or for all of a group; else the task's default.
+        tasks_folder: YAML files of additional tasks.
         datasets_folder: copies of data sets, see `copies`.
 
     Raises:
-        ValueError: an unknown name, a task that cannot be set up, data sets that are not to be had.
+        ValueError: if a name is unknown, a task cannot be set up, or a data set is not available.
     """
     manager = manager_for(names, tasks_folder)
     copies, suite, missing = Copies(datasets_folder), Suite(), {}
@@ -67,7 +69,7 @@ def load_suite(
         except NoData as error:
             missing[name] = error
             continue
-        except Exception as error:  # a task runs code of whoever wrote it
+        except Exception as error:  # a task may run arbitrary code
             raise ValueError(f"benchmark.tasks: {name} cannot be set up: {what(error)}") from error
         for task_name, task in loaded["tasks"].items():
             set_fewshot(task, task_name, num_fewshot.get(task_name, num_fewshot.get(name)))
@@ -83,11 +85,12 @@ def load_suite(
 
 
 def manager_for(names: Sequence[str], tasks_folder: Path | None) -> TaskManager:
-    """lm-eval's index of tasks: of one's own folder where it holds all that is named, since all of lm-eval's take ten
-    seconds to list.
+    """Return lm-eval's task index.
+
+    It covers only `tasks_folder` if that has all named tasks, because lm-eval's own tasks take ten seconds to list.
 
     Raises:
-        ValueError: there is no such folder, or no such task.
+        ValueError: if the folder or a task does not exist.
     """
     if tasks_folder is not None:
         if not tasks_folder.is_dir():
@@ -108,7 +111,7 @@ def manager_for(names: Sequence[str], tasks_folder: Path | None) -> TaskManager:
 
 
 def holds(manager: TaskManager, name: str) -> bool:
-    """Whether an index has a task, and a group with all that it is made of."""
+    """Return whether an index has a task, or a group with all its members."""
     entry = manager.task_index.get(name)
     if entry is None:
         return False
@@ -117,10 +120,10 @@ def holds(manager: TaskManager, name: str) -> bool:
 
 
 def set_fewshot(task: Task, name: str, asked: int | None) -> None:
-    """Give the task the number of examples asked for, or else its own, or none.
+    """Set the task's number of examples: the requested one, else its default, else 0.
 
     Raises:
-        ValueError: the task allows none, or has not so many.
+        ValueError: if the task allows no examples, or has too few.
     """
     own = task.get_config("num_fewshot")
     if asked is not None and own == 0 and asked != 0:
@@ -133,7 +136,7 @@ def set_fewshot(task: Task, name: str, asked: int | None) -> None:
 
 
 def no_data(missing: Mapping[str, NoData], datasets_folder: Path | None) -> str:
-    """The line for tasks whose data sets are not to be had."""
+    """Format the error line for tasks whose data sets are not available."""
     tasks = ", ".join(f"{name} needs {error.dataset}" for name, error in missing.items())
     first = next(iter(missing.values()))
     if datasets_folder is None:
@@ -146,16 +149,15 @@ def no_data(missing: Mapping[str, NoData], datasets_folder: Path | None) -> str:
 
 
 def what(error: Exception) -> str:
-    """An error on one line; a KeyError is mostly a split that the data set does not have."""
+    """Format an error on one line; a KeyError is usually a split that the data set does not have."""
     return f"its data has no {error}" if isinstance(error, KeyError) else first_line(error)
 
 
 def documents(task: Task, limit: int | None) -> str:
-    """A digest of all that a task asks: its documents up to the limit, those that examples are drawn from, and how
-    they are put."""
+    """Return a digest of a task's content: its documents up to the limit, its examples and its configuration."""
     asked = task.task_docs if hasattr(task, "task_docs") else task.eval_docs
     rows = [asked[number] for number in range(len(asked) if limit is None else min(limit, len(asked)))]
     examples = list(task.fewshot_docs()) if task.get_config("num_fewshot") else []
     config = {k: v for k, v in task.dump_config().items() if k != "metadata"}
     told = json.dumps([rows, examples, config], default=str, sort_keys=True)
-    return fingerprint(re.sub(r" at 0x[0-9a-f]+", "", told))  # functions are shown with their addresses
+    return fingerprint(re.sub(r" at 0x[0-9a-f]+", "", told))  # drop the addresses of functions
