@@ -2,7 +2,7 @@
 
 Every candidate is compiled (in parallel processes), checked against float64 on a short odd length, and only then timed,
 with gates, forward or backward alone. It prints the candidates, best first; the best belongs in
-kernels/forgetting_attention/triton_configs.py.
+kernels/forgetting_attention/triton/configs.py.
 """
 
 import argparse
@@ -17,16 +17,14 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from benchmarks.attention.attention_checks import BOUNDS
-from kernels.forgetting_attention import (
-    forgetting_attention_reference,
-    hopper_backward,
-    hopper_forward,
-    triton_backward,
-    triton_forward,
-)
-from kernels.forgetting_attention.triton_configs import Config, select
-from kernels.forgetting_attention.triton_decay import sum_gates
-from kernels.forgetting_attention.triton_ranges import find_ranges
+from kernels.forgetting_attention import forgetting_attention_reference
+from kernels.forgetting_attention.hopper import backward as hopper_backward
+from kernels.forgetting_attention.hopper import forward as hopper_forward
+from kernels.forgetting_attention.triton import backward as triton_backward
+from kernels.forgetting_attention.triton import forward as triton_forward
+from kernels.forgetting_attention.triton.configs import Config, select
+from kernels.forgetting_attention.triton.decay import sum_gates
+from kernels.forgetting_attention.triton.ranges import find_ranges
 
 CANDIDATES = {
     "forward": [Config(m, n, w, s) for m, n, w, s in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))],

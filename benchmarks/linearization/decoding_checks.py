@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.linearization.random_llama import random_llama
 from benchmarks.measuring.timing import relative_error
 from kernels.gated_recurrence import liger_step, windowed_step
+from kernels.gated_recurrence.decode.windowed_step import plain_windowed_step
 from kernels.gated_recurrence.forms import CONSTANT, PER_CHANNEL, PER_HEAD
-from kernels.gated_recurrence.windowed_step import plain_windowed_step
 from kernels.small_batch_linear import small_batch_linear
 from lit_modules.generation.cuda_graphs import DecodingStep, Output, Replay
 from lit_modules.networks.linearized import Linearization, linearize

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.forgetting_attention.chunked import chunked_forward
+from kernels.forgetting_attention.cpu.chunked import chunked_forward
+from kernels.forgetting_attention.decode.kernel import MAX_QUERIES, decode
+from kernels.forgetting_attention.operator import triton_attention
 from kernels.forgetting_attention.reference import forgetting_attention_reference
-from kernels.forgetting_attention.triton_decode import MAX_QUERIES, decode
-from kernels.forgetting_attention.triton_operator import triton_attention
 from kernels.forgetting_attention.validation import check_arguments
 
 __all__ = ["forgetting_attention", "forgetting_attention_reference"]

@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from kernels.gated_recurrence.chunked import chunked_recurrence
+from kernels.gated_recurrence.cpu.chunked import chunked_recurrence
+from kernels.gated_recurrence.decode.liger_step import liger_step
+from kernels.gated_recurrence.decode.step import plain_step
+from kernels.gated_recurrence.decode.triton_step import MAX_STEPS, short_recurrence, step
+from kernels.gated_recurrence.decode.windowed_step import windowed_step
 from kernels.gated_recurrence.delayed import add_last, add_own, delay
-from kernels.gated_recurrence.liger_step import liger_step
+from kernels.gated_recurrence.operator import triton_recurrence
 from kernels.gated_recurrence.reference import gated_recurrence_reference, gated_slot_attention_reference
-from kernels.gated_recurrence.step import plain_step
-from kernels.gated_recurrence.triton_operator import triton_recurrence
-from kernels.gated_recurrence.triton_step import MAX_STEPS, short_recurrence, step
 from kernels.gated_recurrence.validation import check_arguments, check_slot_arguments, check_step_arguments
-from kernels.gated_recurrence.windowed_step import windowed_step
 
 __all__ = [
     "gated_recurrence",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.gated_recurrence.step import decay_of_states
+from kernels.gated_recurrence.decode.step import decay_of_states
 
 
 def delay(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:

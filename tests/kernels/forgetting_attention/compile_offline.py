@@ -22,10 +22,13 @@ from triton.runtime.jit import KernelInterface
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from kernels.forgetting_attention import hopper_backward, hopper_forward, triton_backward, triton_forward
-from kernels.forgetting_attention.triton_configs import TABLE
-from kernels.forgetting_attention.triton_decay import gradient_of_gates, sum_gates
-from kernels.forgetting_attention.triton_ranges import find_ranges, largest_norms
+from kernels.forgetting_attention.hopper import backward as hopper_backward
+from kernels.forgetting_attention.hopper import forward as hopper_forward
+from kernels.forgetting_attention.triton import backward as triton_backward
+from kernels.forgetting_attention.triton import forward as triton_forward
+from kernels.forgetting_attention.triton.configs import TABLE
+from kernels.forgetting_attention.triton.decay import gradient_of_gates, sum_gates
+from kernels.forgetting_attention.triton.ranges import find_ranges, largest_norms
 
 LENGTH, HEADS = 256, 2
 

@@ -71,7 +71,7 @@ def out_and_gradients():
 @pytest.fixture(scope="session")
 def triton_forgetting_attention(device):
     """`forgetting_attention` by the Triton kernels, whatever the device; takes and returns tensors on the CPU."""
-    from kernels.forgetting_attention.triton_operator import triton_attention
+    from kernels.forgetting_attention.operator import triton_attention
 
     def run(q, k, v, log_forget=None, *, scale=None, window=None, cumulative=False, prune=None, **options):
         bound, return_lse = options.pop("logit_bound", None), options.pop("return_lse", False)

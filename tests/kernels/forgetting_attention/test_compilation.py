@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.forgetting_attention.triton_configs import TABLE
+from kernels.forgetting_attention.triton.configs import TABLE
 from tests.kernels.forgetting_attention.compile_offline import barriers_nobody_takes, registers_nothing_sets
 
 # What a program may use of an SM's shared memory, by architecture (CUDA programming guide, compute capabilities).

@@ -10,8 +10,8 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 from kernels import forgetting_attention
 from kernels.forgetting_attention import forgetting_attention_reference
-from kernels.forgetting_attention.triton_decay import give_rows_their_own, gradient_of_gates
-from kernels.forgetting_attention.triton_decode import forgetting_attention_decode
+from kernels.forgetting_attention.decode.kernel import forgetting_attention_decode
+from kernels.forgetting_attention.triton.decay import give_rows_their_own, gradient_of_gates
 
 
 def int32(*values):
@@ -145,7 +145,9 @@ def test_sums_of_groups_of_queries_and_of_each_give_the_same_gradient_of_gates(m
 
 
 def test_not_asked_for_it_costs_no_kernel_and_no_memory(make_inputs, device, monkeypatch):
-    from kernels.forgetting_attention import triton_backward, triton_forward, triton_operator
+    from kernels.forgetting_attention import operator as triton_operator
+    from kernels.forgetting_attention.triton import backward as triton_backward
+    from kernels.forgetting_attention.triton import forward as triton_forward
 
     inputs = [x.to(device).requires_grad_() for x in make_inputs(queries=9, **SMALL, dtype=torch.float32).values()]
     given = []

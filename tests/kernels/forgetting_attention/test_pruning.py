@@ -7,7 +7,7 @@ import torch
 
 from kernels import forgetting_attention
 from kernels.forgetting_attention import forgetting_attention_reference
-from kernels.forgetting_attention.blocks import Decay, Segment, blocks
+from kernels.forgetting_attention.cpu.blocks import Decay, Segment, blocks
 
 pytestmark = pytest.mark.core
 

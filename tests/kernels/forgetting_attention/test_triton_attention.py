@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from kernels.forgetting_attention import forgetting_attention_reference
-from kernels.forgetting_attention.triton_configs import select
-from kernels.forgetting_attention.triton_operator import triton_attention
+from kernels.forgetting_attention.operator import triton_attention
+from kernels.forgetting_attention.triton.configs import select
 
 # The interpreter's products of bfloat16 are wrong.
 HALVES = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()

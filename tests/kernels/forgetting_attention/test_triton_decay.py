@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.forgetting_attention.reference import CLOSED_GATE
-from kernels.forgetting_attention.triton_decay import CHUNK, LOG2_E, gradient_of_gates, sum_gates
-from kernels.forgetting_attention.triton_ranges import GRAIN, find_ranges
+from kernels.forgetting_attention.triton.decay import CHUNK, LOG2_E, gradient_of_gates, sum_gates
+from kernels.forgetting_attention.triton.ranges import GRAIN, find_ranges
 
 
 def int32(*values):

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 # Read when the kernels are defined, so before they are imported.
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
-from kernels.forgetting_attention import decode_tiling, forgetting_attention_reference, triton_decode
-from kernels.forgetting_attention.decode_tiling import Tiling, choose_splits
-from kernels.forgetting_attention.triton_decode import decode, forgetting_attention_decode
+from kernels.forgetting_attention import forgetting_attention_reference
+from kernels.forgetting_attention.decode import kernel as triton_decode
+from kernels.forgetting_attention.decode import tiling as decode_tiling
+from kernels.forgetting_attention.decode.kernel import decode, forgetting_attention_decode
+from kernels.forgetting_attention.decode.tiling import Tiling, choose_splits
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 # The interpreter's products of bfloat16 are wrong.

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.forgetting_attention import forgetting_attention_reference
-from kernels.forgetting_attention.triton_decay import sum_gates
-from kernels.forgetting_attention.triton_ranges import GRAIN, find_ranges
+from kernels.forgetting_attention.triton.decay import sum_gates
+from kernels.forgetting_attention.triton.ranges import GRAIN, find_ranges
 
 
 def int32(*values):

@@ -18,8 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "forgetting_attenti
 
 from compile_offline import Compiler
 
-from kernels.gated_recurrence import hopper_per_head, triton_per_head, triton_scan, triton_scores
-from kernels.gated_recurrence.triton_operator import triton_recurrence, triton_recurrence_backward
+from kernels.gated_recurrence.hopper import per_head as hopper_per_head
+from kernels.gated_recurrence.operator import triton_recurrence, triton_recurrence_backward
+from kernels.gated_recurrence.triton import per_head as triton_per_head
+from kernels.gated_recurrence.triton import scan as triton_scan
+from kernels.gated_recurrence.triton import scores as triton_scores
 
 # Bytes of shared memory that a program may use, by architecture (CUDA programming guide, compute capabilities).
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}

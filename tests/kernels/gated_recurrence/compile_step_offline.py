@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "forgetting_attenti
 
 from compile_offline import Compiler
 
-from kernels.gated_recurrence.triton_step import short_recurrence, step
+from kernels.gated_recurrence.decode.triton_step import short_recurrence, step
 
 # By architecture: every kind of width on Hopper, and on Ampere those that models have and that take most.
 HEAD_DIMS = {80: [(128, 128), (256, 256)], 90: [(128, 128), (64, 64), (256, 256), (100, 72), (1, 1)]}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels.gated_recurrence import gated_recurrence_reference
-from kernels.gated_recurrence.hopper_per_head import WIDTHS
-from kernels.gated_recurrence.triton_operator import triton_recurrence
+from kernels.gated_recurrence.hopper.per_head import WIDTHS
+from kernels.gated_recurrence.operator import triton_recurrence
 
 pytestmark = pytest.mark.gpu(needs="Hopper")
 TOLERANCE, GATES_TOLERANCE = 5e-3, 1.5e-2

@@ -12,8 +12,8 @@ import torch
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 from kernels.gated_recurrence import forms, liger_step, windowed_step
-from kernels.gated_recurrence.liger_step import plain_liger_step
-from kernels.gated_recurrence.triton_liger_step import triton_liger_step
+from kernels.gated_recurrence.decode.liger_step import plain_liger_step
+from kernels.gated_recurrence.decode.triton_liger_step import triton_liger_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels.gated_recurrence.triton_decays import CHUNK
-from kernels.gated_recurrence.triton_plan import FIRST, LAST, make_plan
+from kernels.gated_recurrence.triton.decays import CHUNK
+from kernels.gated_recurrence.triton.plan import FIRST, LAST, make_plan
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,10 +10,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kernels import gated_recurrence, gated_slot_attention, launching
-from kernels.gated_recurrence import gated_recurrence_reference, gated_slot_attention_reference, triton_operator
-from kernels.gated_recurrence.triton_decays import CHUNK
-from kernels.gated_recurrence.triton_operator import triton_recurrence
-from kernels.gated_recurrence.triton_plan import make_plan
+from kernels.gated_recurrence import gated_recurrence_reference, gated_slot_attention_reference
+from kernels.gated_recurrence import operator as triton_operator
+from kernels.gated_recurrence.operator import triton_recurrence
+from kernels.gated_recurrence.triton.decays import CHUNK
+from kernels.gated_recurrence.triton.plan import make_plan
 
 # The interpreter's products of bfloat16 are wrong.
 HALVES = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()

@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from kernels.gated_recurrence.triton_operator import triton_recurrence
+from kernels.gated_recurrence.operator import triton_recurrence
 
 FORMS = ["key", "value", "head"]
 # The interpreter's products of bfloat16 are wrong.

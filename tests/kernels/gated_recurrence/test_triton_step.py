@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 # Read when the kernels are defined, so before they are imported.
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
-from kernels.gated_recurrence import gated_recurrence_reference, triton_step
-from kernels.gated_recurrence.triton_step import MAX_STEPS, short_recurrence, step
+from kernels.gated_recurrence import gated_recurrence_reference
+from kernels.gated_recurrence.decode import triton_step
+from kernels.gated_recurrence.decode.triton_step import MAX_STEPS, short_recurrence, step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}

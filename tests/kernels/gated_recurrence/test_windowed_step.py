@@ -9,10 +9,10 @@ import torch.nn.functional as F
 # Read when the kernels are defined, so before they are imported.
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
-from kernels.gated_recurrence import triton_windowed_step as triton_module
 from kernels.gated_recurrence import windowed_step
-from kernels.gated_recurrence.triton_windowed_step import triton_windowed_step
-from kernels.gated_recurrence.windowed_step import plain_windowed_step
+from kernels.gated_recurrence.decode import triton_windowed_step as triton_module
+from kernels.gated_recurrence.decode.triton_windowed_step import triton_windowed_step
+from kernels.gated_recurrence.decode.windowed_step import plain_windowed_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 8e-3}

@@ -1,0 +1,1 @@
+"""Forgetting attention of one token or a few against a cache, split over the keys."""

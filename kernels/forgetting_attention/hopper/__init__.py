@@ -1,0 +1,1 @@
+"""Forgetting attention in Gluon for Hopper: warp-specialized forward and backward."""

@@ -1,0 +1,85 @@
+"""One token of a Liger layer from its projections, in Triton: the kernel of `triton_windowed_step`, with all before it.
+
+Each program makes what it needs of the projections anew: they are small and, but for the first time, in the cache.
+"""
+
+from torch import Tensor
+
+from kernels.gated_recurrence.decode.triton_windowed_step import empty_out, launch
+from kernels.gated_recurrence.forms import PER_CHANNEL
+from kernels.operation import register_operation
+
+
+def _liger_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    state: Tensor,
+    ring_keys: Tensor,
+    ring_values: Tensor,
+    late_keys: Tensor | None,
+    tokens: Tensor,
+    kv_start: Tensor | None,
+    gate_shift: Tensor | None,
+    state_weight: Tensor,
+    window_weight: Tensor,
+    gate: str,
+    temperature: float,
+    feature_map: str,
+    sinks: int,
+    window_scale: float,
+) -> Tensor:
+    """The arguments and the result of `kernels.gated_recurrence.liger_step`."""
+    return launch(
+        q,
+        k,
+        v,
+        state,
+        ring_keys,
+        ring_values,
+        tokens,
+        kv_start,
+        state_weight,
+        window_weight,
+        sinks,
+        window_scale,
+        cosine=cosine,
+        sine=sine,
+        gate_shift=gate_shift,
+        late_keys=late_keys,
+        per_head=gate not in PER_CHANNEL,
+        gate=gate,
+        temperature=temperature,
+        feature_map=feature_map,
+    )
+
+
+def _fake(
+    q,
+    k,
+    v,
+    cosine,
+    sine,
+    state,
+    ring_keys,
+    ring_values,
+    late_keys,
+    tokens,
+    kv_start,
+    gate_shift,
+    state_weight,
+    window_weight,
+    gate,
+    temperature,
+    feature_map,
+    sinks,
+    window_scale,
+):
+    return empty_out(q, v)
+
+
+triton_liger_step = register_operation(
+    "triton_liger_step", _liger_step, _fake, mutates=("state", "ring_keys", "ring_values", "late_keys")
+)

@@ -1,0 +1,1 @@
+"""The recurrence with one gate per head in Gluon for Hopper."""
