@@ -89,9 +89,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak-seconds", type=float, help="of each kernel beside each neighbour in test_soak.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that take minutes: at the end one process would be left with such a one alone. The cluster's
     runs, which mostly wait, come beside files that compute, and one after the other."""
+    if config.getoption("--seconds"):
+        return  # the nearest first
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(Path(item.fspath).name, len(LONGEST)))
 

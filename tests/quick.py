@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-SECONDS = 40  # of tests; to import what they use takes ten more
+SECONDS = 35  # of tests; to import what they use takes ten more
 CORE = "pytestmark = pytest.mark.core"  # in a test file
 FILES = 25  # at most
 

@@ -20,6 +20,8 @@ from lit_modules.jobs.training_job import start_of
 from lit_modules.launching import run_folder
 from tests.conftest import PICTURES, Command
 
+pytestmark = pytest.mark.long
+
 FIGURES = ("loss.png", "position_loss.png", "forget_gates.png")
 
 
@@ -52,7 +54,6 @@ def unbroken(tmp_path_factory, workplace) -> Path:
     return folder
 
 
-@pytest.mark.long
 def test_a_run_leaves_what_the_readme_says(unbroken):
     summary = json.loads((unbroken / "summary.json").read_text())
     assert summary["tokens"] == 10240
@@ -140,7 +141,6 @@ def kill_at(process, folder_of, moment) -> None:
     process.wait()
 
 
-@pytest.mark.long
 def test_a_run_killed_at_arbitrary_moments_ends_with_the_same_weights_bit_for_bit(command, unbroken):
     draw = random.Random(time.time_ns())
     killed = []
@@ -249,7 +249,6 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(run, command):
     assert "model.vocab_size=100 is smaller" in found.err
 
 
-@pytest.mark.long
 def test_two_processes_train_on_the_same_global_batches_as_one(command, unbroken):
     process = command.start("trainer.devices=2", "strategy=ddp", "data.micro_batch_size=4")
     out, _ = process.communicate(timeout=300)
