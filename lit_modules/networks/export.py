@@ -23,7 +23,7 @@ def export_pretrained(model: PalimpsestForCausalLM, folder: str | Path) -> Path:
 
 
 def is_llama(config: PalimpsestConfig) -> bool:
-    """Check that the architecture is exactly Hugging Face's Llama."""
+    """Return whether the architecture is exactly Hugging Face's Llama."""
     _, key_heads, value_heads = config.head_counts
     beyond = (
         config.qk_norm,

@@ -82,7 +82,7 @@ def reduced_loss(
 
 
 def summed_loss(hidden: Tensor, weight: Tensor, losses: TokenLosses, chunk_size: int) -> Tensor:
-    """The sum of `losses` over the tokens of hidden `[N, D]`, with gradients in hidden and weight."""
+    """Return the sum of `losses` over the tokens of hidden `[N, D]`, with gradients in hidden and weight."""
     return _SummedLoss.apply(hidden, weight, losses, chunk_size)
 
 

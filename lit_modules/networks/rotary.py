@@ -17,7 +17,7 @@ def rotary_tables(index: Tensor, head_dim: int, base: float) -> tuple[Tensor, Te
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate `x` `[B, T, H, D]`; the pairs are (i, i + D/2). Returns x's dtype."""
+    """Rotate `x` `[B, T, H, D]`, pairing channels (i, i + D/2); the result has x's dtype."""
     cosine, sine = (table[:, :, None].to(x.dtype) for table in tables)
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine

@@ -74,7 +74,7 @@ def check_memory(config: PalimpsestConfig, cfg: DictConfig, strategy: Strategy) 
 
 
 def on_gpu(accelerator: str) -> bool:
-    """Check that the trainer's `accelerator` means GPUs on this machine."""
+    """Return whether the trainer's `accelerator` means GPUs on this machine."""
     return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
 
 

@@ -238,7 +238,7 @@ class ContextParallel:
 
 
 def _is_one(x: Tensor) -> bool:
-    """Check that the heads of `x` `[B, T, h, ...]` are views of a single one."""
+    """Return whether the heads of `x` `[B, T, h, ...]` are views of a single one."""
     return x.shape[2] > 1 and x.stride(2) == 0
 
 

@@ -50,7 +50,11 @@ class DataParallel(Checkpointed, NamesKilledRanks, DDPStrategy):
 
     @property
     def layout(self) -> Layout:
-        """The layout of the ranks. Raises ValueError if the sizes do not divide their number."""
+        """The layout of the ranks.
+
+        Raises:
+            ValueError: if the sizes do not divide their number.
+        """
         return lay_out(
             self.num_nodes * self.num_processes,
             shard=self.context_parallel_size,
@@ -83,7 +87,7 @@ class Sharded(Checkpointed, NamesKilledRanks, ModelParallelStrategy):
             backward pass; false keeps them, which is faster and takes memory.
 
     Raises:
-        ValueError: a size is not a whole number above 0; the line names the key.
+        ValueError: if a size is not a whole number above 0; the line names the key.
     """
 
     needs_all_ranks = True
@@ -106,7 +110,11 @@ class Sharded(Checkpointed, NamesKilledRanks, ModelParallelStrategy):
 
     @property
     def layout(self) -> Layout:
-        """The layout of the ranks. Raises ValueError if the sizes do not divide their number."""
+        """The layout of the ranks.
+
+        Raises:
+            ValueError: if the sizes do not divide their number.
+        """
         shard = self.shard_size
         if shard == "node":
             shard = max(1, self.num_processes // self.tensor_parallel_size)

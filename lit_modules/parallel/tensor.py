@@ -7,9 +7,9 @@ the former: two all-reduces per block and direction.
 Embedding, final norm and head are replicated. Logits are the largest tensor, so each rank computes the loss of its
 share of the tokens. The gradients after a backward pass, for a group of n ranks:
 
-    blocks                        those of the mean loss of the group's batch, a rank has those of its part
-    embedding, final norm, head   whole on every rank; their MEAN over the group is that of the mean loss. The head's
-                                  is n times that of the rank's own tokens, the others' are the same on all ranks
+    blocks                        this rank's part of the gradient of the mean loss over the group's batch
+    embedding, final norm, head   whole on every rank; their MEAN over the group is the gradient of the mean loss. The
+                                  head's is n times that of this rank's tokens; the others' are equal on all ranks
 
 Gradient averaging over groups that read different data (FSDP) must therefore also average the second line over the
 ranks of a group, but not the first line.

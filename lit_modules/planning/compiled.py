@@ -132,7 +132,7 @@ class Graph:
             self.reads[node] = self._read_by(node)
 
     def is_view(self, node: fx.Node) -> bool:
-        """Check that a node is a view of another's memory; outputs of an unfused operation have their own memory."""
+        """Return whether a node is a view of another's memory; outputs of unfused operations have their own."""
         if node.target is operator.getitem:
             return not is_whole(node.args[0])
         return name_of(node) in VIEWS
@@ -148,7 +148,7 @@ class Graph:
         )
 
     def is_real(self, node: fx.Node) -> bool:
-        """Check that a fused result is made in memory."""
+        """Return whether a fused result is made in memory."""
         if node in self.results:
             return True
         later = self.stage[node] > 0
@@ -208,7 +208,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Check that a node calls an operation that is never fused: a matrix product, or one of ours."""
+    """Return whether a node calls an operation that is never fused: a matrix product, or one of ours."""
     name = node.target._schema.name if hasattr(node.target, "_schema") else ""
     return name.startswith("palimpsest::") or name.partition("::")[2] in PRODUCTS
 

@@ -79,7 +79,7 @@ class Timeline:
         item = setup.weight_bytes
         split = [p * item / setup.tensor for p in network.block_parameters]  # per block, this rank's heads
         self.of_blocks = [size / setup.shards for size in split]
-        # Tensor parallelism does not split embedding and head, but FSDP shards them over its ranks too.
+        # Tensor parallelism does not split embedding and head; FSDP shards them over the ranks of both.
         self.others = network.others * item / setup.shards / (setup.tensor if setup.sharded else 1)
         self.all = sum(self.of_blocks) + self.others
         self.blocks = [self._block(traced, network.config.hidden_size) for traced in parts.blocks]

@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 REWINDABLE = 64
-"""Tokens whose unshifted key and value are kept, so that `crop` can remove almost as many."""
+"""Tokens whose unshifted key and value are kept; `crop` can remove one fewer."""
 
 REBASE_EVERY = 256
 """Tokens after which the sums of log gates are rebased to the newest token."""

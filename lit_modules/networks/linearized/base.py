@@ -58,7 +58,7 @@ class SubstitutedAttention(nn.Module):
         raise NotImplementedError
 
     def takes(self, cache: CacheLayerMixin) -> bool:
-        """Check that a cache is of the kind that this layer fills."""
+        """Return whether a cache is of the kind that this layer fills."""
         return isinstance(cache, LinearizedCacheLayer)
 
     def student(

@@ -88,7 +88,7 @@ def head_counts(config: PreTrainedConfig) -> Heads:
     """Return the heads of every layer.
 
     Raises:
-        ValueError: heads that do not divide.
+        ValueError: if the key heads do not divide the query heads.
     """
     query, key = config.num_attention_heads, config.num_key_value_heads
     if key < 1 or query % key:

@@ -30,7 +30,7 @@ def fingerprint(model: LinearizedForCausalLM) -> str:
 
 
 def has_fingerprint(model: LinearizedForCausalLM, recorded: str) -> bool:
-    """Check that a model's base weights match a recorded fingerprint, of this version or an earlier one."""
+    """Return whether a model's base weights match a recorded fingerprint, of this version or an earlier one."""
     return recorded == (fingerprint(model) if recorded.startswith(WHOLE) else _sampled(model))
 
 

@@ -185,7 +185,7 @@ class LigerAttention(SubstitutedAttention):
     def _is_whole_step(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, cache: LinearizedCacheLayer
     ) -> bool:
-        """Check that one kernel can run the whole step: one token, without new parameters except weights and shifts."""
+        """Return whether one kernel can run the whole step: one token, no new parameters but weights and shifts."""
         settings = self.settings
         more = settings.rotate_state or settings.output_norm or settings.gate_source == "random"
         others = settings.gate == "slots" or settings.feature_map not in ("softmax", "none")
@@ -194,7 +194,7 @@ class LigerAttention(SubstitutedAttention):
         return not _has_gradients(self.gate_shift, self.weights) and takes_steps((q, k, v), cache, positions)
 
     def _is_one_step(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer) -> bool:
-        """Check that one kernel can run both branches: one token, of a recurrence that `windowed_step` supports."""
+        """Return whether one kernel can run both branches: one token, of a recurrence that `windowed_step` supports."""
         separate = self.settings.output_norm or isinstance(inputs, SlotRecurrence)
         if separate or not self.settings.window or inputs.q.shape[1] != 1:
             return False
@@ -284,7 +284,7 @@ class LigerAttention(SubstitutedAttention):
 
 
 def _has_gradients(*modules: nn.Module | None) -> bool:
-    """Check whether any parameter is being trained; steps have no backward pass."""
+    """Return whether any parameter is being trained; steps have no backward pass."""
     parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
     return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
 

@@ -160,13 +160,11 @@ class LolcatsAttention(SubstitutedAttention):
         return torch.stack(errors)
 
     def _weights(self, largest: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the weights of the two sums, where the window's is of `exp(s_ij - largest)`: a and b, or `exp(-m) a`
-        and b.
-        """
+        """Return the weights of the two sums, up to a common factor: a and b, or for "joint" `exp(largest) a` and b."""
         window, state = (x if isinstance(x, float) else x[:, None] for x in self.window_weight())
         if self.settings.mixer == "lolcats":
             return window, state
-        # Scale both by a common factor so that the larger weight is never 0 and neither is infinite.
+        # The common factor keeps the larger weight above 0 and both finite.
         beside = (-largest).clamp(max=LARGEST_EXPONENT)
         shift = beside.clamp(min=0)
         return window * (-shift).exp(), state * (beside - shift).exp()

@@ -109,7 +109,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Check whether the model has unmerged LoRA."""
+    """Return whether the model has unmerged LoRA."""
     return any(isinstance(module, LoraLayer) for module in model.modules())
 
 

@@ -46,7 +46,7 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 
 def _is_plain(module: nn.Module, given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Check that a projection is frozen under one LoRA that has only two factors, both trained."""
+    """Return whether a projection is frozen under one LoRA that has only two factors, both trained."""
     if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
         return False
     base, active = module.base_layer, module.active_adapters
@@ -63,7 +63,7 @@ def _is_plain(module: nn.Module, given: torch.dtype, dtype: torch.dtype) -> bool
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Check for hooks on a module; the fused computation would not call them."""
+    """Return whether a module has hooks; the fused computation would not call them."""
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 

@@ -62,7 +62,7 @@ def _attend(
     scores = torch.einsum("bihgd,bjhd->bhgij", q.to(dtype).unflatten(2, (heads, -1)), keys) * scale
     visible = _visible(q.shape[1], cache, after, kv_start)[:, None, None]
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    weights = weights.masked_fill(~visible, 0)  # padding sees nothing, itself included
+    weights = weights.masked_fill(~visible, 0)  # padding sees nothing, not even itself
     return torch.einsum("bhgij,bjhd->bihgd", weights, values).flatten(2, 3).to(q.dtype)
 
 

@@ -21,7 +21,7 @@ def sensitivity(model: LinearizedForCausalLM, batches: Iterable[dict[str, Tensor
         `[layers]` float32 on the CPU, nats per token. A softmax layer has 0 or, with an adapter, the adapter's effect.
 
     Raises:
-        ValueError: there is no token to predict.
+        ValueError: if there is no token to predict.
     """
     batches = list(batches)
     tokens = sum(int((batch["shift_labels"] != IGNORE_INDEX).sum()) for batch in batches)

@@ -23,7 +23,7 @@ class SoftmaxAttention(SubstitutedAttention):
         return LinearizedCacheLayer(window)
 
     def takes(self, cache: CacheLayerMixin) -> bool:
-        """Check that a cache holds everything that this layer sees."""
+        """Return whether a cache holds everything that this layer sees."""
         if isinstance(cache, SlidingAttentionCacheLayer | LinearizedCacheLayer):
             return cache.window == self.sliding_window
         return isinstance(cache, AttentionCacheLayer | StaticAttentionCacheLayer)

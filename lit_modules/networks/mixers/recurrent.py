@@ -117,7 +117,7 @@ def without_padding(x: Tensor, positions: Positions, cache: RecurrentCacheLayer 
 
 
 def takes_steps(inputs: tuple[Tensor, ...], cache: RecurrentCacheLayer, positions: Positions) -> bool:
-    """Check that the new tokens' `inputs` `[B, T, ...]` are few, follow a state and need no gradients.
+    """Return whether the new tokens' `inputs` `[B, T, ...]` are few, follow a state and need no gradients.
 
     Raises:
         ValueError: for packed documents, because each has a separate state.
