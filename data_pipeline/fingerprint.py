@@ -72,7 +72,7 @@ def _build_beside(final: Path, identity: object, build: Callable[[Path], dict]) 
         manifest["files"] = checksums.entries(partial, names)
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _note_whole(partial, manifest["files"])
-        shutil.rmtree(final, ignore_errors=True)  # damaged, or without a manifest and so incomplete
+        shutil.rmtree(final, ignore_errors=True)  # damaged, or foreign: it has no manifest
         os.replace(partial, final)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)

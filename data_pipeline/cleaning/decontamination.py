@@ -115,7 +115,7 @@ def _field(record: object, names: list[str]) -> Iterator[object]:
 
 
 class Decontamination(BaseFilter):
-    """Drop documents that share `ngram` consecutive words with an item of an evaluation set.
+    """Filter that drops documents with `ngram` consecutive words of an evaluation set's item.
 
     Words are compared in lower case without punctuation. An item of fewer words must occur completely, and counts only
     if it has at least `short_characters` characters (and 5 words): shorter ones ("yes", "ls -l") occur everywhere.

@@ -55,7 +55,7 @@ class FastText:
 
 
 class Language(BaseFilter):
-    """Keep documents whose prose is in one of `languages`: the sum of their probabilities reaches `threshold`.
+    """Filter that keeps documents with prose in one of `languages`: their probabilities sum to `threshold` at least.
 
     Documents with less than `minimum_bytes` of prose are kept, as too short to identify: a command with its output has
     no language. `model`: a fastText language identification model, or None for py3langid. The result is written to

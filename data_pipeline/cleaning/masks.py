@@ -41,7 +41,7 @@ PUBLIC_SERVERS = {"8.8.8.8", "8.8.4.4", "1.1.1.1", "1.0.0.1", "9.9.9.9", "208.67
 
 
 class Masks(PipelineStep):
-    """Replace mail addresses, public IP addresses and credentials by `<EMAIL>`, `<IP_ADDRESS>` and `<SECRET>`.
+    """Step that masks mail and public IP addresses and credentials as `<EMAIL>`, `<IP_ADDRESS>` and `<SECRET>`.
 
     Within a document equal values get equal placeholders; the second value of a kind becomes `<EMAIL_2>`. Addresses
     meant for documentation stay (user@example.com, 192.0.2.1, 10.0.0.1, AKIAIOSFODNN7EXAMPLE), and so do placeholders

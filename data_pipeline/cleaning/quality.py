@@ -21,7 +21,7 @@ PARTS = ("text", "prose", "code")
 
 
 class EncodedData(BaseFilter):
-    """Drop texts that are mostly base64, minified code and the like.
+    """Filter that drops texts that are mostly base64, minified code and the like.
 
     More than `max_share` of their characters are in whitespace-separated words of over `word_length` characters.
     """
@@ -48,7 +48,7 @@ FILTERS: dict[str, Callable[..., BaseFilter]] = {
 
 
 class Quality(BaseFilter):
-    """Drop documents that break a rule.
+    """Filter that drops documents that break a rule.
 
     The reason for dropping is "rule: the filter's reason". The filters work on copies: no line of a document changes.
 

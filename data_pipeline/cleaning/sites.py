@@ -11,7 +11,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 
 class Sites(BaseFilter):
-    """Drop documents by the host and path of metadata "url"; those without a url stay. Case is ignored.
+    """Filter by the host and path of metadata "url"; documents without a url stay. Case is ignored.
 
     datatrove's URLFilter does not fit: it stops at a document without a url, looks up public suffixes on the network,
     and ignores paths.

@@ -58,7 +58,7 @@ def exact_spans(
 
 
 class SpanWindows(PipelineStep):
-    """Write the windows of a task's documents to `folder/<bucket>/<task>.windows`, in the order of the documents."""
+    """Step that writes a task's windows to `folder/<bucket>/<task>.windows`, in the order of the documents."""
 
     type = "DEDUP"
     name = "exact spans: windows"
@@ -102,7 +102,7 @@ class SpanWindows(PipelineStep):
 
 
 class SpanFinder(PipelineStep):
-    """Write the positions of a bucket's repeated windows to `output/<task>/<bucket>.places`, sorted."""
+    """Step that writes the positions of a bucket's repeated windows to `output/<task>/<bucket>.places`, sorted."""
 
     type = "DEDUP"
     name = "exact spans: find"
@@ -132,7 +132,7 @@ class SpanFinder(PipelineStep):
 
 
 class SpanFilter(BaseFilter):
-    """Cut the spans that `SpanFinder` found, and drop documents with little text left."""
+    """Filter that cuts the spans found by `SpanFinder`, and drops documents with little text left."""
 
     type = "DEDUP"
     name = "exact spans"

@@ -24,7 +24,7 @@ from data_pipeline.job_folder import SETTINGS
 
 
 class Finish(PipelineStep):
-    """Finish a corpus in one task. Work that a killed run left half done is repeated."""
+    """Last step of a corpus, in one task. Work that a killed run left half done is repeated."""
 
     type = "WRITER"
     name = "finish"

@@ -17,7 +17,7 @@ UNKNOWN = "other"  # category of documents whose source names none
 
 
 class PrepareSources(PipelineStep):
-    """Prepare each source once before it is read: task i prepares source i, in `scratch/<name>`."""
+    """Step that prepares each source once before it is read: task i prepares source i, in `scratch/<name>`."""
 
     type = "READER"
     name = "prepare"
@@ -43,7 +43,7 @@ class PrepareSources(PipelineStep):
 
 
 class ReadSources(PipelineStep):
-    """Read the parts of all sources: task r of n reads every n-th part, starting with part r.
+    """Step that reads the parts of all sources: task r of n reads every n-th part, starting with part r.
 
     Documents get metadata "split": "validation" if the sha256 of the raw text, as a fraction of 1, is below the
     recipe's fraction, else "train". The raw text is the source's, before any cleaning, so the same text gets the same

@@ -43,7 +43,7 @@ class StoredDocuments(JsonlReader):
 
 
 class WriteCorpus(PipelineStep):
-    """Write the documents as `folder/<category>/<split>-<task>-<n>.parquet`, in the columns of `ROWS`."""
+    """Step that writes documents as `folder/<category>/<split>-<task>-<n>.parquet`, in the columns of `ROWS`."""
 
     type = "WRITER"
     name = "write"

@@ -82,7 +82,7 @@ class Local:
 
 
 class TaskKilled(Exception):
-    """The process of `task` was killed or crashed."""
+    """Death of the process of `task`: killed or crashed."""
 
     def __init__(self, task: tuple[bytes, int], words: str) -> None:
         super().__init__(words)

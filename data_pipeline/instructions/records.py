@@ -110,7 +110,7 @@ class Records:
             by: how files are identified, see `data_pipeline.identity.file_identity`.
 
         Raises:
-            ValueError: there are no such files.
+            ValueError: the path is missing or has an unknown ending.
         """
         settings = {"path": self.path, "split": self.split, "revision": self.revision, "columns": dict(self.columns)}
         local = self._local()

@@ -135,7 +135,7 @@ class ChatTemplate:
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},  # no warning above the model's context: it is no mistake here
+            tokenizer_kwargs={"verbose": False},  # no warning above the model's context, which is fine here
         )
         learned = np.array(rendered["assistant_masks"], bool)
         runs = np.count_nonzero(learned & ~np.concatenate([[False], learned[:-1]]))

@@ -37,7 +37,7 @@ def labels(
 ) -> list[Stage]:
     """Return the stages that give every document a quality, and drop those below a threshold.
 
-    `backend` labels a sample of `documents` according to `rubric`. The other arguments are those of the steps.
+    `backend` labels a sample of `documents` according to `rubric`. The other arguments are passed to the steps.
 
     Args:
         folder: holds the data that the stages exchange, and the report in `folder`/report; it starts empty.

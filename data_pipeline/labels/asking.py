@@ -28,7 +28,7 @@ INVALID = "invalid_answer"
 
 
 class LabelSample(PipelineStep):
-    """Label the sample in one task, and write `folder`/labelled.jsonl and asked.json.
+    """Step that labels the sample in one task, and writes `folder`/labelled.jsonl and asked.json.
 
     A document is asked about up to `attempts` times until an answer has a valid label; without one it stays unlabelled,
     and is counted. The backend is started here, and only if there is something to ask.
@@ -65,7 +65,7 @@ class LabelSample(PipelineStep):
 
 
 class Asking:
-    """Get answers from the store, else from a backend. `folder`: for the log of a server that the backend starts."""
+    """Labels from the store, else from a backend. `folder`: for the log of a server that the backend starts."""
 
     def __init__(
         self, rubric: Rubric, backend: Backend, store: str, attempts: int, seed: int, folder: Path | str

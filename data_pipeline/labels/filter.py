@@ -15,7 +15,7 @@ DEFAULT = "default"
 
 
 class LabelFilter(BaseFilter):
-    """Write metadata "quality" (from 0 to 5), and drop documents below the threshold of their category.
+    """Filter that writes metadata "quality" (0 to 5), and drops documents below their category's threshold.
 
     `model`: the classifier's file. `thresholds`: {category: least quality}, "default" for the others. With
     `set_category` the predicted category replaces a document's own before the threshold is looked up. The reason for

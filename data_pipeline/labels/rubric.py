@@ -80,8 +80,8 @@ class Rubric:
     def read(self, answer: str) -> Label | None:
         """Return the label in an answer: its first JSON object with a category and a quality.
 
-        None if there is no such object, the category is not in the rubric, or the quality is no whole number from 0 to
-        5.
+        None if there is no such object, the category is not in the rubric, or the quality is not a whole number from 0
+        to 5.
         """
         found = next((entry for entry in _objects(answer) if "category" in entry and "quality" in entry), None)
         if found is None or not isinstance(found["category"], str):

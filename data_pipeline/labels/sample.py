@@ -63,7 +63,7 @@ class Sampled:
 
 
 class Sample(PipelineStep):
-    """Read a task's documents and write its part of the sample to `folder`; yield none.
+    """Step that writes a task's part of the sample to `folder`, and yields no documents.
 
     The sample has `size` documents in total, shared evenly among the documents' categories; what a rare category does
     not fill goes to the others. Within a category the documents whose ids have the lowest hashes are taken. Each task

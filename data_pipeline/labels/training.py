@@ -23,7 +23,7 @@ Labelled = list[tuple[Sampled, Label]]
 
 
 class TrainClassifier(PipelineStep):
-    """Read `folder`/labelled.jsonl; write the classifier and, in `folder`/report, its agreement with the LLM.
+    """Step from `folder`/labelled.jsonl to the classifier and, in `folder`/report, its agreement with the LLM.
 
     Documents are held out if the hash of their excerpt, as a fraction of 1, is below `held_out`: they are never learned
     from, and a text that occurs twice is on one side. With `set_category`, categories must be learned.

@@ -27,7 +27,7 @@ class Node(NamedTuple):
 
 
 class Interleaving:
-    """Merge sum(counts) sequences, counts[c] of component c, into one order.
+    """One order of sum(counts) sequences, counts[c] of component c.
 
     After n of them, component c has had n * counts[c] / sum(counts), within less than 3.4 (less than 1 with two
     components); at the end, exactly counts[c]. `key` selects one of these orders.

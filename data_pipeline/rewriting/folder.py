@@ -45,7 +45,7 @@ class OutputFolder(JobFolder):
         self.journals = self.path / "journals"
 
     def begin(self, settings: dict, earlier: dict | None = None) -> None:
-        """Begin as `JobFolder.begin` does, and create the subfolders."""
+        """Create or check the folder as `JobFolder.begin` does, and create the subfolders."""
         super().begin(settings, earlier)
         for folder in (self.shards, self.left_out, self.journals):
             folder.mkdir(exist_ok=True)

@@ -30,7 +30,7 @@ class Material:
 
 @dataclass(frozen=True)
 class Language:
-    """Pass if the prose, from `min_characters` on, is in one of `languages` (ISO 639-1 codes)."""
+    """Screen: prose of at least `min_characters` is in one of `languages` (ISO 639-1 codes)."""
 
     languages: list[str]
     min_probability: float
@@ -48,7 +48,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Length:
-    """Pass if the rewriting's length in characters is `min_ratio` to `max_ratio` of the source's."""
+    """Screen: the rewriting's length in characters is `min_ratio` to `max_ratio` of the source's."""
 
     min_ratio: float
     max_ratio: float
@@ -60,7 +60,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Copied:
-    """Pass if at most `max_share` of the runs of `words` words of the prose occur in the source; code may be copied."""
+    """Screen: at most `max_share` of the prose's runs of `words` words occur in the source; code may be copied."""
 
     words: int
     max_share: float
@@ -79,7 +79,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Pass if there are no loops.
+    """Screen: the text has no loops.
 
     At most `max_duplicate_lines` of the characters are in repeated lines, at most `max_duplicate_words` in repeated
     runs of 5 words, and text of 400 bytes or more compresses to no less than `min_packed` of its size. A limit is
@@ -109,7 +109,7 @@ class Repetition:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Pass if the first `characters` match none of `patterns`: a refusal is not a text."""
+    """Screen: the first `characters` match none of `patterns`, so the answer is no refusal."""
 
     characters: int
     patterns: list[str]
@@ -121,7 +121,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class MetaTalk:
-    """Pass if the text has no talk about the answer.
+    """Screen: the text does not talk about the answer.
 
     A first or last paragraph of one line that matches `strip` is removed. Anything else in the prose that matches
     `patterns` fails, unless the source contains the same words.
@@ -150,7 +150,7 @@ class MetaTalk:
 
 @dataclass(frozen=True)
 class Facts:
-    """Pass if at least `min_kept` of the source's facts survive, and at most `max_invented` of the facts are new.
+    """Screen: at least `min_kept` of the source's facts survive, and at most `max_invented` of the facts are new.
 
     Each is checked only with at least `min_facts` facts.
     """

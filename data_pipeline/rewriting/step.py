@@ -18,7 +18,7 @@ def phase(plan: Plan, backend: Backend, backend_settings: dict) -> Phase:
 
 
 class RewriteStep(PipelineStep):
-    """Rewrite a task's share of the plan's input; the last task to finish writes summary and manifest.
+    """Step that rewrites a task's share of the input; the last task to finish writes summary and manifest.
 
     Paces and budgets of the backend apply to each task separately. The executor's `tasks` must equal the plan's.
     """

@@ -17,7 +17,7 @@ LEAST_TOKENS = 256
 
 
 class Malformed(Exception):
-    """The answer does not have its style's form."""
+    """An answer without its style's form."""
 
 
 @dataclass(frozen=True)

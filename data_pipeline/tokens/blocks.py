@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class Packer:
-    """Cut a stream of encoded documents into rows of `block_length + 1` tokens that overlap by one."""
+    """Packer of a stream of encoded documents into rows of `block_length + 1` tokens that overlap by one."""
 
     def __init__(self, block_length: int) -> None:
         self.block_length = block_length

@@ -73,8 +73,8 @@ def latex_markdown(files: Mapping[str, str], keep_acknowledgements: bool = False
 def main_file(files: Mapping[str, str]) -> str | None:
     """Return the path of the file that a paper is compiled from, or None.
 
-    arXiv's 00README decides, else a file with \\documentclass: preferred are a body and a usual name, then the top
-    folder, then length.
+    arXiv's 00README decides, else the best file with \\documentclass, by these criteria in order: it has a body, is not
+    a subfile, is near the top folder, has a usual name, is long.
     """
     for name, text in files.items():
         if posixpath.basename(name).upper().startswith("00README"):

@@ -59,7 +59,7 @@ def brace_pairs(text: str) -> dict[int, int]:
 
 
 class Expander:
-    """Reads definitions in order, removes them, and expands their uses.
+    """Expander that reads definitions in order, removes them, and expands their uses.
 
     `protected` commands keep their meaning even if a paper redefines them. A macro is not expanded within itself.
     `theorems` holds the titles of the environments that \\newtheorem defined.

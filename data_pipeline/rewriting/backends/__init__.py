@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 class RewritingStopped(ValueError):
-    """The run ends early, for the reason in one line; finished work stays, and the same command continues."""
+    """Early end of the run, with a one-line reason; finished work stays, and the same command continues."""
 
 
 class BudgetSpent(RewritingStopped):
-    """The run's budget allows no further request; requests in flight may finish."""
+    """Exhausted budget: no further request is allowed; requests in flight may finish."""
 
 
 @dataclass(frozen=True, slots=True)

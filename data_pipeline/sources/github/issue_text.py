@@ -54,7 +54,7 @@ def roles(posts: list[tuple[str, str]]) -> dict[str, str]:
 
 
 class Namer:
-    """Replaces logins, and all @mentions outside code, by roles.
+    """Replacer of logins, and of all @mentions outside code, by roles.
 
     In URLs the role has hyphens. A login under four characters is only replaced after an @.
     """

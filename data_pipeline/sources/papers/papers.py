@@ -51,7 +51,7 @@ class Paper:
 
 
 def paper_of(record: dict) -> Paper:
-    """Return the content of a record of any known layout; values of a wrong type are ignored."""
+    """Return the paper in a record of any known layout; values of a wrong type are ignored."""
     content = record.get("content") if isinstance(record.get("content"), dict) else {}
     within = content.get("source") if isinstance(content.get("source"), dict) else {}
     layers = (record, record.get("metadata"), record.get("openaccessinfo"), within.get("oainfo"))

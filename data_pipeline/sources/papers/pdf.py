@@ -42,8 +42,8 @@ def read_pdf(path: Path, pages: int = PAGES, seconds: float = 120) -> PDFPaper:
     """Return the text of at most `pages` pages of a PDF.
 
     Raises:
-        UnreadablePaper: it is encrypted, broken, without text, over 128 MiB, or needs more than `seconds` of CPU time
-            (twice that of wall time) or 2 GiB of memory.
+        UnreadablePaper: it is encrypted, broken, without text, over 128 MiB, or needs more than `seconds` of CPU time,
+            twice that wall time, or 2 GiB of memory.
     """
     try:
         size = path.stat().st_size

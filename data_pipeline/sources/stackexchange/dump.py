@@ -68,7 +68,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 class _ConsumerError(Exception):
-    """Carries a consumer's error through the archive reader, whose own errors mean a broken archive."""
+    """Wrapper that carries a consumer's error through the archive reader, whose own errors mean a broken archive."""
 
 
 def _unpack(path: Path, consume: Callable[[bytes], None]) -> None:
