@@ -168,9 +168,7 @@ class PalimpsestForCausalLM(LanguageModelling, PalimpsestPreTrainedModel, Genera
         return self.model(**arguments)
 
     def no_decay_parameters(self) -> set[str]:
-        """Return the names of parameters without weight decay: norms (per-head ones too), biases, and each module's
-        `no_decay`.
-        """
+        """Return the names of parameters without weight decay: norms, biases, and those in each module's `no_decay`."""
         norms = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, RMSNorm)}
         biases = {name for name, _ in self.named_parameters() if name.rpartition(".")[2] == "bias"}
         own = {f"{name}.{key}" for name, module in self.named_modules() for key in getattr(module, "no_decay", ())}

@@ -90,7 +90,7 @@ class LanguageModelling:
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs: dict, generation_mode, batch_size: int, max_cache_length: int
     ) -> None:
-        """Hugging Face's hook for the cache of `generate`: use `new_cache()` instead of a `DynamicCache`."""
+        """Use `new_cache()` instead of a `DynamicCache` (Hugging Face's hook for the cache of `generate`)."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r} does not fit this model: leave it out"

@@ -137,8 +137,9 @@ def padded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def chunk_of(hidden: Tensor, weight: Tensor, asked: int | None, copies: int = 1) -> int:
-    """Return the tokens per chunk, at most `asked`, if `copies` tensors of logits are in memory. Above ALIGNMENT it is
-    a multiple of it.
+    """Return the tokens per chunk, at most `asked`, if `copies` tensors of logits are in memory.
+
+    Above ALIGNMENT it is a multiple of it.
     """
     vocab_size = weight.shape[0] + -weight.shape[0] % ALIGNMENT
     held = LOGITS_AT_ONCE * (2 if hidden.is_cuda and product_dtype(hidden).itemsize == 2 else 1)

@@ -54,7 +54,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def on_gpu(function: Callable[..., Any], *, fused: bool) -> Callable[..., Any]:
-    """Wrap `function` in AsOnGpu."""
+    """Return `function` wrapped in AsOnGpu."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         with AsOnGpu(fused):

@@ -144,7 +144,7 @@ class Planner:
         return made
 
     def shared_sequences(self, setup: Setup) -> Setup | None:
-        """Let twice as many GPUs share a sequence, if each keeps at least 16k tokens of it."""
+        """Return the setup with twice the GPUs per sequence, if each keeps at least 16k tokens of it."""
         more = 2 * setup.context
         if not setup.sharded or setup.ranks % (more * setup.tensor) or setup.sequence_length < 16384 * more:
             return None
@@ -176,52 +176,52 @@ class Planner:
 
 
 def fused(setup: Setup) -> Setup | None:
-    """Fuse the optimizer's step, which avoids temporaries."""
+    """Return the setup with a fused optimizer step, which needs no temporaries; None if it has one."""
     return None if setup.fused_optimizer else replace(setup, fused_optimizer=True)
 
 
 def compiled(setup: Setup) -> Setup | None:
-    """Compile the blocks."""
+    """Return the setup with compiled blocks; None if they are compiled."""
     return None if setup.compile else replace(setup, compile=True)
 
 
 def no_recomputation(setup: Setup) -> Setup | None:
-    """Recompute nothing."""
+    """Return the setup without recomputation; None if there is none."""
     return None if setup.recomputation == "none" else replace(setup, recomputation="none")
 
 
 def less_recomputation(setup: Setup) -> Setup | None:
-    """Compute products and attention only once."""
+    """Return the setup that does not recompute products and attention; None if it does not already."""
     return None if setup.recomputation in ("none", "selective") else replace(setup, recomputation="selective")
 
 
 def fewer_sequences(setup: Setup) -> Setup | None:
-    """Halve the micro-batch."""
+    """Return the setup with half the micro-batch; None for a single sequence."""
     return replace(setup, micro_batch_size=setup.micro_batch_size // 2) if setup.micro_batch_size > 1 else None
 
 
 def more_recomputation(setup: Setup) -> Setup | None:
-    """Take the next policy that keeps less."""
+    """Return the setup with the next policy, which keeps less; None if there is none."""
     after = {"selective": "full", "full": None}.get(setup.recomputation, "selective")
     return None if after is None else replace(setup, recomputation=after)
 
 
 def spread_weights(setup: Setup) -> Setup | None:
-    """Shard weights over all GPUs."""
+    """Return the setup with weights sharded over all GPUs; None if they are."""
     if setup.ranks == 1 or setup.shards * setup.tensor == setup.ranks:
         return None
     return replace(setup, strategy="fsdp", shard_size=None)
 
 
 def more_gpus(setup: Setup) -> Setup | None:
-    """Double the GPUs of a node, up to 8, and shard weights over all."""
+    """Return the setup with twice the GPUs per node, up to 8, and weights sharded over all."""
     if setup.devices_per_node >= NODE:
         return None
     return replace(setup, devices_per_node=2 * setup.devices_per_node, strategy="fsdp", shard_size=None)
 
 
 def more_nodes(setup: Setup) -> Setup | None:
-    """Double the nodes and shard weights over all."""
+    """Return the setup with twice the nodes and weights sharded over all."""
     if setup.nodes >= MOST_NODES:
         return None
     return replace(setup, nodes=2 * setup.nodes, strategy="fsdp", shard_size=None)

@@ -78,7 +78,7 @@ class LinearizedForCausalLM(LanguageModelling):
         self.post_init()
 
     def initialize_weights(self) -> None:
-        """Hugging Face's hook for parameters that are not in the checkpoint: set each module's `initial_values`."""
+        """Set each module's `initial_values` (Hugging Face's hook for parameters that are not in the checkpoint)."""
         # The stock `_init_weights` does not know these modules.
         for module in self.modules():
             if hasattr(module, "initial_values") and not getattr(module, "_is_hf_initialized", False):
@@ -223,8 +223,9 @@ class LinearizedForCausalLM(LanguageModelling):
         return outputs.last_hidden_state
 
     def transfer_losses(self) -> Tensor:
-        """Return `[layers]` float32 for the linearized layers: the mean squared difference of student and teacher
-        attention, before the output projection, in the last "transfer" pass.
+        """Return the mean squared difference of student and teacher attention in the last "transfer" pass.
+
+        It is taken before the output projection: `[layers]` float32, without the layers that stay softmax attention.
 
         Raises:
             RuntimeError: if there was no such pass.
