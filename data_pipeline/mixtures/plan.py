@@ -47,7 +47,7 @@ class PlannedPhase:
 
 
 def read_phases(given: Sequence[Mapping] | None) -> list[Phase]:
-    """Return the phases of `data.phases`; None gives one phase for the whole run. Raises ValueError if invalid."""
+    """Return the phases of `data.phases`; None gives one for the whole run. Raise ValueError if invalid."""
     if given is None:
         given = [{}]
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:

@@ -31,7 +31,7 @@ class RewriteStep(PipelineStep):
         self.plan, self.backend, self.backend_settings = plan, backend, backend_settings
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Rewrite task `rank`; yield nothing. Raises ValueError as the job does."""
+        """Rewrite task `rank`; yield nothing; raise ValueError as the job does."""
         if world_size != self.plan.tasks:
             raise ValueError(
                 f"rewrite.tasks={self.plan.tasks}, but the executor has {world_size}: give the same number"
