@@ -1,4 +1,4 @@
-"""The backward pass for Hopper, in Gluon: the arithmetic of triton_backward.py, scheduled by hand.
+"""The backward pass for Hopper, in Gluon: the arithmetic of triton/backward.py, scheduled by hand.
 
 A program owns one block of 128 keys and has up to four groups of warps that run concurrently:
 

@@ -1,4 +1,4 @@
-"""The forward pass for Hopper, in Gluon: the arithmetic of triton_forward.py, scheduled by hand.
+"""The forward pass for Hopper, in Gluon: the arithmetic of triton/forward.py, scheduled by hand.
 
 A program owns one block of 128 queries. One warp loads tiles of K and V through the tensor memory accelerator, and the
 decay of their keys; two warpgroups compute, each for 64 of the queries. Tiles of keys are read from the diagonal

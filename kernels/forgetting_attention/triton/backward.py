@@ -10,7 +10,7 @@ matrix product has to be transposed before it enters the next one:
 
 One kernel computes dV, dK and dc_j, one program per block of keys; another computes dQ and the row sums of dS, one
 program per block of queries. All sums have a fixed order. Heads that share a key or value head write separate dK and
-dV, which are then summed. hopper_backward.py does all in one kernel on Hopper.
+dV, which are then summed. hopper/backward.py does all in one kernel on Hopper.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The forward pass with a gate per head on Hopper, in Gluon: triton_per_head.py has the mathematics.
+"""The forward pass with a gate per head on Hopper, in Gluon: triton/per_head.py has the mathematics.
 
 One program carries a whole state, in the registers of two warpgroups, through one segment of a sequence. Tiles come and
 go through the tensor memory accelerator, and come a chunk ahead; the state leaves as the tile that it is multiplied as.

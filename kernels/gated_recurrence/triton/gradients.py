@@ -212,7 +212,7 @@ def _gradients_of_weak(
 
 @triton.jit
 def _decayed(base, row, channel, STORED: tl.constexpr, BLOCK: tl.constexpr):
-    """[CHUNK, BLOCK] of what triton_scores.py stored."""
+    """[CHUNK, BLOCK] of what triton/scores.py stored."""
     address = base + row * STORED + channel[None, :]
     if STORED % BLOCK == 0:
         return tl.load(address)

@@ -1,4 +1,4 @@
-"""Gradients of q and k, and of the gates, with a gate per head: triton_gradients.py has the mathematics.
+"""Gradients of q and k, and of the gates, with a gate per head: triton/gradients.py has the mathematics.
 
 The decays between the tokens of a chunk are one matrix D_ij = exp(before_i - before_j), j <= i, whose exponents are not
 above 0 whatever the gates, and

@@ -1,4 +1,4 @@
-"""Gradients of what decays, and of the gates, for strong chunks: triton_gradients.py has the mathematics.
+"""Gradients of what decays, and of the gates, for strong chunks: triton/gradients.py has the mathematics.
 
 They are taken level by level, as triton_decays.py cuts them. Here x and y are as they came: of the decayed ones, strong
 gates have left nothing. x and y have a launch each, the second of which adds to what the first found for the gates:

@@ -8,7 +8,7 @@ dout that of the output,
     dv_j = exp(after_j) k_j dS + scale sum_{i >= j} (q_i . k_j) exp(before_i - before_j) dout_i
 
 (triton_scan_per_head.py); the other gradients follow from the states (triton_gradients_per_head.py). Where sequences
-are cut into segments, `_segment_sums` finds what each adds to the state, and triton_scan.py joins them.
+are cut into segments, `_segment_sums` finds what each adds to the state, and triton/scan.py joins them.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The states from chunk to chunk, forward and backward in time, with what reads them on the way.
 
-With the decayed x~, y^ and scores A of triton_scores.py, and z that does not decay, over the chunks of a sequence:
+With the decayed x~, y^ and scores A of triton/scores.py, and z that does not decay, over the chunks of a sequence:
 
     forward   S_end = exp(total) (.) S_start + y^^T z           out_i = x~_i S_start + sum_{j <= i} A_ij z_j
     backward  dS_start = exp(total) (.) dS_end + x~^T w         dz_j = y^_j dS_end + sum_{i >= j} A_ij w_i

@@ -1,4 +1,4 @@
-"""The scans with a gate per head: triton_per_head.py has the mathematics.
+"""The scans with a gate per head: triton/per_head.py has the mathematics.
 
 One program carries a tile [BLOCK_D, BLOCK_E] of a state, or backward in time of its gradient, through one segment of a
 sequence, in float32, and computes on the way each chunk's scores and the slice of what comes out. Scores and results
