@@ -87,8 +87,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path | None:
-    """Draw bars with standard errors for the share metrics, with the paper's Liger models as marks; None without any.
-    """
+    """Draw bars with standard errors for the share metrics, with the paper's Liger models as marks; None if empty."""
     shares = {name: row for name, row in report["tasks"].items() if is_share(row["metric"])}
     if not shares:
         return None

@@ -76,8 +76,8 @@ class _Projections(torch.autograd.Function):
     """`x W_i^T + s_i (x A_i^T) B_i^T` for every i, of x `[..., in]`.
 
     W has no gradient; the gradients of A and B have their dtype. With A the factors A_i stacked by rows, and B
-    block-diagonal with blocks s_i B_i, the LoRA part of all concatenated outputs is `(x A^T) B^T`, and the gradients need
-    as few products.
+    block-diagonal with blocks s_i B_i, the LoRA part of all concatenated outputs is `(x A^T) B^T`, and the gradients
+    need as few products.
     """
 
     @staticmethod
