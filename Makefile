@@ -40,9 +40,8 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python docs/build.py
 	$(BIN)/zensical build --strict --clean
 
-# The lock decides the versions; what is installed is installed again only when it changes. Python compiles to bytecode
-# what it imports, a fifth of what is installed: pip, which would compile all, takes half the time without.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+# The lock decides the versions; what is installed is installed again only when it changes.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
