@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a small text, the command in this process, and the command in one of its own."""
+"""Shared fixtures of whole runs: a small text, and the command in this process or a separate one."""
 
 import os
 import random
@@ -54,13 +54,13 @@ PICTURES = ("callbacks.forget_gates.tokens=32", "callbacks.forget_gates.heads=1"
 
 
 def composed(file: str, *overrides: str) -> DictConfig:
-    """A file of conf/ over those that it includes, such as model/fox_pro_125m: its keys are below its group's name."""
+    """Compose a file of conf/ with its includes, such as model/fox_pro_125m; its keys are below its group's name."""
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return hydra.compose(file, list(overrides))
 
 
 def write_text(folder: Path, documents: int = 120) -> Path:
-    """A folder of text with a little structure to learn: sentences from a small grammar, the same on every machine."""
+    """Write a folder of learnable text: sentences from a small grammar, the same on every machine."""
     draw = random.Random(0)
     subjects, verbs = ["the kernel", "a gate", "this head", "the cache"], ["forgets", "keeps", "reads", "writes"]
     objects, ends = ["the key", "a value", "every token", "the state"], [".", ", then stops.", " again."]
@@ -90,8 +90,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files that take minutes: at the end one process would be left with such a one alone. The cluster's
-    runs, which mostly wait, come beside files that compute, and one after the other."""
+    """Run the files that take minutes first, so that none is left alone at the end. The cluster's runs, which mostly
+    wait, run one at a time in parallel with files that compute."""
     if config.getoption("--seconds"):
         return  # the nearest first
     place = {name: number for number, name in enumerate(LONGEST)}
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A failed test that draws by hypothesis prints what repeats it."""
+    """Make a failed hypothesis test print how to reproduce it."""
     hypothesis.settings.register_profile("repeatable", hypothesis.settings.default, print_blob=True)
     hypothesis.settings.load_profile("repeatable")
 
@@ -117,14 +117,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def the_same_draws_alone_as_among_others() -> None:
-    """What a test draws without a generator of its own follows from no test before it, so that it can be repeated."""
+    """Seed the default generators before each test, so that it draws the same alone and after others."""
     torch.manual_seed(0)
     random.seed(0)
 
 
 @pytest.fixture
 def drawn_seed() -> int:
-    """A seed that differs from run to run; a failure shows it, and PALIMPSEST_TEST_SEED repeats it."""
+    """Return a seed that differs between runs; a failure shows it, and PALIMPSEST_TEST_SEED repeats it."""
     seed = int(os.environ.get("PALIMPSEST_TEST_SEED") or random.SystemRandom().randrange(2**32))
     print(f"PALIMPSEST_TEST_SEED={seed} repeats what this test draws")
     return seed
@@ -139,7 +139,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `text/`; prepared data goes to `data/` in it."""
+    """Return a folder with `text/`; prepared data goes to its `data/`."""
     folder = tmp_path_factory.mktemp("workplace")
     write_text(folder / "text")
     return folder
@@ -147,7 +147,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Finished:
-    """How a command ended."""
+    """Result of a command."""
 
     status: int
     out: str
@@ -156,7 +156,7 @@ class Finished:
 
 @dataclass
 class Command:
-    """`palimpsest` with the tiny settings, in a folder; its runs are its own."""
+    """`palimpsest` with the tiny settings, in its own folder of runs."""
 
     folder: Path
     runs_dir: Path
@@ -174,7 +174,7 @@ class Command:
         return sorted((*settings, *overrides), key=lambda o: not o.startswith("-"))  # flags first
 
     def start(self, *overrides: str, **kwargs) -> subprocess.Popen:
-        """The command in a process of its own."""
+        """Start the command in a separate process."""
         return subprocess.Popen(
             [sys.executable, str(ROOT / "palimpsest.py"), *self.arguments(*overrides)],
             cwd=self.folder,
@@ -186,7 +186,7 @@ class Command:
         )
 
     def runs(self, experiment: str = "default") -> list[Path]:
-        """The folders of its runs, oldest first."""
+        """Return the folders of its runs, oldest first."""
         parent = self.runs_dir / experiment
         return sorted(parent.iterdir()) if parent.is_dir() else []
 
@@ -198,7 +198,7 @@ def command(workplace: Path, tmp_path: Path) -> Command:
 
 @pytest.fixture
 def run(command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
-    """Call the command in this process; gives its exit status and what it printed."""
+    """Run the command in this process; return its exit status and output."""
     import logging
 
     import palimpsest

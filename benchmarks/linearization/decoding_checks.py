@@ -1,4 +1,4 @@
-"""Errors of decoding linearized models, before anything is timed, and the models that its benchmark is about."""
+"""Error checks of decoding with linearized models, run before timing, and the models of the benchmark."""
 
 import copy
 import itertools
@@ -33,18 +33,18 @@ SHAPES = {
     },
 }  # fmt: skip
 LIGER, HYBRID, SOFTMAX = "Liger-GLA", "Liger-GLA, every 8th softmax", "own attention"
-BEST = "liger/best"  # with as many layers kept
+BEST = "liger/best"  # with the same layers kept as the hybrid
 KERNEL_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def new_model(shape: str, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A Llama with random weights, made on the device in that dtype."""
+    """Create a Llama with random weights on the device."""
     config = LlamaConfig(max_position_embeddings=2**17, attn_implementation="sdpa", **SHAPES[shape])
     return random_llama(config, device, dtype).eval()
 
 
 def settings_of(implementation: str, layers: int) -> Linearization:
-    """Which layers are linearized, and how."""
+    """Return which layers an implementation linearizes, and how."""
     kept = {LIGER: range(0), HYBRID: range(7, layers, 8), BEST: range(7, layers, 8), SOFTMAX: range(layers)}
     best = {"window": 124, "sinks": 4, "delayed": True, "learned_weights": "head"}
     return Linearization(softmax_layers=tuple(kept[implementation]), **best if implementation == BEST else {})
@@ -53,7 +53,7 @@ def settings_of(implementation: str, layers: int) -> Linearization:
 def step_arguments(
     batch: int, heads: int, groups: int, dim: int, window: int, sinks: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor | int]:
-    """Random arguments of `windowed_step`, at the first token, with an empty state and ring."""
+    """Return random arguments of `windowed_step` at the first token, with an empty state and ring."""
     normal = lambda *shape: torch.randn(batch, *shape, device=device)  # noqa: E731
     return {
         "q": normal(1, heads * groups, dim).to(dtype),
@@ -73,7 +73,7 @@ def step_arguments(
 
 
 def kernel_error(device: torch.device, dtype: torch.dtype) -> float:
-    """The largest relative error of `windowed_step` against its plain form in float64, of outputs and states."""
+    """Return the largest relative error of `windowed_step`, in outputs and states, against its plain float64 form."""
     held = step_arguments(3, 2, 4, 128, 64, 4, dtype, device)
     exact = {name: x.double() if isinstance(x, Tensor) and name != "tokens" else x for name, x in held.items()}
     kv_start = torch.tensor([0, 3, 70], dtype=torch.int32, device=device)
@@ -103,9 +103,9 @@ def liger_arguments(
     *,
     late: bool = False,
 ) -> dict[str, Tensor | int]:
-    """Random arguments of `liger_step`, as those of `windowed_step`; q, k and v are parts of one product.
+    """Return random arguments of `liger_step`, like those of `windowed_step`; q, k and v are views of one product.
 
-    late: of a state that lags behind; rings are full, and the first tokens enter it next.
+    late: the state lags behind; rings are full, and their first tokens enter the state next.
     """
     taken = ("state", "ring_keys", "ring_values", "tokens", "state_weight", "window_weight", "sinks")
     given = step_arguments(batch, heads, groups, dim, window, sinks, dtype, device)
@@ -122,8 +122,10 @@ def liger_arguments(
 
 
 def liger_error(device: torch.device, dtype: torch.dtype) -> float:
-    """The largest relative error of `liger_step` against float64, of outputs and states: over 90 tokens, and in
-    bfloat16 over a few with every gate, each of which is compiled; the state taking in tokens at once, and late."""
+    """Return the largest relative error of `liger_step`, in outputs and states, against float64.
+
+    Over 90 tokens, and in bfloat16 over a few with every gate (each compiles a kernel); with and without `late`.
+    """
     worst, kv_start = 0.0, torch.tensor([0, 3, 70], dtype=torch.int32, device=device)
     gates = (*PER_CHANNEL, *PER_HEAD, *CONSTANT) if dtype == torch.bfloat16 else ("gla",)
     for gate, late in itertools.product(gates, (False, True)):
@@ -142,9 +144,9 @@ def liger_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def product_error(device: torch.device, dtype: torch.dtype) -> float:
-    """The largest relative error of `small_batch_linear` against its definition in float64: odd sizes, and in bfloat16
-    the products of a layer."""
-    # Rows, outputs, inputs; behind a norm, with a residual, gated.
+    """Return the largest relative error of `small_batch_linear` against its float64 reference: odd sizes, and in
+    bfloat16 the products of a layer."""
+    # Rows, outputs, inputs; after a norm, with a residual, gated.
     cases = [(5, 1037, 1083, True, True, False), (17, 2048, 1024, True, False, True)]
     if dtype == torch.bfloat16:
         cases += [(rows, 28672, 4096, True, False, True) for rows in (16, 64)]
@@ -170,10 +172,10 @@ def product_error(device: torch.device, dtype: torch.dtype) -> float:
 def decoding_errors(
     implementation: str, shape: str, device: torch.device, *, fused: bool, compiled: bool
 ) -> tuple[float, float]:
-    """Relative errors of logits in bfloat16 against the parallel pass in float32: of decoding by replays, and of the
-    parallel pass in bfloat16. Rows are padded on the left; the tokens are given."""
+    """Return relative errors of bfloat16 logits against the float32 parallel pass: of decoding by replays, and of the
+    parallel pass. Rows are left-padded; the tokens are teacher-forced."""
     model = linearize(new_model(shape, device, torch.bfloat16), settings_of(implementation, 8))
-    batch, length = 3, 200  # the longest window and more
+    batch, length = 3, 200  # longer than the longest window
     tokens = torch.randint(SHAPES[shape]["vocab_size"], (batch, length), device=device)
     mask = (torch.arange(length, device=device) >= torch.tensor([0, 2, 5], device=device)[:, None]).long()
     prompt = 10

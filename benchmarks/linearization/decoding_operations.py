@@ -1,4 +1,4 @@
-"""What the operations of a step of decoding take alone, with the sizes of Llama 3 8B."""
+"""Times of a decoding step's single operations, with the sizes of Llama 3 8B."""
 
 import math
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from kernels.gated_recurrence import liger_step, windowed_step
 from kernels.small_batch_linear import small_batch_linear
 
 HEADS, HEAD_DIM, WINDOW = 8, 128, 64
-UNCACHED = 4e8  # bytes gone through in turn, as in a model: what is read again at once would stay in the cache
+UNCACHED = 4e8  # bytes read in rotation, as in a model: data reread at once would stay in the cache
 
 
 class Matrix(NamedTuple):
-    """A product of a layer, or the head, and what is fused with it."""
+    """A matrix product of a layer, or the head, and what is fused with it."""
 
     outputs: int
     inputs: int
@@ -42,7 +42,7 @@ MATRICES = {
 
 @torch.no_grad()
 def operations(run: Run, batch: int) -> None:
-    """The table of operations."""
+    """Write the table of operations."""
     device, lines = run.device, []
     rate = copy_rate(device)
 
@@ -85,7 +85,7 @@ def operations(run: Run, batch: int) -> None:
 
 
 def _products(batch: int, matrix: Matrix, device: torch.device) -> tuple[list, list, int]:
-    """Calls of torch's linear layer and of `small_batch_linear`, on several matrices in turn, and the bytes of one."""
+    """Return calls of torch's linear layer and `small_batch_linear`, on matrices in rotation, and bytes per matrix."""
     outputs, inputs = matrix.outputs, matrix.inputs
     if device.type != "cuda":
         outputs, inputs = outputs // 64, inputs // 64

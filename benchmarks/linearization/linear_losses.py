@@ -50,7 +50,7 @@ class Head:
         return cls(hidden.requires_grad_(), weight.requires_grad_(), targets, teacher_hidden, teacher_weight)
 
     def losses(self) -> dict[str, Callable[[], Tensor]]:
-        """What is compared, each as it is called."""
+        """Return the compared losses as calls."""
         student, teacher = (self.hidden, self.weight), (self.teacher_hidden, self.teacher_weight)
         vocab, few = self.weight.shape[0], min(64, self.weight.shape[0] - 1)
         with autocast(self.hidden.device):
@@ -71,7 +71,7 @@ class Head:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    # Autocast keeps copies of weights for a while: each call is to make its own.
+    # Autocast caches copies of weights; each call must make its own.
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
 
 
@@ -103,12 +103,12 @@ class _PlainForm(torch.autograd.Function):
 
 
 def plain_form(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> Tensor:
-    """The mean cross-entropy as it was computed without padding, and operation by operation."""
+    """Compute the mean cross-entropy in the earlier form: without padding, operation by operation."""
     return _PlainForm.apply(hidden, weight, targets, chunk_size) / (targets != -100).sum().clamp(min=1)
 
 
 def exact_errors(head: Head) -> dict[str, list[float]]:
-    """Relative errors of loss, and gradients of hidden and weight, to those of float64, for what is cross-entropy."""
+    """Return relative errors of the cross-entropy losses, and of their gradients of hidden and weight, to float64."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (head.hidden, head.weight))
     loss = F.cross_entropy(F.linear(hidden, weight), head.targets)
     exact = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))

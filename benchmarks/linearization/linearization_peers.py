@@ -1,8 +1,8 @@
-"""The layers and the step of the code of arXiv 2503.01496 (OpenSparseLLMs/Linearization), from parts that run here.
+"""Layers and training step of arXiv 2503.01496's code (OpenSparseLLMs/Linearization), rebuilt from parts that run here.
 
-Their package needs flash_attn, flash-linear-attention's fused_chunk_gla, and transformers 4 (`why_not_theirs`). So: the
-layer as it computes, written on flash-linear-attention's chunk_gla and the fastest windowed attention that PyTorch has,
-in Hugging Face's Llama, with peft's LoRA and the loss over all logits.
+Their package needs flash_attn, flash-linear-attention's fused_chunk_gla, and transformers 4 (`why_not_theirs`). Hence
+the same computation on flash-linear-attention's chunk_gla and PyTorch's fastest windowed attention, in Hugging Face's
+Llama, with peft's LoRA and the loss over all logits.
 """
 
 import functools
@@ -29,7 +29,7 @@ Recurrence = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def chunk_gla(device: torch.device) -> Recurrence:
-    """flash-linear-attention's. Without a GPU, where it has none, the project's form for CPUs."""
+    """Return flash-linear-attention's chunk_gla. It needs a GPU; on the CPU return the project's CPU form."""
     if device.type != "cuda":
         return lambda q, k, v, log_decay: gated_recurrence(q, k, v, log_decay.float())[0]
     kernel = importlib.import_module("fla.ops.gla").chunk_gla
@@ -37,15 +37,15 @@ def chunk_gla(device: torch.device) -> Recurrence:
 
 
 def plain_recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
-    """The definition, token by token."""
+    """Compute the definition, token by token."""
     return gated_recurrence_reference(q, k, v, log_decay)[0]
 
 
 def flash_attention(length: int, device: torch.device) -> Attention:
-    """The FlashAttention-2 that PyTorch brings, which is the kernel that their code calls."""
+    """Return PyTorch's FlashAttention-2, the kernel that their code calls."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Of the public functions only the one for packed sequences has a window, in some versions of PyTorch.
+        # Among the public functions only the one for packed sequences supports a window, in some versions of PyTorch.
         return torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, length, length, 0.0, True, False, window_size_left=WINDOW - 1, window_size_right=0
         )[0]
@@ -54,7 +54,7 @@ def flash_attention(length: int, device: torch.device) -> Attention:
 
 
 def flex(length: int, device: torch.device) -> Attention:
-    """FlexAttention, compiled, whose block mask leaves out what no query of a block sees."""
+    """Return compiled FlexAttention; its block mask skips blocks that no query sees."""
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (query - key < WINDOW)
@@ -70,7 +70,7 @@ def flex(length: int, device: torch.device) -> Attention:
 
 
 def banded(length: int, device: torch.device) -> Attention:
-    """scaled_dot_product_attention with the window as a mask."""
+    """Return scaled_dot_product_attention with the window as a mask."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     band = (distance >= 0) & (distance < WINDOW)
 
@@ -87,9 +87,9 @@ WINDOWED = {"FlashAttention-2": flash_attention, "FlexAttention": flex, "SDPA wi
 class PeerAttention(nn.Module):
     """Their layer for gated linear attention, on the projections of a Llama layer.
 
-    K and V are repeated to the query heads; feature maps and gates are computed in the model's dtype and given to the
-    recurrence in `dtype`. pooled: with the average pooling from the keys' width to the gates', which are the same here,
-    as their layer has it.
+    K and V are repeated to the query heads; feature maps and gates are computed in the model's dtype and cast to
+    `dtype` for the recurrence. pooled: include their layer's average pooling from the keys' width to the gates' width,
+    which are equal here.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ def peer(
     dtype: torch.dtype = torch.float32,
     pooled: bool = False,
 ) -> nn.Module:
-    """A Hugging Face Llama, changed in place to their layers, in peft's model with LoRA as they configure it.
-    recurrence: `chunk_gla` where it is None."""
+    """Convert a Hugging Face Llama in place to their layers, and wrap it in peft's model with their LoRA settings.
+    recurrence: `chunk_gla` if None."""
     recurrence = recurrence or chunk_gla(stock.device)
     for layer in stock.model.layers:
         layer.self_attn = PeerAttention(layer.self_attn, attention, recurrence, dtype, pooled)
@@ -132,13 +132,13 @@ def peer(
 
 
 def peer_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Next-token cross-entropy over all logits, as their trainer takes it."""
+    """Compute next-token cross-entropy over all logits, like their trainer."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].contiguous()
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def published_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The same, with what their trainer does beside it: logits are copied to the host, perplexity is read."""
+    """Compute `peer_loss` with their trainer's extra work: copying logits to the host and reading the perplexity."""
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].contiguous()
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     logits.cpu()
@@ -147,7 +147,7 @@ def published_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def why_not_theirs() -> list[str]:
-    """What their package asks for and does not find here, one line each."""
+    """Return the requirements of their package that are missing here, one line each."""
 
     def imported(module: str, name: str) -> None:
         getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The report of the training benchmark: its rows and those of earlier runs, tables, verdicts."""
+"""Report of the training benchmark: its rows and those of earlier runs, tables, verdicts."""
 
 import csv
 import datetime
@@ -23,10 +23,10 @@ TARGET = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class Row(tables.Row):
-    """milliseconds: of a step. parameter: the sequences of a micro-batch. first_seconds: of a micro-batch and then a
-    step, the first ones, with torch.compile's work; Triton kernels were compiled before. loss_error, gradient_error:
-    relative, from the first implementation at the same micro-batch. date, machine: of the run that measured it, and
-    what it ran on."""
+    """A measurement. milliseconds: of a step. parameter: sequences per micro-batch. first_seconds: of the first
+    micro-batch and then the first step, including torch.compile but not Triton's earlier compilation. loss_error,
+    gradient_error: relative to the first implementation at the same micro-batch. date, machine: of the run that
+    measured it."""
 
     tokens_per_second: float | None = None
     peak_gib: float | None = None
@@ -38,7 +38,7 @@ class Row(tables.Row):
 
 
 def packages() -> str:
-    """The versions that times depend on, beside PyTorch's."""
+    """Return the package versions that times depend on, besides PyTorch's."""
     found = []
     for package in ("triton", "transformers", "peft", "flash-linear-attention"):
         try:
@@ -50,7 +50,7 @@ def packages() -> str:
 
 @dataclass(kw_only=True)
 class Run(comparison_run.Run):
-    """The report. A section that is not measured again keeps the rows that an earlier run left in the folder."""
+    """The report. A section that is not measured again keeps the rows of an earlier run in the folder."""
 
     name = "linearization_training"
     title = "Training speed of linearization"
@@ -69,14 +69,14 @@ class Run(comparison_run.Run):
         self.verdicts = judged(self.rows)
 
     def add_rows(self, rows: Sequence[Row]) -> None:
-        """Keep measurements in the place of what an earlier run has of their sections, and write them."""
+        """Replace the earlier rows of the measured sections, and write the report."""
         sections = {row.section for row in rows}
         self.rows = [row for row in self.rows if row.date == self.date or row.section not in sections]
         self.verdicts = judged([*self.rows, *rows])
         super().add_rows(rows)
 
     def text(self) -> str:
-        """The report: what this run has said, and the rows of each section, whoever measured them."""
+        """Return the report: this run's sections, and each section's rows of this or an earlier run."""
         return super().text() + "".join(f"\n{section}" for section in speed_sections(self.rows))
 
     def versions(self) -> str:
@@ -84,10 +84,10 @@ class Run(comparison_run.Run):
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that a run wrote; none where there is no file.
+    """Read the rows that a run wrote; none if there is no file.
 
     Raises:
-        ValueError: a file of other columns.
+        ValueError: the file has other columns.
     """
     if not path.is_file():
         return []
@@ -103,13 +103,13 @@ def micro_batch(row: Row) -> int:
 
 
 def best(rows: Sequence[Row], names: Sequence[str]) -> Row | None:
-    """The fastest of the implementations of these names, at any micro-batch."""
+    """Return the fastest row of these implementations, at any micro-batch."""
     timed = [row for row in rows if row.implementation in names and row.tokens_per_second]
     return max(timed, key=lambda row: row.tokens_per_second, default=None)
 
 
 def judged(rows: Sequence[Row]) -> list[comparison_run.Verdict]:
-    """Ours at its best, to the official code in its own configuration, and to the best that can be made of it."""
+    """Compare our best with the official code in its own configuration, and with its best configuration."""
     rows = [row for row in rows if row.section == TRAINING]
     ours = best(rows, OURS)
     peers = {
@@ -133,7 +133,7 @@ def _configuration(row: Row) -> str:
 
 
 def speed_sections(rows: Sequence[Row]) -> list[str]:
-    """For each section, and shape, its table under a heading."""
+    """Return the table of each section and shape, under a heading."""
     explained = {
         TRAINING: "Ratios, at the same micro-batch: to the official layers on fla's ops as their code runs, not "
         "compiled, and to the same compiled. Apart: relative errors from the first line of a micro-batch. What the "
@@ -154,7 +154,7 @@ def speed_sections(rows: Sequence[Row]) -> list[str]:
 
 
 def speed_table(rows: Sequence[Row]) -> str:
-    """A line for each implementation and micro-batch."""
+    """Return a table with a line for each implementation and micro-batch."""
     rates = {(row.implementation, row.parameter): row.tokens_per_second for row in rows}
     compared = any(row.implementation == OFFICIAL for row in rows)
     lines = []

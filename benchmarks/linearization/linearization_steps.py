@@ -1,4 +1,4 @@
-"""What linearization_training.py times: shapes of models, and a step of ours and of the peer's."""
+"""Training steps that linearization_training.py times: model shapes, our step and the peer's."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama, and a batch of sequences of `length` tokens that one optimizer step takes."""
+    """A Llama, and an optimizer step's batch of sequences of `length` tokens."""
 
     name: str
     hidden: int
@@ -62,7 +62,7 @@ SHAPES = {
     "1b": Shape("Llama-3.2-1B", 2048, 16, 32, 8, 8192, 128256, True),
     "8b": Shape("Llama-3-8B", 4096, 32, 32, 8, 14336, 128256, False, micro_batches=(1, 4)),
     "tiny": Shape("tiny", 64, 2, 4, 2, 128, 512, True, batch=4, length=128, micro_batches=(1, 4)),
-    # Heads as wide as Llama-3.2-1B's; then as wide as Llama-3-8B's, and as many to a key head as there.
+    # Head width of Llama-3.2-1B; then head width and query heads per key head of Llama-3-8B.
     "check": Shape("check", 256, 3, 4, 2, 512, 1024, True, batch=2, length=256),
     "check of 8b": Shape("check of 8b", 512, 2, 4, 1, 1024, 1024, True, batch=2, length=256),
 }
@@ -72,8 +72,8 @@ SHAPES = {
 class Trained:
     """A model in training.
 
-    loss: of tokens [B, T]. resident: bytes that stay on the device between steps. published: what the official trainer
-    does around a step beside training.
+    loss: of tokens [B, T]. resident: bytes that stay on the device between steps. published: include the official
+    trainer's extra work around a step.
     """
 
     name: str
@@ -92,14 +92,14 @@ class Trained:
         parameters = list(self.weights.values())
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=parameters[0].is_cuda)
         if self.compiled:
-            # There is no compiler to wait for where the flow alone is tried.
+            # The CPU only tests the flow; do not wait for a compiler.
             backend = "inductor" if parameters[0].is_cuda else "aot_eager"
             base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
             for layer in base.model.layers:
                 layer.forward = torch.compile(layer.forward, dynamic=False, backend=backend)
 
     def step(self, tokens: Tensor, micro_batch: int) -> Tensor:
-        """An optimizer step on tokens [batch, T]. Returns the loss of its last micro-batch."""
+        """Take an optimizer step on tokens [batch, T]; return the loss of its last micro-batch."""
         parts = tokens.split(micro_batch)
         for part in parts:
             loss = self.loss(self.model, part)
@@ -115,8 +115,8 @@ class Trained:
     def loss_and_gradients(
         self, tokens: Tensor, passed: Callable[[str], None] = lambda passed: None
     ) -> tuple[Tensor, Tensor]:
-        """Of tokens [B, T]: the loss, and the gradients of all of LoRA's weights in one vector, float64 on the CPU.
-        passed: is told of each pass once it is through."""
+        """Return the loss of tokens [B, T], and the gradients of all LoRA weights in one float64 vector on the CPU.
+        passed: called with the name of each finished pass."""
         loss = self.loss(self.model, tokens)
         synchronize(tokens.device)
         passed("forward")
@@ -127,7 +127,7 @@ class Trained:
 
 
 def lora_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """LoRA's weights in an order, and under names, that are the same for every implementation."""
+    """Return the LoRA weights with names and an order common to all implementations."""
     pattern = re.compile(r"layers\.(\d+)\.self_attn\.(\w+)\.(lora_[AB])\.")
     found = {}
     for name, parameter in model.named_parameters():
@@ -138,14 +138,14 @@ def lora_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def stock_model(shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
-    """Hugging Face's Llama; the weights are the same each time, bfloat16 numbers in any dtype."""
+    """Create Hugging Face's Llama; its weights are always the same, rounded to bfloat16 in any dtype."""
     torch.manual_seed(0)
     return random_llama(shape.config(), device, torch.bfloat16).to(dtype)
 
 
 @torch.no_grad()
 def draw_lora(model: nn.Module) -> nn.Module:
-    """Give LoRA weights that are not zero, the same in each model."""
+    """Set the LoRA weights to nonzero values, the same in each model."""
     for number, weight in enumerate(lora_weights(model).values()):
         generator = torch.Generator(weight.device).manual_seed(number)
         weight.copy_(torch.randn(weight.shape, generator=generator, device=weight.device) * 0.02)
@@ -153,18 +153,18 @@ def draw_lora(model: nn.Module) -> nn.Module:
 
 
 def our_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Next-token cross-entropy; no logits are held."""
+    """Compute next-token cross-entropy without storing the logits."""
     targets = torch.cat((tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE_INDEX)), 1)
     return model(input_ids=tokens, shift_labels=targets).loss
 
 
 def ours(stock: LlamaForCausalLM) -> nn.Module:
-    """The project's model on the same weights."""
+    """Convert the same weights to the project's model."""
     return add_lora(linearize(stock, Linearization(window=WINDOW)), rank=8, alpha=8, targets=PROJECTIONS)
 
 
 def peer_builders(attention: Attention) -> dict[str, Callable[[Shape, torch.device], Trained]]:
-    """Their step in its forms, the one that others are held to first."""
+    """Return builders of their step's variants; the first is the reference for the others."""
 
     def build(
         shape: Shape, device: torch.device, name: str, dtype: torch.dtype, compiled: bool, published: bool
@@ -185,7 +185,7 @@ def peer_builders(attention: Attention) -> dict[str, Callable[[Shape, torch.devi
 
 
 def our_builders() -> dict[str, Callable[[Shape, torch.device], Trained]]:
-    """Our step, compiled and not."""
+    """Return builders of our step, compiled and not."""
 
     def build(shape: Shape, device: torch.device, name: str, compiled: bool) -> Trained:
         return Trained(name, draw_lora(ours(stock_model(shape, device))), our_loss, compiled=compiled)
@@ -194,8 +194,7 @@ def our_builders() -> dict[str, Callable[[Shape, torch.device], Trained]]:
 
 
 def first_passes(shape: Shape, sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
-    """Ours, forward and backward, with one layer of a shape and batches of these sizes: for the kernels that it
-    calls."""
+    """Run ours forward and backward, with one layer and batches of these sizes, to launch its kernels."""
     stock = stock_model(dataclasses.replace(shape, layers=1), device, dtype)
     trained = Trained("one layer", draw_lora(ours(stock)), our_loss)
     for size in sizes:
@@ -203,18 +202,18 @@ def first_passes(shape: Shape, sizes: Sequence[int], device: torch.device, dtype
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes on the device; 0 without a GPU."""
+    """Return the bytes allocated on the device; 0 without a GPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what a GPU has been given to do."""
+    """Wait until a GPU has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed_step(trained: Trained, tokens: Tensor, micro_batch: int) -> tuple[float, int]:
-    """Seconds of a step, and the bytes that it had at its peak."""
+    """Return the seconds of a step and its peak bytes."""
     device = tokens.device
     before = allocated(device)
     if device.type == "cuda":
@@ -231,11 +230,11 @@ def timed_step(trained: Trained, tokens: Tensor, micro_batch: int) -> tuple[floa
 
 
 def errors(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """Relative errors of the loss and of the gradients."""
+    """Return relative errors of the loss and of the gradients."""
     return tuple(relative_error(a, b) for a, b in zip(found, exact, strict=True))
 
 
 def refuse(found: tuple[float, float], allowed: tuple[float, float]) -> None:
-    """Raise where one of the errors is not within what is allowed."""
+    """Raise if an error exceeds its bound."""
     if not all(error <= most for error, most in zip(found, allowed, strict=True)):
         raise RuntimeError(f"not timed: relative errors of loss and gradients are {found[0]:.1e} and {found[1]:.1e}")

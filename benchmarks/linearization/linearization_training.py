@@ -2,8 +2,8 @@
 
 Tokens a second and memory of whole optimizer steps (forward, backward, clipping, AdamW on LoRA's weights), on random
 weights and tokens, against the layers of the official code of arXiv 2503.01496 on the best parts that run here
-(linearization_peers.py). What is timed has first been held to the float32 definition. The sections
-may be run apart: the report keeps what an earlier run has measured of the other, with its date.
+(linearization_peers.py). Each is checked against the float32 definition before it is timed. The sections can be run
+separately: the report keeps an earlier run's measurements of the other, with its date.
 """
 
 import argparse
@@ -51,29 +51,29 @@ from benchmarks.measuring.tables import table
 from benchmarks.measuring.timing import RESULTS, check_output, milliseconds, one_line, relative_error
 
 PEER_DTYPES = ("float32", "bfloat16")  # of q, k, v
-WARM, STEPS = 2, 2  # steps before the first round; timed steps of each implementation in a round
+WARM, STEPS = 2, 2  # warm-up steps; timed steps of each implementation in a round
 ROUNDS = {TRAINING: 5, LARGE: 2}
-# Relative errors that are allowed, of the loss and of LoRA's gradients. Matrices are multiplied in TF32 for float32.
+# Bounds on the relative errors of the loss and of LoRA's gradients. float32 products use TF32.
 SMALL = {torch.float32: (1e-4, 1e-2), torch.bfloat16: (1e-2, 5e-2)}
-DEEP = (1e-2, 0.1)  # of a deep network in bfloat16, from the peer's
+DEEP = (1e-2, 0.1)  # of a deep network in bfloat16, relative to the peer
 
 
 def compile_kernels(run: Run, shape: Shape, sizes: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> None:
-    """Compile what ours launches on a GPU, all kernels at once."""
+    """Compile all kernels that ours launches on a GPU, in parallel."""
     if run.device.type != "cuda":
         return
     compiled = compilation.CompilationTimes()
     try:
         compilation.compile_at_once(first_passes, shape, sizes, run.device, dtype)
         words = "compiled at once"
-    except Exception as error:  # each is then compiled where it is launched first
+    except Exception as error:  # each then compiles at its first launch
         words = f"not compiled at once: {one_line(error)}"
     run.say(f"{shape}, {str(dtype)[6:]}: kernels {words} ({compiled.since_asked()})")
 
 
 def check(run: Run, shape: Shape, dtypes: Sequence[torch.dtype], peer_dtypes: Sequence[str]) -> set[str]:
-    """Hold ours and the peer to the float32 definition on a small model, with weights of these dtypes; of "ours" and
-    "fla", those that are right."""
+    """Check ours and the peer against the float32 definition on a small model, with weights of these dtypes; return
+    which of "ours" and "fla" are right."""
     device = run.device
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length), device=device)
     band = banded(shape.length, device)
@@ -97,7 +97,7 @@ def check(run: Run, shape: Shape, dtypes: Sequence[torch.dtype], peer_dtypes: Se
                 found = errors(Trained(name, model, loss).loss_and_gradients(tokens), exact)
                 refuse(found, SMALL[dtype])
                 note = "yes"
-            except Exception as error:  # the others are checked all the same
+            except Exception as error:  # still check the others
                 found, note = (math.nan, math.nan), one_line(error)
             right[name] = right.get(name, True) and note == "yes"
             lines.append([f"{name}, {str(dtype)[6:]} weights", *(f"{error:.1e}" for error in found), note])
@@ -113,7 +113,7 @@ def check(run: Run, shape: Shape, dtypes: Sequence[torch.dtype], peer_dtypes: Se
 
 
 def choose_attention(run: Run, shape: Shape) -> Attention:
-    """The fastest windowed attention for the peer, of those that are right, at the largest micro-batch."""
+    """Return the peer's fastest correct windowed attention at the largest micro-batch."""
     size = (max(shape.micro_batches), shape.length, shape.heads, shape.hidden // shape.heads)
     q, k, v, d_out = (torch.randn(size, device=run.device, dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -146,8 +146,7 @@ def choose_attention(run: Run, shape: Shape) -> Attention:
 
 
 def launched_milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """The median time of a call. Nothing is captured into a graph: where that fails, the device draws no numbers
-    afterwards."""
+    """Return the median time of a call, without a CUDA graph: a failed capture breaks the device's random generator."""
     if device.type != "cuda":
         return milliseconds(run, device)
     from triton.testing import do_bench
@@ -156,7 +155,7 @@ def launched_milliseconds(run: Callable[[], object], device: torch.device) -> fl
 
 
 def build(run: Run, shape: Shape, builders: dict[str, Callable]) -> dict[str, Trained | str]:
-    """Each model by name, once for all micro-batches; where there is none, why."""
+    """Build each model by name, once for all micro-batches; store the reason for each failure instead."""
     built: dict[str, Trained | str] = {}
     for name, make in builders.items():
         before, began = allocated(run.device), time.perf_counter()
@@ -166,7 +165,7 @@ def build(run: Run, shape: Shape, builders: dict[str, Callable]) -> dict[str, Tr
             trained.resident = allocated(run.device) - before
             built[name] = trained
             words = f"built in {time.perf_counter() - began:.0f} s, {trained.resident / 2**30:.1f} GiB"
-        except Exception as error:  # the others are built all the same
+        except Exception as error:  # still build the others
             words = built[name] = one_line(error)
             trained = None
             _clear()
@@ -177,7 +176,7 @@ def build(run: Run, shape: Shape, builders: dict[str, Callable]) -> dict[str, Tr
 def prepare(
     run: Run, shape: Shape, micro_batch: int, built: dict[str, Trained | str], tokens: Tensor
 ) -> tuple[list[Trained], dict[str, dict[str, object]]]:
-    """Check and warm each; those that may be timed, and what is known of each by name."""
+    """Check and warm up each; return those that may be timed, and the facts about each by name."""
     ready, known, exact = [], {}, None
     compiled = compilation.CompilationTimes()
     for name, trained in built.items():
@@ -188,7 +187,7 @@ def prepare(
         here = f"{shape}, micro-batch {micro_batch}, {name}"
         try:
             before = allocated(run.device)
-            draw_lora(trained.model)  # steps of another micro-batch have changed them
+            draw_lora(trained.model)  # steps at another micro-batch changed them
             began = time.perf_counter()
             found = trained.loss_and_gradients(
                 tokens[:micro_batch],
@@ -207,7 +206,7 @@ def prepare(
             trained.resident += allocated(run.device) - before
             ready.append(trained)
             words = f"ready after {about['first_seconds']:.0f} s ({compiled.since_asked()})"
-        except Exception as error:  # the others are timed all the same
+        except Exception as error:  # still time the others
             words = about["note"] = one_line(error)
             _clear()
         run.say(f"{here}: {words}")
@@ -221,8 +220,8 @@ def _clear() -> None:
 
 
 def measure(run: Run, section: str, shape: Shape, micro_batch: int, built: dict[str, Trained | str]) -> None:
-    """Train each in turns; a row for each implementation."""
-    torch.compiler.reset()  # or each call would first ask whether what was compiled for other sizes fits
+    """Train the implementations in turn; add a row for each."""
+    torch.compiler.reset()  # otherwise each call would first check the guards of other sizes
     _clear()
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length), device=run.device)
     ready, known = prepare(run, shape, micro_batch, built, tokens)
@@ -230,7 +229,7 @@ def measure(run: Run, section: str, shape: Shape, micro_batch: int, built: dict[
     peaks: dict[str, int] = {}
     for number in range(ROUNDS[section]):
         for trained in list(ready):
-            if trained.published and number:  # slower, and not what decides: one round
+            if trained.published and number:  # slower, and not part of the verdict: one round
                 continue
             try:
                 for _ in range(STEPS):
@@ -264,7 +263,7 @@ def measure(run: Run, section: str, shape: Shape, micro_batch: int, built: dict[
 
 
 def compare(run: Run, section: str, shape: Shape, builders: dict[str, Callable]) -> list[str]:
-    """Implementations on one shape, with each micro-batch's size. Returns what failed, a line each."""
+    """Compare implementations on one shape at each micro-batch size; return failures, one line each."""
     failures = []
     compile_kernels(run, shape, shape.micro_batches)
     _clear()
@@ -272,13 +271,13 @@ def compare(run: Run, section: str, shape: Shape, builders: dict[str, Callable])
     for size in shape.micro_batches:
         try:
             measure(run, section, shape, size, built)
-        except Exception as error:  # the other sizes are still worth their time
+        except Exception as error:  # still measure the other sizes
             failures.append(f"{section}, micro-batch {size}: {one_line(error)}")
     return failures
 
 
 def training(run: Run, shape: Shape, peer_dtypes: Sequence[str], processes: int) -> list[str]:
-    """Ours and the peer's. Returns what failed, a line each."""
+    """Compare ours with the peer's; return failures, one line each."""
     run.add_section("What the official package does not find here", "\n".join(f"- {x}" for x in why_not_theirs()))
     if run.device.type == "cuda":
         size = (max(shape.micro_batches), shape.length, shape.heads, shape.hidden // shape.heads)
@@ -293,20 +292,20 @@ def training(run: Run, shape: Shape, peer_dtypes: Sequence[str], processes: int)
             peers = peer_builders(choose_attention(run, shape))
             without = [kind for kind in PEER_DTYPES if kind not in peer_dtypes]
             builders = {n: make for n, make in peers.items() if not any(kind in n for kind in without)} | builders
-        except Exception as error:  # ours is still worth its time
+        except Exception as error:  # still measure ours
             failures.append(f"the peer's attention: {one_line(error)}")
     return failures + compare(run, TRAINING, shape, builders)
 
 
 def large(run: Run, shape: Shape) -> list[str]:
-    """Ours alone, on a model that fills more of the device. Returns what failed, a line each."""
+    """Measure ours alone, on a model that fills more of the device; return failures, one line each."""
     if "ours" not in check(run, SHAPES["check of 8b"], [torch.bfloat16], []):
         return ["ours is not right with the large model's heads"]
     return compare(run, LARGE, shape, {"ours, compiled": our_builders()["ours, compiled"]})
 
 
 def main() -> int:
-    """Check, measure, and leave the report. Returns the status."""
+    """Check, measure and write the report; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=("1b", "tiny"), default="1b", help="tiny: to try the flow, all of it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -318,7 +317,7 @@ def main() -> int:
     if arguments.shape == "tiny" and arguments.output.resolve() == RESULTS:
         parser.error("--shape tiny measures nothing of worth: give it an --output of its own")
     check_output(parser, arguments.output, torch.device(arguments.device).type == "cuda")
-    # A compiled function is one for each implementation; without this, dynamo would give up on the later ones.
+    # Each implementation compiles its own function; with the default limit dynamo would give up on later ones.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     try:

@@ -2,9 +2,9 @@
 
 Liger, Liger with every 8th layer left as softmax, the same model with this project's attention over a static cache in
 all layers, and Hugging Face's Llama with its static cache and SDPA: one set of random weights, every token one replay
-of a CUDA graph. First the errors, and where they are out of bounds nothing is timed.
+of a CUDA graph. Errors are checked first; if they are out of bounds, nothing is timed.
 
-Without a GPU it is of use to test this program alone: `--shape tiny --device cpu --lengths 16 32`.
+Without a GPU it only serves to test this program: `--shape tiny --device cpu --lengths 16 32`.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from lit_modules.networks.linearized import linearize
 from lit_modules.networks.positions import locate
 
 HUGGING_FACE, FUSED, COMPILED = "HF static, SDPA", ", fused", ", compiled"
-WAYS = (FUSED, COMPILED, "")  # of running a step, the first that both sides have been measured in is judged
+WAYS = (FUSED, COMPILED, "")  # of running a step; the verdict uses the first that was measured for both sides
 PROMPT, POSITIONS = 4, 5
 REPEATS = {"cuda": 9, "cpu": 2}
 # Targets, as ratios of the seconds for a whole sequence: own attention's to Liger's.
@@ -60,7 +60,7 @@ SPEEDUPS = {1024: 1.0, 16384: 1.7, 32768: 2.6}
 
 @dataclass(frozen=True, kw_only=True)
 class Row(tables.Row):
-    """Decoding of one length. milliseconds: of a step on average; first, last: at the ends of the sequence."""
+    """Decoding of one length. milliseconds: mean of a step; first, last: at the ends of the sequence."""
 
     length: int
     seconds: float | None = None
@@ -72,7 +72,7 @@ class Row(tables.Row):
 
 @dataclass(kw_only=True)
 class Benchmark(Run):
-    """The run, with the sizes that all of it has in common."""
+    """A run, with its common sizes."""
 
     name = "linearized_decoding"
     title = "Decoding of linearized models"
@@ -95,13 +95,13 @@ class Benchmark(Run):
         return f"{super().versions()}, transformers {transformers.__version__}"
 
     def found(self, implementation: str, length: int) -> Row | None:
-        """What was measured, if it was."""
+        """Return the row of an implementation and length, or None."""
         rows = (row for row in self.rows if row.milliseconds and row.length == length)
         return next((row for row in rows if row.implementation == implementation), None)
 
 
 def check(run: Benchmark) -> list[str]:
-    """The error tables. Returns what is out of bounds."""
+    """Write the error tables; return what is out of bounds."""
     wrong, lines = [], []
     errors = {"windowed_step": kernel_error, "liger_step": liger_error, "small_batch_linear": product_error}
     for (name, error_of), (dtype, bound) in product(errors.items(), KERNEL_BOUNDS.items()):
@@ -114,7 +114,7 @@ def check(run: Benchmark) -> list[str]:
     for name, way in variants:
         compiled = bool(way) and run.device.type == "cuda"
         decoded, parallel = decoding_errors(name, shape, run.device, fused=way == FUSED, compiled=compiled)
-        # Decoding rounds other sums than the parallel pass does, to the same digits.
+        # Decoding rounds other sums than the parallel pass, to the same precision.
         bound = 2 * parallel + 1e-3
         label = f"{name}{way}: logits of captured decoding, bfloat16, against float32"
         lines.append([label, f"{decoded:.1e}", f"{bound:.1e}"])
@@ -133,7 +133,7 @@ def check(run: Benchmark) -> list[str]:
 
 
 class StockStep:
-    """One token of Hugging Face's own model and cache, as `DecodingStep` is called."""
+    """One token of Hugging Face's own model and cache, with the interface of `DecodingStep`."""
 
     def __init__(self, model: LlamaForCausalLM, capacity: int, token: Tensor):
         self.model, self.cache = model, StaticCache(config=model.config, max_cache_len=capacity)
@@ -142,7 +142,7 @@ class StockStep:
         self.output = Output(len(token), capacity, (), 0, token.device)
 
     def __call__(self) -> None:
-        # Its own mask may be made with a question to the host.
+        # Its own mask may need a synchronization with the host.
         mask = (self.places <= self.index)[:, None, None]
         logits = self.model(self.token, mask, self.index, self.cache).logits
         self.token.copy_(self.output.append(logits[:, -1].float().argmax(-1))[:, None])
@@ -151,7 +151,7 @@ class StockStep:
 
 @torch.no_grad()
 def new_step(implementation: str, model: Any, batch: int, capacity: int, device: torch.device) -> Any:
-    """A step whose cache, with room for `capacity` tokens, holds a short prompt."""
+    """Return a step whose cache has room for `capacity` tokens and holds a short prompt."""
     prompt = torch.randint(model.config.vocab_size, (batch, PROMPT), device=device)
     if implementation == HUGGING_FACE:
         step = StockStep(model, capacity, prompt[:, :1].clone())
@@ -162,7 +162,7 @@ def new_step(implementation: str, model: Any, batch: int, capacity: int, device:
     output = Output(batch, capacity, (), 0, device)
     positions, greedy = locate(batch, PROMPT, 0, device), lambda logits: logits.argmax(-1)
     fused = implementation.endswith(FUSED)
-    # On the CPU this program is tried out: there, compiling is left away.
+    # The CPU only tests this program; skip compiling there.
     compiled = (fused or implementation.endswith(COMPILED)) and device.type == "cuda"
     step = DecodingStep(model, cache, positions, greedy, output, fused=fused, compile=compiled)
     step.take(prompt[:, 0])
@@ -170,7 +170,7 @@ def new_step(implementation: str, model: Any, batch: int, capacity: int, device:
 
 
 def move_to(step: Any, position: int) -> None:
-    """Let the step's next token be the one at `position`; what the cache holds there is whatever was there."""
+    """Move the step's next token to `position`; the cache keeps its contents."""
     for layer in step.cache.layers:
         for name in ("counter", "place", "held", "cumulative_length"):
             if isinstance(held := getattr(layer, name, None), Tensor):
@@ -181,7 +181,7 @@ def move_to(step: Any, position: int) -> None:
 
 
 def replay_milliseconds(step: Any, replay: Replay, position: int, device: torch.device) -> float:
-    """The median time of a step at `position`."""
+    """Return the median time of a step at `position`."""
     times = []
     for _ in range(REPEATS[device.type]):
         move_to(step, position)
@@ -201,7 +201,7 @@ def replay_milliseconds(step: Any, replay: Replay, position: int, device: torch.
 
 @contextmanager
 def memory(device: torch.device) -> Iterator[Callable[[], tuple[float | None, float | None]]]:
-    """Gives a function that says how many GB are allocated, and the peak since."""
+    """Yield a function that returns the allocated GB, and the peak since the start."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -213,7 +213,7 @@ def memory(device: torch.device) -> Iterator[Callable[[], tuple[float | None, fl
 
 @torch.no_grad()
 def warmed(step: Any) -> Replay:
-    """The step's replays; the first calls, which compile and capture, have been made."""
+    """Return the step's replays after the first calls, which compile and capture."""
     replay = Replay(step)
     for _ in range(WARM_UP + 1):
         replay()
@@ -222,7 +222,7 @@ def warmed(step: Any) -> Replay:
 
 @torch.no_grad()
 def measure(run: Benchmark, implementation: str, model: Any, length: int) -> Row:
-    """One implementation at one length."""
+    """Measure one implementation at one length."""
     with memory(run.device) as used:
         step = new_step(implementation, model, run.batch, length, run.device)
         replay = warmed(step)
@@ -239,7 +239,7 @@ def measure(run: Benchmark, implementation: str, model: Any, length: int) -> Row
 
 @torch.no_grad()
 def really_decode(run: Benchmark, implementation: str, model: Any, length: int) -> float:
-    """Seconds of all steps of a sequence, one after the other."""
+    """Return the seconds of all steps of a sequence."""
     step = new_step(implementation, model, run.batch, length, run.device)
     replay = warmed(step)
     move_to(step, PROMPT)
@@ -252,9 +252,9 @@ def really_decode(run: Benchmark, implementation: str, model: Any, length: int) 
 
 
 def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> None:
-    """All implementations at all lengths, the stock one up to `run.longest_stock`.
+    """Measure all implementations at all lengths, the stock one up to `run.longest_stock`.
 
-    One that raises is named, and the others go on.
+    An implementation that raises is listed with its error; the others continue.
     """
     stock = new_model(run.shape, run.device, torch.bfloat16)
     run.say(f"weights of {sum(p.numel() for p in stock.parameters()) / 1e9:.2f}e9 parameters")
@@ -266,14 +266,14 @@ def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> No
         except Exception as error:
             run.say(f"{name}: {one_line(error)}")
             continue
-        torch.compiler.reset()  # or sizes that differ between implementations would be compiled as variables
+        torch.compiler.reset()  # otherwise sizes that differ between implementations would compile as dynamic shapes
         began = time.perf_counter()
         for length in sorted(lengths):
             if name == HUGGING_FACE and length > run.longest_stock:
                 continue
             try:
                 row = measure(run, name, model, length)
-            except Exception as error:  # whatever one raises, the others are measured
+            except Exception as error:  # still measure the others
                 row = Row(
                     section="decoding", implementation=name, shape=run.shape, parameter=f"batch {run.batch}",
                     passes="step", milliseconds=None, length=length, note=one_line(error),
@@ -294,7 +294,7 @@ def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> No
 
 
 def report(run: Benchmark, lengths: list[int], implementations: list[str], checked: list[list[str]]) -> None:
-    """Verdicts, tables and the picture."""
+    """Add verdicts, tables and the plot to the report."""
     measured = {row.implementation for row in run.rows if row.milliseconds}
     way = next((way for way in WAYS if {LIGER + way, SOFTMAX + way} <= measured), "")
     best, peer = LIGER + way, SOFTMAX + way
@@ -336,7 +336,7 @@ def _seconds_and_gb(row: Row | None) -> str:
 
 
 def draw(run: Benchmark, lengths: list[int], path: Path) -> Path:
-    """Seconds and gigabytes against length."""
+    """Plot seconds and gigabytes against length."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     panels = (("seconds", "seconds for the sequence"), ("allocated_gb", "GB allocated, weights included"))
     for axes, (attribute, label) in zip(figure.subplots(1, 2), panels, strict=True):
@@ -359,7 +359,7 @@ def draw(run: Benchmark, lengths: list[int], path: Path) -> Path:
 
 
 def main() -> int:
-    """Check, measure, and leave the report, the numbers and the picture. Returns the status."""
+    """Check, measure, and write the report, the numbers and the plot; return the exit status."""
     everything = [name + way for way in WAYS for name in (LIGER, SOFTMAX, HYBRID, BEST)] + [HUGGING_FACE]
     usual = [name for name in everything if name.endswith(FUSED) or name == HUGGING_FACE]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -386,7 +386,7 @@ def main() -> int:
     began = time.perf_counter()
     try:
         operations(run, run.batch)
-    except Exception as error:  # the models are measured all the same
+    except Exception as error:  # still measure the models
         run.say(f"operations: {one_line(error)}")
     run.say(f"operations: measured in {time.perf_counter() - began:.0f} s")
     decode(run, arguments.lengths, arguments.implementations)

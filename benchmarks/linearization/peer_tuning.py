@@ -1,8 +1,8 @@
-"""Let flash-linear-attention choose its kernels' configurations at the size that is timed, compiled by many processes.
+"""Tune flash-linear-attention's kernel configurations at the timed size, compiled by many processes.
 
-One process alone takes minutes to compile the hundreds of candidates. Here each of several compiles a part of every
-list and times nothing, since on the one GPU they would wait for each other; then this process tunes, and finds all of
-them in the compiler's cache.
+One process takes minutes to compile the hundreds of candidates. Here each of several processes compiles a part of every
+list without timing, since they would wait for each other on the one GPU; then this process tunes and finds all
+candidates in the compiler's cache.
 """
 
 import multiprocessing

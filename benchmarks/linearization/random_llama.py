@@ -1,11 +1,10 @@
-"""A Llama with random weights, at once on the device that it is for."""
+"""A Llama with random weights, created on its device."""
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 
 def random_llama(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
-    """Its weights are drawn on the device and in the dtype: eight billion of them take a GPU a moment, a core of the
-    host two minutes."""
+    """Draw the weights on the device in the dtype: eight billion take a GPU a moment, a CPU core two minutes."""
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A benchmark's run: implementations measured in turn, verdicts, and the report as it grows."""
+"""A benchmark run: implementations measured in turn, verdicts, and an incremental report."""
 
 import argparse
 import datetime
@@ -22,7 +22,7 @@ from common.atomic_files import write_atomic
 
 
 def parse(parser: argparse.ArgumentParser, sections: Sequence[str], lengths: Sequence[int]) -> argparse.Namespace:
-    """The command line with the options that all benchmarks of kernels take; `sections` holds those to run."""
+    """Parse the command line with the options that all kernel benchmarks share; `sections` are those to run."""
     parser.add_argument(
         "--quick", action="store_true", help="few checks, and the targets alone where no section is named"
     )
@@ -38,14 +38,14 @@ def parse(parser: argparse.ArgumentParser, sections: Sequence[str], lengths: Seq
 
 
 def without_output(arguments: Sequence[str]) -> list[str]:
-    """A command line's arguments but for the folder of the results, which changes nothing of what is measured."""
+    """Return a command line's arguments without the results folder, which does not affect the measurements."""
     ignoring = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ignoring.add_argument("--output")
     return ignoring.parse_known_args(arguments)[1]
 
 
 def spread_documents(length: int) -> list[int]:
-    """Bounds of documents of 128 to 8192 tokens, evenly spread in log, always the same, that fill a row."""
+    """Return fixed bounds of documents that fill a row, 128 to 8192 tokens each, evenly spread in log length."""
     generator = np.random.default_rng(0)
     ends = np.cumsum(np.exp(generator.uniform(math.log(128), math.log(8192), length // 128)).astype(int))
     return [0, *(int(end) for end in ends if end < length), length]
@@ -53,7 +53,7 @@ def spread_documents(length: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One implementation's time for one pass: the median of the rounds, or None and a note that says why."""
+    """One implementation's time for one pass: the median of the rounds, or None and a note with the reason."""
 
     milliseconds: float | None
     note: str
@@ -61,7 +61,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A measurement held to its target, and to a further aim where there is one."""
+    """A measurement compared with its target, and with a stretch goal (`aim`) if given."""
 
     what: str
     measured: float
@@ -76,14 +76,14 @@ class Verdict:
         return f"{'at least' if self.at_least else 'at most'} {bound:.2f}"
 
     def cells(self) -> list[str]:
-        """Pairs of a bound and whether it is met: of the target, then of the aim."""
+        """Return each bound and whether it is met: the target, then the aim."""
         bounds = [self.target] if self.aim is None else [self.target, self.aim]
         return [cell for bound in bounds for cell in (self.words(bound), "yes" if self.reaches(bound) else "no")]
 
 
 @dataclass(kw_only=True)
 class Run:
-    """What has been measured, and the report so far. Nothing longer than `longest` tokens is measured."""
+    """Measurements and the report so far. No sequence is longer than `longest` tokens."""
 
     name: ClassVar[str]  # of the module, and of the report's files
     title: ClassVar[str]
@@ -108,7 +108,7 @@ class Run:
     ) -> dict[tuple[str, str], Measured]:
         """Measure the passes of each implementation, one after the other, `rounds` times.
 
-        What raises is not tried again; its error is the note of all its passes from there on.
+        An implementation that raises is not retried; its error becomes the note of its remaining passes.
         """
         calls: dict[str, Call] = {}
         notes: dict[tuple[str, str], str] = {}
@@ -124,7 +124,7 @@ class Run:
                             calls[name] = build()
                         found, notes[name, which] = timed(calls[name].passes(which), self.device)
                         times.setdefault((name, which), []).append(found)
-                    except Exception as error:  # whatever a peer raises, the others are measured
+                    except Exception as error:  # still measure the others
                         after = [(name, later) for later in passes[place:]]
                         failed.update(after)
                         notes.update(dict.fromkeys(after, one_line(error)))
@@ -138,26 +138,26 @@ class Run:
     def judge(
         self, what: str, measured: float, target: float, aim: float | None = None, at_least: bool = False
     ) -> None:
-        """Hold a measurement to its target."""
+        """Compare a measurement with its target."""
         self.verdicts.append(Verdict(what, measured, target, aim, at_least))
 
     def add_section(self, title: str, *paragraphs: str) -> None:
-        """Add to the report, and write it: a run that is cut short leaves what it has."""
+        """Add to the report and write it, so that an interrupted run keeps its results."""
         self.sections.append("\n\n".join([f"## {title}", *(text.rstrip("\n") for text in paragraphs)]))
         self.write()
 
     def add_rows(self, rows: Sequence[Row]) -> None:
-        """Keep measurements, and write them."""
+        """Add measurements, and write them."""
         self.rows += rows
         self.write()
 
     def write(self) -> None:
-        """The report and the raw numbers, so far."""
+        """Write the report and the raw numbers so far."""
         write_atomic(self.folder / f"{self.name}.md", self.text())
         write_atomic(self.folder / f"{self.name}.csv", csv_text(self.row, self.rows))
 
     def text(self) -> str:
-        """The report."""
+        """Return the report."""
         on_gpu = self.device.type == "cuda"
         device = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, no GPU"
         command = shlex.join(["python", "-m", f"benchmarks.{self.name}", *without_output(sys.argv[1:])])
@@ -174,11 +174,11 @@ class Run:
         return "\n\n".join([head, *summary, *self.sections]) + "\n"
 
     def versions(self) -> str:
-        """Of what else the times depend on."""
+        """Return further versions that the times depend on."""
         return f"Triton {getattr(sys.modules.get('triton'), '__version__', None)}"
 
     def print_verdicts(self) -> None:
-        """The last lines of a run."""
+        """Print the verdicts, a run's last lines."""
         for verdict in self.verdicts:
             bounds = [("met " if verdict.reaches(verdict.target) else "MISS", verdict.words(verdict.target))]
             if verdict.aim is not None:

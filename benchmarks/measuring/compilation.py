@@ -1,4 +1,4 @@
-"""What compilers take of a run: how long torch.compile and Triton were at work, and kernels compiled all at once."""
+"""Compilation in a run: time in torch.compile and Triton, and parallel compilation of kernels."""
 
 import contextvars
 import os
@@ -14,9 +14,9 @@ FORWARD, BACKWARD = "_compile.compile_inner", "compile_fx.<locals>.bw_compiler"
 
 
 class CompilationTimes:
-    """From its making on: seconds of torch.compile, and those of each Triton kernel that this process compiled.
+    """Seconds since construction in torch.compile, and in each Triton kernel that this process compiled.
 
-    What Inductor has compiled by processes of its own counts as torch.compile's.
+    Compilation in Inductor's worker processes counts as torch.compile's.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class CompilationTimes:
             self.kernels.append((src.name, times.total / 1e6))
 
     def since_asked(self) -> str:
-        """In words, what has been compiled since this was asked last."""
+        """Describe what was compiled since the last call."""
         now, kernels = _torch_seconds(), self.kernels
         seconds, self._before, self.kernels = now - self._before, now, []
         words = f"torch.compile {seconds:.0f} s"
@@ -44,18 +44,18 @@ class CompilationTimes:
 
 
 def _torch_seconds() -> float:
-    """Of torch.compile, by now. Backward passes are compiled later than the rest."""
+    """Return torch.compile's seconds so far. Backward passes are compiled later than the rest."""
     names, sums = compile_times("csv", aggregate=True)
     return sum(float(took) for name, took in zip(names, sums, strict=True) if name in (FORWARD, BACKWARD))
 
 
 def compile_at_once(function: Callable[..., object], *arguments: object) -> None:
-    """Call the function for the Triton kernels that it would launch: none is, all are compiled, on all cores at once.
+    """Call the function without launching its Triton kernels, and compile them in parallel on all cores.
 
-    Nothing that it computes has a meaning. One by one, as they are first launched, kernels are compiled on one core.
+    Its results are meaningless. Without this, kernels compile one by one at their first launch, on one core.
 
     Raises:
-        ImportError: a Triton without what this takes.
+        ImportError: this Triton lacks the needed functions.
     """
     from triton.runtime._async_compile import AsyncCompileMode
     from triton.runtime.jit import KernelInterface
@@ -66,13 +66,13 @@ def compile_at_once(function: Callable[..., object], *arguments: object) -> None
         return partial(kernel.run, grid=grid, warmup=True)
 
     def call() -> None:
-        # The mode is this thread's, in which passes backward have to stay.
+        # The mode is local to this thread, so backward passes must stay in it.
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with ThreadPoolExecutor(os.cpu_count()) as pool, AsyncCompileMode(pool), one_thread:
             function(*arguments)
 
     KernelInterface.__getitem__ = compiled
     try:
-        contextvars.copy_context().run(call)  # where a kernel is refused, the mode would be left on
+        contextvars.copy_context().run(call)  # if a kernel fails, the mode would stay on
     finally:
         KernelInterface.__getitem__ = launch

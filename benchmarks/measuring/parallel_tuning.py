@@ -1,6 +1,6 @@
-"""Triton's autotuner in less time: the configurations of a kernel are compiled at once, on all cores.
+"""Faster Triton autotuning: the configurations of a kernel are compiled in parallel, on all cores.
 
-The peers' kernels try some hundred configurations, which one after the other take minutes to compile.
+The peers' kernels try some hundred configurations, which take minutes to compile one by one.
 """
 
 import contextlib
@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-MEASURE = {"warmup": 5, "rep": 20}  # milliseconds a configuration
+MEASURE = {"warmup": 5, "rep": 20}  # milliseconds per configuration
 
 
 def tune_in_parallel() -> None:
-    """Change the autotuner of this process. Where this Triton lacks what it takes, all stays as it is."""
+    """Patch this process's autotuner. Do nothing if this Triton lacks the needed functions."""
     with contextlib.suppress(ImportError):
         from triton.runtime._async_compile import AsyncCompileMode
         from triton.runtime.autotuner import Autotuner
@@ -27,13 +27,13 @@ def tune_in_parallel() -> None:
                 tuner.warmup(*arguments, **options)
 
         def measure(tuner: Autotuner, *arguments: Any, config: Any, **options: Any) -> Any:
-            # A tuning has a dictionary of arguments of its own, which warmup replaces.
+            # Each tuning has its own dictionary of arguments, which warmup replaces.
             tuning = tuner.nargs
             if getattr(tuner, "_compiled_for", None) is not tuning:
                 tuner._do_bench = partial(do_bench, **MEASURE)
                 launch = {name: value for name, value in options.items() if name != "warmup"}
-                # What fails to compile fails again, and is dealt with, where it is measured. The context keeps the
-                # mode from outliving the failure.
+                # A configuration that fails to compile fails again, and is handled, when measured. The context
+                # resets the mode after a failure.
                 with contextlib.suppress(Exception):
                     contextvars.copy_context().run(compile_all, tuner, arguments, launch)
                 tuner.nargs = tuner._compiled_for = tuning

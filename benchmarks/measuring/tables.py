@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measurement; benchmarks add what else they measure. milliseconds: None where it failed, and then `note` says
-    why. shape: whose str names it. parameter: what a section varies beside the shape."""
+    """One measurement; benchmarks add fields. milliseconds: None if it failed, with the reason in `note`. shape: shown
+    by its str. parameter: what a section varies besides the shape."""
 
     section: str
     implementation: str
@@ -25,15 +25,15 @@ class Row:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table, the first column to the left and the others to the right."""
+    """Return a Markdown table; the first column is left-aligned, the others right-aligned."""
     lines = [f"| {' | '.join(header)} |", "|" + "---|" + "---:|" * (len(header) - 1)]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]) + "\n"
 
 
 def comparison(rows: Sequence[Row], base: str | None = None) -> str:
-    """A line for each case, a column for each implementation: milliseconds, and their ratio to `base` in brackets.
+    """Return a table of milliseconds, cases by implementations, with their ratio to `base` in brackets.
 
-    Implementations that nothing could be measured of are named under the table with the reason.
+    Implementations without any measurement are listed under the table with the reason.
     """
     names = list(dict.fromkeys(row.implementation for row in rows))
     shown = [name for name in names if any(row.milliseconds for row in rows if row.implementation == name)]
@@ -63,7 +63,7 @@ def _cell(row: Row | None, reference: Row | None) -> str:
 
 
 def csv_text(kind: type[Row], rows: Iterable[Row]) -> str:
-    """Every measurement, one line each, with the fields of `kind`."""
+    """Return CSV with one line per measurement and the fields of `kind`."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     names = [field.name for field in fields(kind)]
@@ -73,7 +73,7 @@ def csv_text(kind: type[Row], rows: Iterable[Row]) -> str:
 
 
 def parsed(kind: object, text: str) -> object:
-    """What `csv_text` wrote of a field of that type: text, a whole number, or a number that may be missing."""
+    """Parse a field that `csv_text` wrote, by its type: text, an integer, or an optional number."""
     if kind in (str, object):
         return text
     if kind is int:

@@ -1,4 +1,4 @@
-"""What a call takes: time on the device and on the host, memory; how wrong it is; what a failure says, in one line."""
+"""Measurement of calls: time on the device and the host, memory, relative error, and failures in one line."""
 
 import argparse
 import math
@@ -14,12 +14,12 @@ from torch.utils.benchmark import Timer
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 INFERENCE, FORWARD, BOTH = "forward, no gradients", "forward", "forward + backward"
-LAUNCHED = "launched"  # note of a time that has the host's launching in it
+LAUNCHED = "launched"  # note of a time that includes launches by the host
 
 
 @dataclass
 class Call:
-    """A forward pass without arguments, and what its backward pass needs. heads_first: tensors are [B, H, T, D]."""
+    """A forward pass without arguments, and its backward pass's inputs. heads_first: tensors are [B, H, T, D]."""
 
     forward: Callable[[], Tensor]
     leaves: tuple[Tensor, ...]
@@ -27,25 +27,25 @@ class Call:
     heads_first: bool = field(default=False)
 
     def inference(self) -> Tensor:
-        """The output, where nothing is kept for a backward pass."""
+        """Return the output, saving nothing for a backward pass."""
         with torch.no_grad():
             return self.forward()
 
     def forward_backward(self) -> tuple[Tensor, ...]:
-        """The output and the gradients of the leaves."""
+        """Return the output and the gradients of the leaves."""
         out = self.forward()
         return out, *torch.autograd.grad(out, self.leaves, self.d_out)
 
     def passes(self, which: str) -> Callable[[], object]:
-        """What is to be timed as INFERENCE, FORWARD or BOTH."""
+        """Return the function to time as INFERENCE, FORWARD or BOTH."""
         return {INFERENCE: self.inference, FORWARD: self.forward, BOTH: self.forward_backward}[which]
 
 
 def check_output(parser: argparse.ArgumentParser, folder: Path, on_gpu: bool | None = None) -> None:
-    """End the process where numbers without a GPU would replace those of a GPU that the repository keeps.
+    """Exit if CPU numbers would overwrite the repository's GPU results.
 
     Args:
-        on_gpu: whether a GPU is measured; where there is one if None.
+        on_gpu: whether a GPU is measured; if None, whether one is available.
     """
     if not (torch.cuda.is_available() if on_gpu is None else on_gpu) and folder.resolve() == RESULTS:
         instead = "give --output FOLDER, or measure on a GPU"
@@ -53,16 +53,16 @@ def check_output(parser: argparse.ArgumentParser, folder: Path, on_gpu: bool | N
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """`||found - exact|| / ||exact||`; infinite where it is not a number."""
+    """Return `||found - exact|| / ||exact||`; infinity for NaN."""
     error = (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
     return math.inf if math.isnan(error) else error
 
 
 def timed(run: Callable[[], object], device: torch.device) -> tuple[float, str]:
-    """The median milliseconds of a call, and "" or LAUNCHED.
+    """Return the median milliseconds of a call, and "" or LAUNCHED.
 
-    On a GPU, of replays of its CUDA graph, without the host's work of launching it. What cannot be captured is
-    launched.
+    On a GPU it times replays of the call's CUDA graph, without the host's launch work. A call that cannot be captured
+    is launched.
     """
     if device.type == "cuda":
         from triton.testing import do_bench, do_bench_cudagraph
@@ -79,12 +79,12 @@ def timed(run: Callable[[], object], device: torch.device) -> tuple[float, str]:
 
 
 def milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """The time alone of `timed`."""
+    """Return only the time of `timed`."""
     return timed(run, device)[0]
 
 
 def host_microseconds(run: Callable[[], object], calls: int = 50) -> float:
-    """The median wall-clock time that a call keeps the host busy, where the device has next to nothing to do."""
+    """Return the median wall-clock time of a call on the host, with negligible work on the device."""
     times = []
     for _ in range(calls + 10):
         torch.cuda.synchronize()
@@ -95,7 +95,7 @@ def host_microseconds(run: Callable[[], object], calls: int = 50) -> float:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most device memory allocated during a call, results included, beside what was allocated before."""
+    """Return the peak device memory of a call, results included, above the memory allocated before."""
     run()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
@@ -106,18 +106,18 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def copy_rate(device: torch.device) -> float:
-    """GB/s of a large copy within the device, read and written."""
-    # A generator of its own: a capture that failed leaves the device's one in it.
+    """Return GB/s of a large copy within the device, read plus written."""
+    # A separate generator: a failed capture breaks the device's default one.
     generator = torch.Generator(device).manual_seed(0)
     source = torch.randn(2**30 if device.type == "cuda" else 2**24, device=device, generator=generator)
     target = torch.empty_like(source)
-    # A kernel that copies can be faster than the driver's copy: the better of the two.
+    # A kernel that copies can be faster than the driver's copy: take the better of the two.
     ways = (lambda: target.copy_(source), lambda: torch.mul(source, 1.0, out=target))
     return 2 * source.nbytes / min(milliseconds(way, device) for way in ways) / 1e6
 
 
 def one_line(error: Exception) -> str:
-    """Why an implementation could not be measured."""
+    """Return in one line why an implementation could not be measured."""
     if isinstance(error, ImportError):
         return "not installed"
     return f"failed: {(str(error).strip() or type(error).__name__).splitlines()[0][:150].replace('|', '/')}"

@@ -5,8 +5,8 @@ and without recomputation: bfloat16 autocast, compiled blocks, fused AdamW, rand
 document. Gradients are averaged after the backward pass. First the loss and some gradients of a short document are
 compared with those of one GPU.
 
-Every case has processes of its own. What has been measured before is kept in `context_parallel.csv` beside the page,
-so that lengths can be measured one by one; --seconds is the time after which all stops.
+Every case runs in separate processes. Earlier measurements are kept in `context_parallel.csv` next to the page, so that
+lengths can be measured one by one; --seconds limits the total time.
 """
 
 import argparse
@@ -39,8 +39,8 @@ from lit_modules.parallel.gradients import clip_gradients
 from lit_modules.parallel.spreading import spread
 from lit_modules.pretraining import Pretraining
 
-CHECKED = 4096  # tokens of the document by which one GPU and several are compared
-# What rounding can explain. In float32 tokens that do not see the last ones of the rank before would show.
+CHECKED = 4096  # tokens of the document that compares one GPU with several
+# Bounds for rounding. The float32 bound detects tokens that miss the last tokens of the previous rank.
 TOLERANCES = {torch.float32: 0.01, torch.bfloat16: 0.1}
 COMPARED = (
     "model.embed_tokens.weight",
@@ -54,7 +54,7 @@ COMPARED = (
 
 @dataclass(frozen=True)
 class Case:
-    """One document of `length` tokens on so many GPUs. recomputation: what the backward pass makes again."""
+    """One document of `length` tokens on `gpus` GPUs. recomputation: what the backward pass recomputes."""
 
     size: str
     length: int
@@ -64,8 +64,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """A line of the table and of the CSV file. float32_error, bfloat16_error: how far several GPUs lie from one on a
-    short document; note: why there is no figure."""
+    """A line of the table and of the CSV file. float32_error, bfloat16_error: error of several GPUs against one on a
+    short document; note: why the measurement is missing."""
 
     size: str
     length: int
@@ -84,7 +84,7 @@ class Measured:
 
 
 def build(size: str, length: int, device: torch.device) -> Pretraining:
-    """The module as `job=pretrain` makes it, on this device alone; the same in every process."""
+    """Build the module of `job=pretrain` on this device; the same in every process."""
     torch.manual_seed(0)
     module = pretraining(f"fox_pro_{size}", device, length, length)
     set_gates(module, None)
@@ -92,7 +92,7 @@ def build(size: str, length: int, device: torch.device) -> Pretraining:
 
 
 def draw_document(module: Pretraining, length: int, device: torch.device) -> dict[str, Tensor]:
-    """The same random tokens in every process."""
+    """Draw the same random tokens in every process."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(module.model.config.vocab_size, (1, length + 1), generator=draw).to(device)
     bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
@@ -100,7 +100,7 @@ def draw_document(module: Pretraining, length: int, device: torch.device) -> dic
 
 
 def take(module: Pretraining, batch: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The forward and the backward pass, gradients averaged over the ranks that share the document; the loss."""
+    """Run forward and backward, average gradients over the ranks that share the document, and return the loss."""
     with torch.autocast(batch["targets"].device.type, dtype, enabled=dtype != torch.float32):
         loss = module.training_step(batch, 0)
     loss.backward()
@@ -114,16 +114,16 @@ def take(module: Pretraining, batch: dict[str, Tensor], dtype: torch.dtype = tor
 
 
 def spread_out(module: Pretraining, case: Case, *, compile: bool, recomputation: str) -> None:
-    """Let the processes of this case share the module's documents."""
+    """Set up context parallelism over the processes of this case, then compile and recompute as given."""
     strategy = SimpleNamespace(context_group=dist.group.WORLD if case.gpus > 1 else None)
     module.context = spread(module.model, strategy, compile=compile, activation_checkpointing=recomputation)
 
 
 def compare(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """How far the loss, or the worst of some gradients, lies from that of one GPU: the part of its size.
+    """Return the largest relative error of the loss and some gradients against one GPU.
 
     Raises:
-        RuntimeError: they lie further than rounding can explain.
+        RuntimeError: an error exceeds its bound for rounding.
     """
     alone, shared = (build(case.size, CHECKED, device) for _ in range(2))
     spread_out(shared, case, compile=False, recomputation="none")
@@ -138,7 +138,7 @@ def compare(case: Case, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def measure(rank: int, case: Case, steps: int, folder: str) -> None:
-    """One process of a case. The first writes what it finds to FOLDER/found.jsonl, line by line."""
+    """Run one process of a case. Rank 0 writes its results to FOLDER/found.jsonl, line by line."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -177,21 +177,21 @@ def measure(rank: int, case: Case, steps: int, folder: str) -> None:
 
 
 def read_clock(device: torch.device) -> float:
-    """Seconds, when all that was launched is done."""
+    """Synchronize and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def write_line(file: Path, rank: int, **found: float | None) -> None:
-    """Add a line of JSON, from the first process alone."""
+    """Append a line of JSON on rank 0."""
     if rank == 0:
         with open(file, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(found) + "\n")
 
 
 def attempt(case: Case, steps: int, until: float) -> Measured:
-    """Measure a case in processes of its own; those that still run at `until` are ended, and what they found counts."""
+    """Measure a case in separate processes; end them at `until`, and keep their results so far."""
     note = ""
     with tempfile.TemporaryDirectory() as folder:
         processes = torch.multiprocessing.start_processes(
@@ -215,7 +215,7 @@ def attempt(case: Case, steps: int, until: float) -> Measured:
 
 
 def summary(case: Case, found: list[dict[str, float]], note: str) -> Measured:
-    """What the lines of a case say together."""
+    """Combine the lines of a case."""
     known = {key: value for line in found for key, value in line.items()}
     errors = {key: known.get(key) for key in ("float32_error", "bfloat16_error")}
     steps = [line["seconds"] for line in found if "seconds" in line]
@@ -232,7 +232,7 @@ def summary(case: Case, found: list[dict[str, float]], note: str) -> Measured:
 
 
 def read_csv(file: Path) -> list[Measured]:
-    """What has been measured before."""
+    """Read earlier measurements."""
     if not file.is_file():
         return []
     kinds = {field.name: field.type for field in fields(Measured)}
@@ -243,7 +243,7 @@ def read_csv(file: Path) -> list[Measured]:
 
 
 def write_csv(file: Path, rows: list[Measured]) -> None:
-    """The rows, whole or not at all."""
+    """Write the rows atomically."""
     names = [field.name for field in fields(Measured)]
     lines = [names, *(["" if getattr(row, name) is None else getattr(row, name) for name in names] for row in rows)]
     text = io.StringIO(newline="")
@@ -252,7 +252,7 @@ def write_csv(file: Path, rows: list[Measured]) -> None:
 
 
 def report(rows: list[Measured]) -> str:
-    """The Markdown page."""
+    """Return the Markdown page."""
     one = {(row.size, row.length): row.tokens_per_second for row in rows if row.gpus == 1 and row.tokens_per_second}
     lines = []
     for row in rows:
@@ -293,7 +293,7 @@ def report(rows: list[Measured]) -> str:
 
 
 def main() -> int:
-    """Measure, and leave a page and a CSV file. Returns the status."""
+    """Measure, and write a page and a CSV file; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", default="360m", help="of the FoX (Pro) models in conf/model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[131072], help="tokens of the document")
@@ -318,7 +318,7 @@ def main() -> int:
 
 
 def keep(folder: Path, row: Measured) -> None:
-    """Add a row to the CSV file and the page, in the place of an older one of the same case, if it has a figure."""
+    """Add a row to the CSV file and the page, replacing an older row of the same case if it has a measurement."""
     file = folder / "context_parallel.csv"
     rows = {(x.size, x.length, x.gpus, x.recomputation): x for x in read_csv(file)}
     case = (row.size, row.length, row.gpus, row.recomputation)

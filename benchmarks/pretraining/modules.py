@@ -1,4 +1,4 @@
-"""The module that `job=pretrain` would train, for benchmarks that train it a few steps."""
+"""The module of `job=pretrain`, for benchmarks that train it for a few steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 def compose(*overrides: str) -> DictConfig:
-    """The configuration of the command with these overrides."""
+    """Compose the command's configuration with these overrides."""
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra.compose("config", list(overrides))
 
@@ -22,11 +22,11 @@ def compose(*overrides: str) -> DictConfig:
 def pretraining(
     model: str, device: torch.device, tokens: int, length: int, overrides: Sequence[str] = (), **settings: Any
 ) -> Pretraining:
-    """A model of `conf/model` on `device`, not yet spread or compiled, with AdamW (fused on a GPU) at a learning rate
-    that leaves the weights where they are.
+    """Build a model of `conf/model` on `device`, not yet sharded or compiled, with AdamW (fused on a GPU) at a learning
+    rate that leaves the weights unchanged.
 
     Args:
-        tokens: of an optimizer step.
+        tokens: per optimizer step.
         length: tokens of a sequence.
         settings: further arguments of Pretraining.
     """

@@ -1,10 +1,11 @@
-"""What `job=plan` says against what a GPU shows: `python -m benchmarks.pretraining.plan_against_measured`.
+"""Estimates of `job=plan` against measurements: `python -m benchmarks.pretraining.plan_against_measured`.
 
-A few training steps of each case, as `job=pretrain` makes them: its module and loss, fused AdamW, bfloat16 autocast,
+A few training steps of each case, like those of `job=pretrain`: its module and loss, fused AdamW, bfloat16 autocast,
 random tokens, one sequence a document, gradients dropped where Lightning drops them. Measured are the peak of allocated
 memory, its levels and peaks by phase, tokens a second, and the kernels' time by kind (one more step, profiled).
 
-The measured values go to a CSV file after each case; `--again` reads them from there and plans anew, without a GPU.
+The measured values go to a CSV file after each case; `--again` reads them from there and repeats the plan, without a
+GPU.
 """
 
 import argparse
@@ -37,20 +38,20 @@ from lit_modules.pretraining import Pretraining
 WARM, TIMED = 3, 4  # steps
 GIB = 2**30
 PHASES = ("forward", "backward", "clip", "optimizer")
-# Kernels by words of their names; the first match counts.
+# Kinds of kernels by patterns of their names; the first match counts.
 KINDS = {
     "matrix_products": r"nvjet|gemm|cutlass|xmma|cublas|splitK",
     "fused": r"^triton_(poi|red|per|tem|for)",
     "optimizer": r"multi_tensor|FusedAdam|fused_adam|foreach",
     "copies": r"Memcpy|Memset|copy",
     "elementwise": r"at::native|elementwise|reduce_kernel|indexing|scatter|gather|softmax|embedding",
-    "mixing": r"",  # our own kernels bear no prefix
+    "mixing": r"",  # our own kernels have no prefix
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a model of `conf/model`, sequences of `length` tokens in a micro-batch, micro-batches a step."""
+    """A model of `conf/model`, a micro-batch of sequences of `length` tokens, and micro-batches per step."""
 
     model: str
     length: int
@@ -80,7 +81,7 @@ TINY = (
 
 @dataclass(frozen=True)
 class Measured:
-    """One case on one GPU; a note says why nothing was measured. Memory in bytes, times in seconds of a step.
+    """One case on one GPU; a note says why a measurement is missing. Memory in bytes, times in seconds per step.
 
     held: allocated between two steps. levels, peaks: allocated after each phase and at most within it, of the
     micro-batch that had most. phases: seconds of each, all micro-batches together. kernels: their seconds,
@@ -100,7 +101,7 @@ class Measured:
     kernels: dict[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """One line of the CSV file."""
+        """Return one line of the CSV file."""
         by_phase = {
             f"{name}_{phase}": getattr(self, name).get(phase, "")
             for name in ("levels", "peaks", "phases")
@@ -112,7 +113,7 @@ class Measured:
 
     @classmethod
     def of_row(cls, row: dict[str, str]) -> "Measured":
-        """What `row` wrote."""
+        """Parse a line that `row` wrote."""
         kinds = {f.name: f.type for f in fields(Case)}
         case = Case(**{k: row[k] == "True" if kinds[k] is bool else kinds[k](row[k]) for k in kinds})
         groups = {
@@ -132,7 +133,7 @@ class Measured:
 
 
 class Training:
-    """The steps of one case."""
+    """Training steps of one case."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -147,7 +148,7 @@ class Training:
         return self.case.sequences * self.case.length
 
     def step(self, after: Any = lambda phase: None) -> Tensor:
-        """An optimizer step, as Lightning takes it; `after` is called at the end of each phase."""
+        """Take an optimizer step like Lightning; call `after` at the end of each phase."""
         for number in range(self.case.accumulation):
             with torch.autocast(self.device.type, torch.bfloat16):
                 loss = self.module.training_step(self.batch, 0)
@@ -164,7 +165,7 @@ class Training:
         return loss.detach()
 
     def timed(self) -> tuple[float, dict[str, float]]:
-        """Seconds of a step, the median, and of its phases."""
+        """Return the median seconds of a step, and of its phases."""
         whole, phases = [], {phase: [] for phase in PHASES}
         for _ in range(TIMED):
             clocks = [("", read_clock(self.device))]
@@ -176,7 +177,7 @@ class Training:
         return statistics.median(whole), {phase: statistics.median(found) for phase, found in phases.items()}
 
     def memory(self) -> tuple[int, dict[str, int], dict[str, int]]:
-        """Bytes held between steps, and after and at most within each phase of one more step."""
+        """Return the bytes held between steps, and after each phase of one more step, and each phase's peak."""
         if self.device.type != "cuda":
             return 0, {}, {}
         held, levels, peaks = torch.cuda.memory_allocated(), {}, {}
@@ -191,7 +192,7 @@ class Training:
         return held, levels, peaks
 
     def kernels(self) -> dict[str, float]:
-        """Seconds of the kernels of one more step, by kind; prints the longest."""
+        """Return the kernel seconds of one more step by kind; print the longest kernels."""
         if self.device.type != "cuda":
             return {}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -207,7 +208,7 @@ class Training:
 
 
 def build(case: Case, device: torch.device) -> Pretraining:
-    """The module as `job=pretrain` makes it."""
+    """Build the module of `job=pretrain`."""
     tokens = case.sequences * case.length * case.accumulation
     settings = {"compile": case.compile, "activation_checkpointing": case.recomputation}
     module = pretraining(case.model, device, tokens, case.length, **settings)
@@ -217,7 +218,7 @@ def build(case: Case, device: torch.device) -> Pretraining:
 
 
 def measure(case: Case, device: torch.device) -> Measured:
-    """Build the case, train it for a few steps."""
+    """Build the case and train it for a few steps."""
     torch.compiler.reset()
     torch.manual_seed(0)
     on_gpu = device.type == "cuda"
@@ -227,7 +228,7 @@ def measure(case: Case, device: torch.device) -> Measured:
     training = Training(case, device)
     for _ in range(WARM - 1):
         training.step()
-    if on_gpu:  # what compiling and tuning took is not the run's
+    if on_gpu:  # exclude the memory of compiling and tuning
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     loss = training.step()
@@ -241,13 +242,13 @@ def measure(case: Case, device: torch.device) -> Measured:
 
 
 def attempt(case: Case, device: torch.device) -> Measured:
-    """`measure`, or the reason why not; afterwards the memory is free again."""
+    """Return `measure` or the reason of its failure; then free the memory."""
     where = (torch.cuda.get_device_name() if device.type == "cuda" else "", torch.__version__)
     try:
         return measure(case, device)
     except torch.OutOfMemoryError:
         note = "out of memory"
-    except Exception as error:  # the others are still worth their time
+    except Exception as error:  # still measure the others
         note = one_line(error)
     finally:
         gc.collect()
@@ -257,7 +258,7 @@ def attempt(case: Case, device: torch.device) -> Measured:
 
 
 def planned(case: Case, gpu: str, version: str) -> tuple[float, float]:
-    """(peak bytes, tokens a second) that the plan gives, for a GPU and a version of torch."""
+    """Return the plan's (peak bytes, tokens per second) for a GPU and a version of torch."""
     if version.startswith("2.11."):
         eager.NORMS_IN_FLOAT32 = False
     cfg = compose(f"model={case.model}")
@@ -275,7 +276,7 @@ def planned(case: Case, gpu: str, version: str) -> tuple[float, float]:
 
 
 def side_by_side(measured: Measured, default_gpu: str) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     case = measured.case
     cells = [case.model, f"{case.sequences} x {case.length}", str(case.accumulation)]
     cells += ["compiled" if case.compile else "eager", case.recomputation]
@@ -293,7 +294,7 @@ def side_by_side(measured: Measured, default_gpu: str) -> list[str]:
 
 
 def page(results: list[Measured], default_gpu: str) -> str:
-    """The Markdown page."""
+    """Return the Markdown page."""
     header = ["model", "micro-batch", "micro-batches", "blocks", "recomputed", "plan GiB", "measured GiB", "error"]
     header += ["plan tokens/s", "measured tokens/s", "error"]
     where = sorted({f"{m.gpu or 'no GPU'}, torch {m.torch}" for m in results})
@@ -307,7 +308,7 @@ def page(results: list[Measured], default_gpu: str) -> str:
 
 
 def csv_of(results: list[Measured]) -> str:
-    """The CSV file of all that was measured."""
+    """Return the CSV text of all measurements."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(results[0].row()), lineterminator="\n")
     writer.writeheader()
@@ -316,7 +317,7 @@ def csv_of(results: list[Measured]) -> str:
 
 
 def main() -> int:
-    """Measure and plan, or only plan again. Returns the status."""
+    """Measure and plan, or only plan again; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--again", action="store_true", help="plan anew beside the values of the CSV file")
     parser.add_argument("--cases", nargs="+", type=int, help="numbers of the cases, from 0; default all")

@@ -1,11 +1,11 @@
-"""Tokens a second on several GPUs: `python -m benchmarks.pretraining.scaling`.
+"""Tokens per second on several GPUs: `python -m benchmarks.pretraining.scaling`.
 
 Weak scaling of pretraining as `job=pretrain` does it: the project's module, strategies, clipping and checkpoints under
-Lightning's Trainer, random tokens, the same micro-batch on each GPU. Every micro-batch ends in an optimizer step, and
-so pays for the exchange of gradients, which a real run's accumulation would hide. Then how long training waits for
-checkpoints that are written while it goes on, and how long one takes to load.
+Lightning's Trainer, random tokens, the same micro-batch on each GPU. Every micro-batch ends in an optimizer step and
+pays for the gradient exchange, which a real run amortizes by accumulation. Then how long training waits for
+asynchronous checkpoints, and how long one takes to load.
 
-What was measured before is kept in a file of lines beside the page; the newest of a case counts.
+Earlier measurements are kept in a file of lines next to the page; the newest of a case counts.
 """
 
 import argparse
@@ -41,12 +41,12 @@ from lit_modules.pretraining import Pretraining
 
 WARM, TIMED = 4, 8  # steps
 EVERY_TOKENS = 67_108_864  # between checkpoints, as conf/config.yaml has it
-CHECKPOINT_STEPS = (15, 45)  # a checkpoint after so many steps, and the steps of the run with checkpoints
+CHECKPOINT_STEPS = (15, 45)  # interval in steps, and length in steps of the run with checkpoints
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is spread. gathered: FSDP keeps a block's weights from its forward to its backward pass."""
+    """How a model is distributed. gathered: FSDP keeps a block's weights from its forward to its backward pass."""
 
     strategy: str
     compiled: bool = True
@@ -74,9 +74,9 @@ CASES = {
 
 @dataclass
 class Result:
-    """What was measured of a case. first_wait, waited: seconds that training stood still for the first checkpoint,
-    which also takes pinned memory, and for later ones; written: that one was written in beside the training; slowed: by
-    what part steps took longer meanwhile; loaded: seconds that it took to read one back."""
+    """Measurements of a case. first_wait, waited: seconds that training paused for the first checkpoint, which also
+    allocates pinned memory, and for later ones; written: seconds of writing one during training; slowed: fraction by
+    which steps took longer meanwhile; loaded: seconds to read one back."""
 
     gpus: int
     name: str
@@ -96,7 +96,7 @@ class Result:
 
 
 class RandomTokens(lightning.LightningDataModule):
-    """One batch of random tokens for each rank, again and again."""
+    """Repeats one batch of random tokens for each rank."""
 
     sequence_length = validation_length = 0
     hf_tokenizer = None
@@ -125,7 +125,7 @@ class _Repeated(Dataset):
 
 
 class Clock(Callback):
-    """The instants at which steps begin."""
+    """Records the start time of each step."""
 
     def __init__(self) -> None:
         self.instants: list[Any] = []
@@ -139,7 +139,7 @@ class Clock(Callback):
             self.instants.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of each step after the first ones."""
+        """Return the seconds of each step after the warm-up steps."""
         kept = self.instants[WARM:]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -148,7 +148,7 @@ class Clock(Callback):
 
 
 class Reading(Callback):
-    """How long it takes from the model's being set up to its being as the checkpoint says."""
+    """Measures the time from the model's setup until the checkpoint is loaded."""
 
     def on_fit_start(self, *_: Any) -> None:
         self.began = time.perf_counter()
@@ -158,8 +158,8 @@ class Reading(Callback):
 
 
 class Accounts(Checkpoints):
-    """Checkpoints, and the seconds that training stood still for each, and that each was written in. They follow one
-    another faster than they are written, so that every step has one written beside it: that wait is not counted."""
+    """Checkpoints that measure how long each pauses training, and how long each takes to write. They follow each other
+    faster than they are written, so that a write overlaps every step; waiting for the previous write is not counted."""
 
     def __init__(self, every_tokens: int) -> None:
         super().__init__(every_tokens, keep_last=1)
@@ -168,7 +168,7 @@ class Accounts(Checkpoints):
 
     def save(self, trainer: lightning.Trainer, loss: float | None = None) -> None:
         self.wait(trainer)
-        trainer.strategy.barrier()  # which one rank reaches while another still copies
+        trainer.strategy.barrier()  # ranks finish their copies at different times
         began = time.perf_counter()
         super().save(trainer, loss)
         trainer.strategy.barrier()
@@ -182,7 +182,7 @@ class Accounts(Checkpoints):
 
 
 def strategy_of(case: Case) -> Strategy:
-    """The strategy of a case; HSDP with one shard, as between nodes."""
+    """Return the strategy of a case; HSDP has one shard, as between nodes."""
     if case.strategy == "one device":
         return OneDevice(device="cuda:0" if torch.cuda.is_available() else "cpu")
     if case.strategy == "DDP":
@@ -192,14 +192,14 @@ def strategy_of(case: Case) -> Strategy:
 
 
 def build(size: str, length: int, tokens_a_step: int, compiled: bool) -> Pretraining:
-    """The module as `job=pretrain` makes it."""
+    """Build the module of `job=pretrain`."""
     torch.manual_seed(0)
     compiled = compiled and torch.cuda.is_available()
     return pretraining(f"fox_pro_{size}", torch.device("cpu"), tokens_a_step, length, compile=compiled)
 
 
 def fit(case: Case, arguments: argparse.Namespace, steps: int, callbacks: list[Callback], folder: str, **fit: Any):
-    """Train for some steps; the module."""
+    """Train for some steps and return the module."""
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
     sequences, length = arguments.micro_batch, arguments.length
     module = build(arguments.size, length, sequences * length * gpus, case.compiled)
@@ -261,7 +261,7 @@ def measure_checkpoints(case: Case, arguments: argparse.Namespace, result: Resul
 
 
 def shared_folder() -> str:
-    """A new folder that all ranks of this host name alike."""
+    """Create a folder and share its path with all ranks of this host."""
     folder = [tempfile.mkdtemp()]
     if dist.is_initialized():
         dist.broadcast_object_list(folder)
@@ -269,7 +269,7 @@ def shared_folder() -> str:
 
 
 def clear() -> None:
-    """Forget what was compiled and allocated, by a trainer too, which holds itself in a cycle."""
+    """Free compiled code and memory, also of a trainer, which is part of a reference cycle."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -278,7 +278,7 @@ def clear() -> None:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Every case of this number of GPUs, on each rank; rank 0 writes a line as soon as one is measured."""
+    """Measure every case of this number of GPUs, on each rank; rank 0 writes a line after each."""
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
     for case in CASES[min(gpus, 2)]:
         if arguments.cases and case.name not in arguments.cases:
@@ -287,7 +287,7 @@ def work(arguments: argparse.Namespace) -> None:
             result = measure(case, arguments)
             if case.checkpoints and not arguments.no_checkpoints:
                 measure_checkpoints(case, arguments, result)
-        except Exception as error:  # the others are still worth their time
+        except Exception as error:  # still measure the others
             if gpus > 1:
                 raise
             result = Result(gpus, case.name, note=one_line(error))
@@ -300,7 +300,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def report(arguments: argparse.Namespace, results: list[Result]) -> str:
-    """The Markdown page."""
+    """Return the Markdown page."""
     base = {r.name: r.tokens_per_second for r in results if r.gpus == 1}
     alone, eager = base.get("one device"), base.get("one device, not compiled")
     rows = []
@@ -360,12 +360,12 @@ def report(arguments: argparse.Namespace, results: list[Result]) -> str:
 
 
 def share(result: Result) -> str:
-    """The part of the training time that waiting for checkpoints takes at the default interval."""
+    """Return the fraction of training time spent waiting for checkpoints at the default interval."""
     return f"{result.waited * result.tokens_per_second / EVERY_TOKENS:.3%}"
 
 
 def main() -> int:
-    """Measure every number of GPUs in processes of their own, and leave a page. Returns the status."""
+    """Measure every number of GPUs in separate processes, and write a page; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", default="760m", help="of the FoX (Pro) models in conf/model")
     parser.add_argument("--length", type=int, default=16384, help="tokens in a sequence")

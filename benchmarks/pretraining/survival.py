@@ -1,9 +1,9 @@
-"""Runs that are disturbed, against one that is left alone: `python -m benchmarks.pretraining.survival`.
+"""Disturbed runs against an undisturbed one: `python -m benchmarks.pretraining.survival`.
 
-The tiny model on two nodes of a SLURM cluster that this machine plays itself (slurmctld, two slurmd; gloo): requeued,
-warned of its time limit, hung, and robbed of a node, as tests/slurm/test_survival.py does it. How far the losses of
-each lie from those of the run that is left alone, and the seconds from the disturbance to the next attempt's start and
-to its first optimizer step.
+The tiny model on two nodes of a SLURM cluster simulated on this machine (slurmctld, two slurmd; gloo): requeued, warned
+of its time limit, hung, and deprived of a node, as in tests/slurm/test_survival.py. Reported: the difference of each
+run's losses from the undisturbed run's, and the seconds from the disturbance to the next attempt's start and to its
+first optimizer step.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from tests.slurm.test_survival import Job, kill_node
 
 
 def train_losses(job: Job) -> dict[int, float]:
-    """The training loss of each optimizer step."""
+    """Return the training loss of each optimizer step."""
     with open(job.run / "metrics.csv", newline="") as handle:
         return {int(row["step"]): float(row["train/loss"]) for row in csv.DictReader(handle) if row["train/loss"]}
 
 
 def paused(slurm: Cluster, command: Command, folder: Path, *overrides: str, rank: int | None = None) -> Job:
-    """A run that waits at step 6, once it does."""
+    """Start a run and return it when it is paused at step 6."""
     folder.mkdir()
     pauses = ["_target_=tests.slurm.pausing.Pauses", f"folder={folder}", "step=6"]
     pauses += [] if rank is None else [f"rank={rank}"]
@@ -45,7 +45,7 @@ def paused(slurm: Cluster, command: Command, folder: Path, *overrides: str, rank
 
 
 def disturbances(slurm: Cluster) -> dict[str, tuple[Callable[[Job, Path], None], int | None, tuple[str, ...]]]:
-    """By name: what is done to a run that waits, the rank that waits (None: both), and its settings."""
+    """Return by name: the action on a paused run, the paused rank (None: both), and the run's settings."""
 
     def requeue(job: Job, folder: Path) -> None:
         slurm.ask("scontrol", "requeue", job.number)
@@ -70,12 +70,12 @@ def disturbances(slurm: Cluster) -> dict[str, tuple[Callable[[Job, Path], None],
 
 
 def resumed(job: Job) -> bool:
-    """Whether the second attempt has read its checkpoint's name."""
+    """Return whether the second attempt has logged the checkpoint it resumed from."""
     return ", resumed from " in job.log()
 
 
 def measure(slurm: Cluster, command: Command, place: Path) -> tuple[list[list[object]], dict[str, dict[int, float]]]:
-    """A line of the table for each disturbance, and all curves by name."""
+    """Return a line of the table for each disturbance, and all curves by name."""
     (place / "alone").mkdir()
     alone = Job(slurm, command, place / "alone" / "job")
     alone.ends()
@@ -99,7 +99,7 @@ def measure(slurm: Cluster, command: Command, place: Path) -> tuple[list[list[ob
 
 
 def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
-    """The curves on top of one another: each narrower than the one before."""
+    """Plot the curves over each other, each narrower than the previous one."""
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
     for number, (name, losses) in enumerate(curves.items()):
@@ -111,7 +111,7 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
 
 
 def main() -> int:
-    """Measure, and leave a page and a picture. Returns the status."""
+    """Measure, and write a page and a plot; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Tokens a second in training: `python -m benchmarks.pretraining.training_speed`.
+"""Tokens per second in training: `python -m benchmarks.pretraining.training_speed`.
 
 FoX and HGRN2 against the Transformer (LLaMA) whose attention is PyTorch's scaled_dot_product_attention, all else equal:
 the project's module, loss and optimizer, bfloat16 autocast, compiled blocks, random tokens, one sequence a document. An
@@ -43,7 +43,7 @@ WARM, TIMED = 3, 6  # steps
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of `conf/model`, less its size, and, where it has attention, how it attends."""
+    """A model of `conf/model` without its size, and how it attends, if it has attention."""
 
     name: str
     model: str
@@ -65,7 +65,7 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured of a variant. pruned: the fraction of the tiles under the threshold, where it prunes."""
+    """Measurements of a variant. pruned: the fraction of tiles under the threshold, if it prunes."""
 
     tokens_per_second: float
     mfu: float | None
@@ -75,13 +75,13 @@ class Speed:
 
 
 def sdpa_in_place_of_ours(q: Tensor, k: Tensor, v: Tensor, log_forget: None, *, length: int, **_: Any) -> Tensor:
-    """Causal attention of packed documents of one `length`, by whichever backend is allowed."""
+    """Compute causal attention of packed documents of equal `length` with the enabled SDPA backend."""
     rows = (x.view(-1, length, *x.shape[2:]).transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(*rows, is_causal=True).transpose(1, 2).reshape(q.shape)
 
 
 def build(variant: Variant, size: str, length: int, device: torch.device) -> Pretraining:
-    """The module as `job=pretrain` makes it, compiled where there is a GPU."""
+    """Build the module of `job=pretrain`, compiled if there is a GPU."""
     overrides = [f"model.prune={PRUNE}"] * variant.pruned
     compiled = device.type == "cuda"
     module = pretraining(f"{variant.model}_{size}", device, length, length, overrides, compile=compiled)
@@ -91,11 +91,11 @@ def build(variant: Variant, size: str, length: int, device: torch.device) -> Pre
 
 @torch.no_grad()
 def set_gates(module: Pretraining, trained: TrainedGates | None) -> None:
-    """Give each attention head the logits of a trained one: their mean by the bias, their deviation by the weights."""
+    """Match each attention head's gate logits to a trained head: the mean by the bias, the deviation by the weights."""
     config = module.model.config
     layers = [getattr(layer.self_attn, "forget_gate", None) for layer in module.model.model.layers]
     if trained is not None:
-        # log_forget is kept in float16: what rounds to 0 is taken for the smallest it can hold.
+        # log_forget is stored in float16: replace values rounded to 0 by the smallest magnitude it can hold.
         logits = -torch.log(torch.expm1(-trained.log_forget.double().clamp(max=-6e-8)))
         means, deviations = logits.mean(1), logits.std(1)
     for number, gate in enumerate(layers):
@@ -113,7 +113,7 @@ def set_gates(module: Pretraining, trained: TrainedGates | None) -> None:
 
 @torch.no_grad()
 def pruned_share(module: Pretraining, tokens: Tensor) -> float:
-    """The mean over the layers of the fraction of 128 x 128 tiles that is under the pruning threshold."""
+    """Return the mean over the layers of the fraction of 128 x 128 tiles under the pruning threshold."""
     fractions = []
     for number, (q, k, _, log_forget) in projections(module.model, tokens):
         bound = module.model.model.layers[number].self_attn._logit_bound()
@@ -122,7 +122,7 @@ def pruned_share(module: Pretraining, tokens: Tensor) -> float:
 
 
 def train(module: Pretraining, micro_batch: int, length: int, device: torch.device) -> float:
-    """Seconds of a step, the median."""
+    """Return the median seconds of a step."""
     optimizer = module.configure_optimizers()["optimizer"]
     total = micro_batch * length
     tokens = torch.randint(module.model.config.vocab_size, (1, total + 1), device=device)
@@ -144,7 +144,7 @@ def train(module: Pretraining, micro_batch: int, length: int, device: torch.devi
 
 
 def read_clock(device: torch.device) -> Any:
-    """An instant on the device's own clock; nothing waits for it."""
+    """Return a timestamp of the device's clock, without synchronizing."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -153,7 +153,7 @@ def read_clock(device: torch.device) -> Any:
 
 
 def elapsed(start: Any, end: Any) -> float:
-    """Seconds between two instants."""
+    """Return the seconds between two timestamps."""
     if isinstance(start, float):
         return end - start
     end.synchronize()
@@ -161,7 +161,7 @@ def elapsed(start: Any, end: Any) -> float:
 
 
 def measure(variant: Variant, size: str, length: int, micro_batch: int, trained: TrainedGates | None) -> Speed:
-    """Build the variant and train it for a few steps; half the micro-batch where memory does not hold it."""
+    """Build the variant and train it for a few steps; halve the micro-batch while memory is exceeded."""
     while True:
         torch.compiler.reset()
         gc.collect()
@@ -177,7 +177,7 @@ def measure(variant: Variant, size: str, length: int, micro_batch: int, trained:
 
 
 def attempt(variant: Variant, size: str, length: int, micro_batch: int, trained: TrainedGates | None) -> Speed:
-    """One micro-batch's size of `measure`."""
+    """Run `measure` at one micro-batch size."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     module = build(variant, size, length, device)
@@ -196,7 +196,7 @@ def attempt(variant: Variant, size: str, length: int, micro_batch: int, trained:
 
 @contextmanager
 def attending(variant: Variant, length: int) -> Iterator[None]:
-    """Within, the networks' attention is the variant's."""
+    """Use the variant's attention in the networks within the context."""
     if variant.backend is None:
         yield
         return
@@ -210,7 +210,7 @@ def attending(variant: Variant, length: int) -> Iterator[None]:
 
 
 def report(size: str, length: int, gates: str, results: dict[str, Speed | str]) -> str:
-    """The Markdown page of one size."""
+    """Return the Markdown page of one size."""
     rates = {name: speed.tokens_per_second for name, speed in results.items() if isinstance(speed, Speed)}
     base = max((rate for name, rate in rates.items() if "SDPA" in name), default=None)
     rows = []
@@ -245,7 +245,7 @@ def report(size: str, length: int, gates: str, results: dict[str, Speed | str]) 
 
 
 def main() -> int:
-    """Measure and leave a page for each size. Returns the status."""
+    """Measure and write a page for each size; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=["360m", "760m"], help="of the models in conf/model")
     parser.add_argument("--variants", nargs="+", default=[""], help="only those whose name contains one of these")
@@ -266,7 +266,7 @@ def main() -> int:
                 continue
             try:
                 results[variant.name] = measure(variant, size, arguments.length, arguments.micro_batch, trained)
-            except Exception as error:  # the others are still worth their time
+            except Exception as error:  # still measure the others
                 results[variant.name] = one_line(error)
             print(f"[{time.perf_counter() - began:5.0f} s] {size} {variant.name}: {results[variant.name]}", flush=True)
             page = report(size, arguments.length, gates, results)

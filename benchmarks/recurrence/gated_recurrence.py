@@ -1,11 +1,11 @@
-"""The gated recurrence beside its peers, in one run: `python -m benchmarks.recurrence.gated_recurrence`.
+"""The gated recurrence against its peers, in one run: `python -m benchmarks.recurrence.gated_recurrence`.
 
 First the errors of every form of ours against float64 (the run stops at one out of bounds), then times: forward without
 gradients, forward with what the backward pass needs, and forward + backward with the gradients of all inputs, on random
-bfloat16 data with float32 gates. What is not installed or refuses is named.
+bfloat16 data with float32 gates. Peers that are not installed or raise are listed.
 
 --quick leaves out most checks of small sizes and those of 65,536 tokens, the second round of the targets, and all other
-sections that are not named. A run without a GPU is of use to test this program alone: `--lengths 16 32`.
+sections that are not named. A run without a GPU only serves to test this program: `--lengths 16 32`.
 """
 
 import argparse
@@ -47,7 +47,7 @@ LARGE, MANY, LONG = Case(4, 16, 4096, 128, 128), Case(8, 32, 2048, 64, 64), Case
 
 @dataclass(frozen=True)
 class Target:
-    """What the time of `passes` may be, in the first peer's (`PEERS`) or else in byte floors: to be met, aimed at."""
+    """Bounds on the time of `passes`, relative to the first of `PEERS` or else to the byte floor: target and aim."""
 
     case: Case
     met: float
@@ -74,7 +74,7 @@ SECTIONS = ("targets", "memory", "step", "packed", "host", "lengths")
 
 @dataclass(kw_only=True)
 class Benchmark(Run):
-    """The run, with what is known of the peers' errors."""
+    """A run, with the errors found in peers."""
 
     name = "gated_recurrence"
     title = "The gated recurrence"
@@ -88,15 +88,15 @@ class Benchmark(Run):
         "only: compare within the run."
     )
     row = Row
-    wrong: dict[tuple[str, str], str] = field(default_factory=dict)  # (peer, gate): what its errors say
+    wrong: dict[tuple[str, str], str] = field(default_factory=dict)  # (peer, gate): its errors out of bounds
 
     @cached_property
     def copy_rate(self) -> float:
-        """GB/s, read and written."""
+        """GB/s of a copy, read plus written."""
         return copy_rate(self.device)
 
     def problem(self, case: Case) -> Problem:
-        """Random tensors for the case, which is shortened to `longest` tokens."""
+        """Draw random tensors for the case, shortened to `longest` tokens."""
         return random_problem(checks.shorten(case, self.longest), self.device)
 
     def side_by_side(
@@ -127,7 +127,7 @@ class Benchmark(Run):
 
 
 def check(run: Benchmark, quick: bool) -> list[str]:
-    """The error tables. Returns what is out of bounds: ours alone, peers' errors are only shown."""
+    """Write the error tables. Return our errors out of bounds; peers' errors are only shown."""
     off = checks.check_definition(run.device)
     run.say(f"the float64 form is within {off:.0e} of the definition")
     timed_cases = dict.fromkeys(replace(target.case, initial_state=True) for target in TARGETS)
@@ -164,7 +164,7 @@ def check(run: Benchmark, quick: bool) -> list[str]:
 
 
 def _check_peers(run: Benchmark) -> list[list[str]]:
-    """Lines of the error table. What is wrong by a tenth will be said beside the times."""
+    """Return lines of the error table. Errors over a tenth are also noted with the times."""
     lines = []
     for name, case in checks.PEER_CHECKS:
         shown = checks.shorten(case, run.longest)
@@ -185,7 +185,7 @@ def _error_cells(errors: checks.Errors) -> list[str]:
 
 
 def targets(run: Benchmark, quick: bool) -> None:
-    """The target table's shapes, each with its peers."""
+    """Measure the shapes of the target table, each with its peers."""
     run.say(f"a copy moves {run.copy_rate:.0f} GB/s")
     rows: list[Row] = []
     for case in dict.fromkeys(target.case for target in TARGETS):
@@ -212,7 +212,7 @@ def targets(run: Benchmark, quick: bool) -> None:
 
 
 def by_gate(rows: Sequence[Row]) -> list[str]:
-    """A table for each form of gate, with ratios to the first of its peers that could be measured."""
+    """Return a table for each form of gate, with ratios to its first peer that could be measured."""
     tables = []
     for gate in dict.fromkeys(row.shape.gate for row in rows):
         mine = [row for row in rows if row.shape.gate == gate]
@@ -222,7 +222,7 @@ def by_gate(rows: Sequence[Row]) -> list[str]:
 
 
 def memory(run: Benchmark) -> None:
-    """Peak memory of forward + backward beside its time."""
+    """Measure peak memory and time of forward + backward."""
     rows: list[Row] = []
     for case in dict.fromkeys(replace(target.case, strength=1 / 16) for target in TARGETS):
         problem = run.problem(case)
@@ -253,7 +253,7 @@ def memory(run: Benchmark) -> None:
 
 @torch.no_grad()
 def step(run: Benchmark) -> None:
-    """A few tokens after a state: the share of the copy rate at which the state is read and written."""
+    """Measure a few tokens after a state: bandwidth of reading and writing the state over the copy rate."""
     rows: list[Row] = []
     for case in (STEP, replace(STEP, gate="head"), replace(STEP, length=8), replace(STEP, batch=1)):
         problem = random_problem(case, run.device)
@@ -300,7 +300,7 @@ def step(run: Benchmark) -> None:
 
 
 def packed(run: Benchmark) -> None:
-    """One row of documents whose lengths are spread evenly in log."""
+    """Measure one row of packed documents whose log lengths are spread evenly."""
     length = min(65536, run.longest)
     bounds = spread_documents(length)
     rows: list[Row] = []
@@ -315,7 +315,7 @@ def packed(run: Benchmark) -> None:
 
 
 def host(run: Benchmark) -> None:
-    """How long the host is busy with a call, which the other tables leave out."""
+    """Measure the host time of a call, which the other tables exclude."""
     if run.device.type != "cuda":
         return
     cells = []
@@ -344,7 +344,7 @@ def host(run: Benchmark) -> None:
 
 
 def sweep(run: Benchmark, lengths: Sequence[int]) -> None:
-    """The same number of tokens in sequences of every length."""
+    """Measure a constant number of tokens in sequences of every length."""
     tokens, rows = min(SWEEP_TOKENS, run.longest), []
     for gate in ("key", "head"):
         for length in sorted(lengths):
@@ -361,7 +361,7 @@ def sweep(run: Benchmark, lengths: Sequence[int]) -> None:
 
 
 def main() -> int:
-    """Check, measure, print the verdicts, and leave the report, the numbers and the picture. Returns the status."""
+    """Check, measure, print the verdicts, write the report, the numbers and the plot; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     arguments = parse(parser, SECTIONS, [2**n for n in range(10, 19)])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

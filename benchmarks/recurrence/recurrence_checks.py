@@ -1,7 +1,7 @@
-"""Errors of the gated recurrence against float64, before anything is timed: relative, in the 2-norm, of each tensor.
+"""Check the gated recurrence against float64 before it is timed: relative error in the 2-norm, of each tensor.
 
-The reference is the operation itself in float64, which is then its chunked form in PyTorch; that form is held to the
-definition, token by token, at the start.
+The reference is the operation itself in float64, where it uses its chunked form in PyTorch; that form is first checked
+against the definition, token by token.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ STEP_CHECKS = tuple(
 
 
 def shorten(case: Case, longest: int) -> Case:
-    """The case with no more than `longest` tokens in a row."""
+    """Return the case with at most `longest` tokens per row."""
     bounds = None if case.documents is None else tuple(min(bound, longest) for bound in case.documents)
     return replace(case, length=min(case.length, longest), documents=bounds)
 
@@ -77,7 +77,7 @@ def shorten(case: Case, longest: int) -> Case:
 def _results(
     problem: Problem, call: Callable[..., tuple[Tensor, tuple[Tensor, ...]]], dtype: torch.dtype | None = None
 ) -> dict[str, tuple[Tensor, ...]]:
-    """By name, out, the final states and the gradients of all inputs and initial states, from out and final states."""
+    """Return by name out, the final states, and the gradients of all inputs and initial states."""
     tensors = (*problem.inputs.values(), *problem.initial_states)
     leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
     out, finals = call(*leaves)
@@ -90,13 +90,13 @@ def _results(
 
 
 def _compare(found: dict[str, tuple[Tensor, ...]], exact: dict[str, tuple[Tensor, ...]]) -> Errors:
-    """The largest error among the tensors of each name."""
+    """Return the largest error among the tensors of each name."""
     pairs = {name: zip(found[name], exact[name], strict=True) for name in NAMES if found.get(name)}
     return {name: max(relative_error(a, b) for a, b in pair) for name, pair in pairs.items()}
 
 
 def errors_of_ours(case: Case, device: torch.device, budgets: Sequence[int | None] = (None,)) -> list[Errors]:
-    """Of out, the final states and every gradient, for each memory budget."""
+    """Return the errors of out, the final states and every gradient, for each memory budget."""
     problem = random_problem(case, device)
     exact = _results(problem, problem.call_ours, torch.float64)
     calls = [partial(problem.call_ours, memory_budget=budget) for budget in budgets]
@@ -105,7 +105,7 @@ def errors_of_ours(case: Case, device: torch.device, budgets: Sequence[int | Non
 
 @torch.no_grad()
 def errors_of_step(case: Case, device: torch.device) -> Errors:
-    """Of the output and of the state that is updated in place."""
+    """Return the errors of the output and of the state updated in place."""
     problem = random_problem(case, device)
     tensors = (*problem.inputs.values(), *problem.initial_states)
     out, (final,) = problem.call_ours(*(x.double() for x in tensors))
@@ -115,7 +115,7 @@ def errors_of_step(case: Case, device: torch.device) -> Errors:
 
 
 def errors_of(name: str, case: Case, device: torch.device) -> Errors:
-    """Of one of `IMPLEMENTATIONS`, without states. Raises what the peer raises."""
+    """Return the errors of one of `IMPLEMENTATIONS`, without states. Passes on the peer's exceptions."""
     problem = random_problem(replace(case, initial_state=False), device)
     out, *gradients = IMPLEMENTATIONS[name](problem).forward_backward()
     leaves = [x.detach().double().requires_grad_() for x in problem.inputs.values()]
@@ -124,7 +124,7 @@ def errors_of(name: str, case: Case, device: torch.device) -> Errors:
     names = ("out", *(f"d{name}" for name in problem.inputs))
     errors = {}
     for tensor, found, right in zip(names, (out, *gradients), (exact_out.detach(), *exact), strict=True):
-        # Of a gate that was given to each channel, the gradient is the sum.
+        # If the gate was expanded to each channel, sum the gradient over channels.
         errors[tensor] = relative_error(found if found.ndim == right.ndim else found.sum(-1), right)
     return errors
 
@@ -138,14 +138,18 @@ PEER_CHECKS = tuple(
 
 
 def out_of_bounds(errors: Errors) -> list[str]:
-    """The tensors whose error is over `BOUNDS`."""
+    """Return the tensors whose error is over `BOUNDS`."""
     return [
         f"{name} {error:.1e} over {BOUNDS[name]:.1e}" for name, error in errors.items() if not error <= BOUNDS[name]
     ]
 
 
 def check_definition(device: torch.device) -> float:
-    """The largest error of the float64 form against the definition. Raises RuntimeError where it is over 1e-9."""
+    """Return the largest error of the float64 form against the definition.
+
+    Raises:
+        RuntimeError: it is over 1e-9.
+    """
     worst = 0.0
     for gate in ("key", "value", "head", "slots"):
         for strength, documents in ((1.0, None), (30.0, (0, 1, 70, 70, 150))):

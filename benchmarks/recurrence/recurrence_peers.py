@@ -1,7 +1,7 @@
-"""The implementations that gated_recurrence.py compares, each behind one interface, and their problems.
+"""Implementations that gated_recurrence.py compares, behind one interface, and their problems.
 
-Each takes a `Problem` and gives a `Call`. All are called at one scale, 1 / sqrt(K), in the one layout that all of them
-take. A peer that is not installed raises ImportError, one that cannot do the problem whatever it raises.
+Each takes a `Problem` and returns a `Call`. All are called at one scale, 1 / sqrt(K), in the one layout that all
+accept. A peer that is not installed raises ImportError; one that does not support the problem raises its own exception.
 """
 
 import importlib
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def gates(self) -> str:
-        """The gates, in words."""
+        """Describe the gates."""
         words = [GATES[self.gate], STRENGTHS[self.strength]]
         words += [f"{self.closed:.0%} closed"] * bool(self.closed)
         words += [f"{len(self.documents or ()) - 1} documents"] * bool(self.documents)
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass
 class Problem:
-    """What to compute: the arguments in order, and the gradients of the results.
+    """Inputs of one call: the arguments in order, and the gradients of the results.
 
     inputs: q [B, T, H, K], k [B, T, Hk, K], v [B, T, Hk, V] and, where there are any, slots [B, T, Hk, M], bfloat16;
     log_decay [B, T, Hk, K, V or M] or [B, T, Hk], float32. initial_states: one, two for slots, or none. d_out: of the
@@ -77,7 +77,7 @@ class Problem:
         return self.case.key_dim**-0.5
 
     def call_ours(self, *tensors: Tensor, **options: object) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The public function of ours on these inputs and then these initial states: out, and all final states."""
+        """Call our public function on these inputs and then these initial states; return out and all final states."""
         inputs, states = tensors[: len(self.inputs)], tensors[len(self.inputs) :]
         options |= {"scale": self.scale, "cu_seqlens": self.cu_seqlens}
         if self.case.gate == "slots":
@@ -87,7 +87,7 @@ class Problem:
         return out, (final,)
 
     def bytes_moved(self, which: str, read_again: bool = False) -> int:
-        """Each input and output once, and for the backward pass their gradients; read_again: and the inputs then."""
+        """Return bytes of inputs, outputs and, backward, gradients; read_again: the inputs are read in both passes."""
         inputs = sum(x.nbytes for x in self.inputs.values())
         if which != BOTH:
             return inputs + self.d_out.nbytes
@@ -95,15 +95,15 @@ class Problem:
 
 
 def random_problem(case: Case, device: torch.device) -> Problem:
-    """Normal q, k, v, states and gradients; gates logsigmoid(N(0, 1)) times the strength.
+    """Draw normal q, k, v, states and gradients; gates logsigmoid(N(0, 1)) times the strength.
 
-    Slots are 1 - gate, up to a strength of 1. Were they beyond, nearly all would be 1, and the gradients through the
-    softmax the small difference of weights that bfloat16 rounds.
+    Slots are 1 - gate, with the strength capped at 1. Beyond, nearly all would be 1, and the gradients through the
+    softmax would be small differences of weights that bfloat16 rounds.
     """
     heads = case.key_heads or case.heads
     dims = {"key": (case.key_dim,), "value": (case.value_dim,), "head": (), "slots": (case.slots,)}[case.gate]
 
-    # Its own: a peer whose capture into a graph fails leaves the device's generator in it.
+    # A separate generator: a peer whose graph capture fails breaks the device's default one.
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -138,13 +138,13 @@ def _leaves(problem: Problem) -> tuple[Tensor, ...]:
 
 
 def ours(problem: Problem, memory_budget: int | None = None) -> Call:
-    """`kernels.gated_recurrence`."""
+    """Call `kernels.gated_recurrence`."""
     leaves = _leaves(problem)
     return Call(lambda: problem.call_ours(*leaves, memory_budget=memory_budget)[0], leaves, problem.d_out)
 
 
 def ours_recomputed(problem: Problem) -> Call:
-    """The same, with nothing kept for the backward pass."""
+    """Call ours with a memory budget of 0 for the backward pass."""
     return ours(problem, memory_budget=0)
 
 
@@ -157,8 +157,8 @@ def _fla(problem: Problem, module: str, name: str, leaves: tuple[Tensor, ...]) -
 
 
 def chunk_gla(problem: Problem) -> Call:
-    """flash-linear-attention's gated linear attention. A gate per head is given to each channel, outside of what is
-    timed; its gradient is each channel's too."""
+    """Call flash-linear-attention's gated linear attention. A gate per head is expanded to each channel, untimed; its
+    gradient stays per channel."""
     *others, log_decay = problem.inputs.values()
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None].expand(*log_decay.shape, problem.case.key_dim).contiguous()
@@ -167,21 +167,21 @@ def chunk_gla(problem: Problem) -> Call:
 
 
 def fused_chunk_gla(problem: Problem) -> Call:
-    """Its fused form."""
+    """Call its fused form."""
     return _fla(problem, "gla.fused_chunk", "fused_chunk_gla", _leaves(problem))
 
 
 def chunk_simple_gla(problem: Problem) -> Call:
-    """Its form for a gate per head."""
+    """Call its form for a gate per head."""
     return _fla(problem, "simple_gla", "chunk_simple_gla", _leaves(problem))
 
 
 def chunk_gsa(problem: Problem) -> Call:
-    """Its gated slot attention."""
+    """Call its gated slot attention."""
     return _fla(problem, "gsa", "chunk_gsa", _leaves(problem))
 
 
-# In the order of the tables' columns.
+# In the order of the table columns.
 IMPLEMENTATIONS: dict[str, Callable[[Problem], Call]] = {
     "ours": ours,
     "ours, recomputed": ours_recomputed,
@@ -190,7 +190,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Problem], Call]] = {
     "fla chunk_simple_gla": chunk_simple_gla,
     "fla chunk_gsa": chunk_gsa,
 }
-# Of each form of gate; the first is the one that ours is held against.
+# By form of gate; the first is the one that ours is compared with.
 PEERS = {
     "key": ("fla chunk_gla", "fla fused_chunk_gla"),
     "value": (),
@@ -200,14 +200,14 @@ PEERS = {
 
 
 def step_ours(problem: Problem) -> Callable[[], Tensor]:
-    """`gated_recurrence_step`, which updates the problem's initial state in place."""
+    """Return a call of `gated_recurrence_step`, which updates the problem's initial state in place."""
     (state,) = problem.initial_states
     axis = "value" if problem.case.gate == "value" else "key"
     return lambda: gated_recurrence_step(*problem.inputs.values(), state, decay_axis=axis, scale=problem.scale)
 
 
 def step_fla(problem: Problem) -> Callable[[], Tensor]:
-    """flash-linear-attention's recurrent form, which writes a new state."""
+    """Return a call of flash-linear-attention's recurrent form, which writes a new state."""
     module, name, gate = {
         "key": ("gla", "fused_recurrent_gla", "gk"),
         "head": ("simple_gla", "fused_recurrent_simple_gla", "g"),

@@ -1,4 +1,4 @@
-"""What the recurrence benchmark measures, its tables and its picture."""
+"""Rows, tables and plot of the recurrence benchmark."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from common.atomic_files import write_figure
 
 @dataclass(frozen=True, kw_only=True)
 class Row(tables.Row):
-    """floor_milliseconds: of moving each input, output and gradient once at the copy rate; read_again_milliseconds: and
-    the inputs twice, once in each pass. peak_gib: of device memory, beside the inputs."""
+    """A measurement. floor_milliseconds: of moving each input, output and gradient once at the copy rate;
+    read_again_milliseconds: the same with inputs read in both passes. peak_gib: device memory above the inputs."""
 
     shape: Case
     gigabytes: float | None = None
@@ -24,12 +24,12 @@ class Row(tables.Row):
 
     @property
     def rate(self) -> float | None:
-        """GB/s, what is moved counted once."""
+        """GB/s, each moved tensor counted once."""
         return self.gigabytes / self.milliseconds * 1e3 if self.milliseconds and self.gigabytes else None
 
 
 def floors(rows: Iterable[Row]) -> str:
-    """Each time that was measured, beside the time of moving its bytes."""
+    """Return a table of each measured time and the time of moving its bytes."""
     header = ["", "", "milliseconds", "GB/s", "floor, ms", "of the floor", "inputs read twice, ms", "of that"]
     return tables.table(
         header,
@@ -51,7 +51,7 @@ def floors(rows: Iterable[Row]) -> str:
 
 
 def draw_lengths(rows: Sequence[Row], path: Path) -> Path:
-    """Milliseconds of forward + backward against length, and the floor, a panel for each form of gate."""
+    """Plot milliseconds of forward + backward against length, and the floor, a panel for each form of gate."""
     panels = list(dict.fromkeys(row.parameter for row in rows))
     figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
     colors = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(row.implementation for row in rows))}

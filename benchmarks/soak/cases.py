@@ -1,4 +1,4 @@
-"""Every kernel of this project as a call to repeat, at sizes that fill a GPU; `benchmarks.soak.run` runs them."""
+"""Every kernel of this project as a repeatable call, at sizes that fill a GPU; `benchmarks.soak.run` runs them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ Results = dict[str, Tensor]
 Repeat = Callable[[], Results]
 
 ATOMIC = {"dq": 1e-4, "dlog_forget": 1e-3}
-"""The relative difference allowed where the Hopper backward pass adds in no fixed order."""
+"""Allowed relative difference of results that the Hopper backward pass sums in no fixed order."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Kernel:
     """One case of the soak.
 
     Attributes:
-        build: takes a device and the longest sequence allowed, makes the inputs, and returns a function that computes
-            the results from them: always the same ones.
-        bounds: the largest relative difference allowed between two passes, for each result by name; 0 for the others.
+        build: takes a device and the longest allowed sequence, makes the inputs, and returns a deterministic function
+            that computes the results from them.
+        bounds: the largest allowed relative difference between two passes, by result name; 0 for the others.
     """
 
     build: Callable[[torch.device, int], Repeat]
@@ -51,14 +51,14 @@ def attention(
     lse: bool = False,
     **options: object,
 ) -> Kernel:
-    """Forgetting attention, forward and backward.
+    """Return the case of forgetting attention, forward and backward.
 
     Args:
         heads: of q, k and v.
-        deterministic: whether PyTorch is asked for deterministic algorithms.
+        deterministic: use PyTorch's deterministic algorithms.
         documents: where packed documents end, as fractions of the length.
         padding: kv_start of each row.
-        lse: whether lse is returned, and has a gradient of its own.
+        lse: also return lse, and give it a gradient.
         options: of `forgetting_attention`.
     """
 
@@ -98,7 +98,7 @@ def attention(
 
 
 def decoding(head_dim: int, heads: tuple[int, int, int], *, gated: bool, queries: int = 1) -> Kernel:
-    """Forgetting attention of a few queries, on a cache that keeps the sums of the gates."""
+    """Return the case of forgetting attention of a few queries, on a cache with cumulative gates."""
 
     def build(device: torch.device, longest: int) -> Repeat:
         torch.manual_seed(0)
@@ -120,7 +120,7 @@ def decoding(head_dim: int, heads: tuple[int, int, int], *, gated: bool, queries
 
 
 def recurrence(case: Case, *, bonus: bool = False, memory_budget: int | None = None) -> Kernel:
-    """The gated recurrence or the slots, forward and backward, from the output and the final states."""
+    """Return the case of the gated recurrence or slots, forward and backward, from the output and the final states."""
 
     def build(device: torch.device, longest: int) -> Repeat:
         problem = random_problem(shorten(case, longest), device)
@@ -142,7 +142,7 @@ def recurrence(case: Case, *, bonus: bool = False, memory_budget: int | None = N
 
 
 def few_tokens(case: Case, *, in_place: bool) -> Kernel:
-    """A few tokens without gradients: `gated_recurrence_step`, or `gated_recurrence`, which leaves the state alone."""
+    """Return the case of a few tokens, no gradients: `gated_recurrence_step` if in_place, else `gated_recurrence`."""
 
     def build(device: torch.device, longest: int) -> Repeat:
         problem = random_problem(case, device)
@@ -173,7 +173,7 @@ class Ring:
     window: int = 256
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """What both steps take; the first half of the rows have padding."""
+        """Draw the arguments of both steps; the first half of the rows have padding."""
         torch.manual_seed(0)
         slots, (query_heads, heads) = self.sinks + self.window, self.heads
         ring = (self.batch, slots, heads, self.dim)
@@ -188,12 +188,12 @@ class Ring:
         }
 
     def token(self, heads: int, device: torch.device) -> Tensor:
-        """[B, 1, heads, D] bfloat16."""
+        """Draw a token, [B, 1, heads, D] bfloat16."""
         return torch.randn(self.batch, 1, heads, self.dim, device=device, dtype=torch.bfloat16)
 
 
 CHANGED = ("state", "ring_keys", "ring_values", "late_keys")
-"""Arguments of the steps with a window that they write to."""
+"""Arguments that the steps with a window modify."""
 
 
 def _with_copies(step: Callable[..., Tensor], arguments: dict[str, object]) -> Results:
@@ -202,7 +202,7 @@ def _with_copies(step: Callable[..., Tensor], arguments: dict[str, object]) -> R
 
 
 def state_and_window(ring: Ring, *, per_head: bool) -> Kernel:
-    """`windowed_step`."""
+    """Return the case of `windowed_step`."""
 
     def build(device: torch.device, longest: int) -> Repeat:
         arguments: dict[str, object] = ring.tensors(device)
@@ -217,7 +217,7 @@ def state_and_window(ring: Ring, *, per_head: bool) -> Kernel:
 
 
 def liger(ring: Ring, gate: str, *, late: bool = False) -> Kernel:
-    """`liger_step`. late: whether the state takes in the token that the window loses."""
+    """Return the case of `liger_step`. late: the state takes in the token that leaves the window."""
 
     def build(device: torch.device, longest: int) -> Repeat:
         arguments: dict[str, object] = ring.tensors(device)
@@ -235,7 +235,7 @@ def liger(ring: Ring, gate: str, *, late: bool = False) -> Kernel:
 
 
 def losses(*, teacher: bool, dtype: torch.dtype = torch.bfloat16) -> Kernel:
-    """`token_losses` with the gradient; teacher: and the divergence."""
+    """Return the case of `token_losses` with the gradient; teacher: with the divergence."""
 
     def build(device: torch.device, longest: int) -> Repeat:
         torch.manual_seed(0)
@@ -254,7 +254,7 @@ def losses(*, teacher: bool, dtype: torch.dtype = torch.bfloat16) -> Kernel:
 
 
 def few_rows(rows: int, *, gated: bool) -> Kernel:
-    """`small_batch_linear` with the norm before; gated: SwiGLU, else a bias and the residual after."""
+    """Return the case of `small_batch_linear` after a norm; gated: with SwiGLU, else with a bias and the residual."""
 
     def build(device: torch.device, longest: int) -> Repeat:
         torch.manual_seed(0)
@@ -338,5 +338,5 @@ CASES: dict[str, Kernel] = {
 
 
 def repeated(name: str, device: torch.device) -> Repeat:
-    """The case of that name, short where there is no GPU."""
+    """Build the case of that name, with short sequences if there is no GPU."""
     return CASES[name].build(device, 10**9 if device.type == "cuda" else 128)

@@ -1,7 +1,7 @@
-"""The processes of the soak: those that repeat one kernel and compare its results, and one that multiplies matrices.
+"""Processes of the soak: some repeat one kernel and compare its results, and one multiplies matrices.
 
-A kernel that reads or writes where it must not ends its CUDA context, and so its process, but no other. The parent
-reads what the process said last, and starts another for the next kernel.
+An illegal memory access ends the kernel's CUDA context, and so its process, but no other. The parent reads the
+process's last message, and starts another process for the next kernel.
 """
 
 import multiprocessing
@@ -17,18 +17,18 @@ from torch import Tensor
 from benchmarks.measuring.timing import one_line, relative_error
 
 Make = Callable[[str, torch.device], Callable[[], dict[str, Tensor]]]
-START_LIMIT = 300.0  # seconds: a process starts, a kernel is compiled, a first pass
-GRACE = 60.0  # seconds over what was asked for, after which a kernel has not come back
+START_LIMIT = 300.0  # seconds for process start, compilation and a first pass
+GRACE = 60.0  # seconds over the requested time after which a kernel counts as hung
 
 
 @dataclass
 class Repeated:
-    """What one process saw.
+    """Results of one process.
 
     Attributes:
-        passes: completed and compared.
-        worst: the largest relative difference of each result from the first pass; infinite where it is not a number.
-        first_wrong: the pass at which a result was first out of its bound, 0 if none was.
+        passes: passes completed and compared.
+        worst: the largest relative difference of each result from the first pass; infinity for NaN.
+        first_wrong: the first pass with a result out of its bound, 0 if none.
         fault: how the process ended, empty if it is well.
     """
 
@@ -39,14 +39,14 @@ class Repeated:
 
 
 def difference(found: Tensor, reference: Tensor) -> float:
-    """0 where both have the same bits (or 0 and -0), else their relative difference; infinite where one is NaN."""
+    """Return 0 for equal bits (or 0 and -0), else the relative difference; infinity if one is NaN."""
     if torch.equal(found, reference):
         return 0.0
     return relative_error(found, reference.double())
 
 
 def out_of_bounds(worst: dict[str, float], bounds: dict[str, float]) -> list[str]:
-    """The results that differ by more than their bound, which is 0 where none is given."""
+    """Return the results that differ by more than their bound, 0 by default."""
     return [name for name, value in worst.items() if not value <= bounds.get(name, 0.0)]
 
 
@@ -57,7 +57,7 @@ def repeat(
     seconds: float,
     passes,
 ) -> Repeated:
-    """Run again and again for so long, at least once. passes: a shared number, which counts along."""
+    """Repeat a run for `seconds`, at least once, and compare it with the reference. passes: a shared counter."""
     seen = Repeated(worst=dict.fromkeys(reference, 0.0))
     passes.value = 0
     end = time.monotonic() + seconds
@@ -73,8 +73,8 @@ def repeat(
 
 
 def _serve(connection: Connection, passes, make: Make, device: torch.device, share: float) -> None:
-    """Answer ("prepare", name) and ("repeat", (seconds, bounds)) by (True, the answer) or (False, the error), until the
-    parent closes the connection."""
+    """Answer ("prepare", name) and ("repeat", (seconds, bounds)) with (True, answer) or (False, error) until the parent
+    closes the connection."""
     run = reference = None
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share)
@@ -99,7 +99,7 @@ def _serve(connection: Connection, passes, make: Make, device: torch.device, sha
         except Exception as error:
             connection.send((False, one_line(error).removeprefix("failed: ")))
             connection.close()
-            os._exit(1)  # after an illegal address nothing that touches the GPU would work, not even the clean-up
+            os._exit(1)  # after an illegal address no GPU call works, not even clean-up
         connection.send((True, answer))
 
 
@@ -125,7 +125,7 @@ class Worker:
             self.alive = False
 
     def answer(self, limit: float) -> Repeated:
-        """What the process answers within `limit` seconds; where it does not, it is ended, and the fault says why."""
+        """Return the process's answer within `limit` seconds; otherwise end the process and return the fault."""
         fault = "ended before it was asked"
         if self.alive and not self.connection.poll(limit):
             fault = f"did not come back within {limit:.0f} s"

@@ -1,10 +1,10 @@
-"""Every kernel beside others on one GPU, its results compared with the first: `python -m benchmarks.soak.run`.
+"""Repeat every kernel next to others on one GPU and compare its results: `python -m benchmarks.soak.run`.
 
-Each kernel, forward and backward, is repeated in its own process, beside a second process that multiplies 8192 x 8192
-matrices, beside seven processes that repeat the same kernel, or beside both matrix products and seven other kernels.
-What depends on timing shows itself here: a fault is named with the kernel, the passes until then and the error, and
-ends only the process that had it. Results must have the same bits as the first pass, taken before the others begin;
-where the kernel adds in no fixed order, they must be as close as `cases.ATOMIC` says.
+Each kernel, forward and backward, is repeated in its own process, next to a second process that multiplies 8192 x 8192
+matrices, next to seven processes that repeat the same kernel, or next to both matrix products and seven other kernels.
+This exposes faults that depend on timing: a fault is reported with the kernel, the passes so far and the error, and
+ends only its process. Results must be bitwise equal to the first pass, taken before the others start; if the kernel
+sums in no fixed order, they must be within `cases.ATOMIC`.
 
     python -m benchmarks.soak.run --seconds 60 --kernels 'attention D128*' --neighbours products
     python -m benchmarks.soak.run --output benchmarks/results/soak.md      # everything, a minute in all
@@ -42,7 +42,7 @@ HEADER = ("kernel", "beside", "passes", "seconds", "worst difference", "verdict"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One kernel beside one kind of neighbour: what each process that repeated it saw."""
+    """One kernel next to one kind of neighbour: the results of each process that repeated it."""
 
     kernel: str
     neighbours: str
@@ -52,13 +52,13 @@ class Outcome:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The result that differed most, and by how much."""
+        """Return the result that differed most, and its difference."""
         found = [(name, value) for one in self.seen for name, value in one.worst.items()]
         return max(found, key=lambda pair: pair[1], default=("", 0.0))
 
     @property
     def faults(self) -> list[str]:
-        """What was wrong, a line for each fault and each result out of its bound; empty if all is well."""
+        """Return a line for each fault and each result out of its bound; empty if all is well."""
         died = [one for one in self.seen if one.fault]
         lines = []
         for fault in dict.fromkeys(one.fault for one in died):
@@ -89,7 +89,7 @@ class Outcome:
 
 
 class Soak:
-    """The processes, which are started once and again after a fault."""
+    """The processes, started once and restarted after a fault."""
 
     def __init__(
         self,
@@ -113,9 +113,9 @@ class Soak:
         return self._workers[:count]
 
     def compile(self, names: Sequence[str]) -> None:
-        """One pass of each kernel, as many at once as there are processes: later ones find them in Triton's cache.
+        """Run one pass of each kernel, in parallel over the processes, to fill Triton's cache.
 
-        What fails here fails again, and is told then.
+        A kernel that fails here fails again, and is reported then.
         """
         left, busy = list(names), {}
         while left or busy:
@@ -127,10 +127,10 @@ class Soak:
             for connection in ready or list(busy):
                 busy.pop(connection).answer(0.0)
         for worker in self._workers:
-            worker.prepared = None  # these first passes were beside others
+            worker.prepared = None  # these first passes ran next to others
 
     def beside(self, neighbours: str, name: str, seconds: float) -> Outcome:
-        """Repeat a kernel for so long beside the neighbours."""
+        """Repeat a kernel for `seconds` next to the neighbours."""
         workers = self._living(len(self._workers) if neighbours == KIND else 1)
         seen = _prepare(workers, name)
         began, bounds = time.monotonic(), self.bounds(name)
@@ -140,7 +140,7 @@ class Soak:
         return Outcome(name, neighbours, time.monotonic() - began, tuple(seen), bounds)
 
     def together(self, names: Sequence[str], seconds: float) -> list[Outcome]:
-        """Repeat that many different kernels at once, no more than there are processes, beside matrix products."""
+        """Repeat different kernels at once, at most one per process, next to matrix products."""
         workers = self._living(len(names))
         seen = {name: _prepare([worker], name) for worker, name in zip(workers, names, strict=True)}
         well = [(worker, name) for worker, name in zip(workers, names, strict=True) if not seen[name]]
@@ -164,9 +164,9 @@ class Soak:
 
 
 def _prepare(workers: Sequence[Worker], name: str) -> list[Repeated]:
-    """The first pass of a kernel, where it has not been taken yet. Returns the faults.
+    """Run the first pass of a kernel where it has not run yet; return the faults.
 
-    In the first process it is taken while the GPU does nothing else, then in the others.
+    The first process runs it on an otherwise idle GPU, then the others follow.
     """
     seen: list[Repeated] = []
     for some in (workers[:1], workers[1:]):
@@ -177,7 +177,7 @@ def _prepare(workers: Sequence[Worker], name: str) -> list[Repeated]:
 
 
 def _ask(workers: Sequence[Worker], command: str, arguments: Sequence[object], limit: float) -> list[Repeated]:
-    """All at once, each with its argument; the answers in order."""
+    """Send each worker its argument at once; return the answers in order."""
     for worker, argument in zip(workers, arguments, strict=True):
         worker.ask(command, argument)
     end = time.monotonic() + limit
@@ -185,7 +185,11 @@ def _ask(workers: Sequence[Worker], command: str, arguments: Sequence[object], l
 
 
 def chosen(patterns: Sequence[str]) -> list[str]:
-    """The cases that match any of the patterns. Raises ValueError for a pattern that matches none."""
+    """Return the cases that match any of the patterns.
+
+    Raises:
+        ValueError: a pattern matches no case.
+    """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in CASES):
             raise ValueError(f"--kernels {pattern!r} matches none: --list shows their names")
@@ -193,7 +197,7 @@ def chosen(patterns: Sequence[str]) -> list[str]:
 
 
 def _outcomes(soak: Soak, names: Sequence[str], neighbours: Sequence[str], seconds: float) -> Iterator[Outcome]:
-    """Each kernel beside each kind of neighbour, as it is done."""
+    """Yield the outcome of each kernel next to each kind of neighbour, as it completes."""
     for name in names:
         for beside in neighbours:
             if beside != OTHERS:
@@ -204,7 +208,7 @@ def _outcomes(soak: Soak, names: Sequence[str], neighbours: Sequence[str], secon
 
 
 def report(outcomes: Sequence[Outcome], device: torch.device) -> str:
-    """The table and what it was taken on, in Markdown."""
+    """Return the table and its hardware, in Markdown."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     failed = sum(bool(outcome.faults) for outcome in outcomes)
     return (

@@ -1,4 +1,4 @@
-"""The soak's processes, with stand-ins for kernels: what is right, what differs, what dies and what hangs."""
+"""The soak's processes, with stand-ins for kernels that are right, differ, die or hang."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def stand_in(name, device):
-    """A kernel whose passes are counted from 1, the first being what the others are compared with."""
+    """Return a kernel that counts its passes from 1; the first is the reference."""
     count = itertools.count(1)
 
     def run():
@@ -44,7 +44,7 @@ def stand_in(name, device):
 
 @pytest.fixture(scope="module")
 def soak():
-    """Two processes, forked: they compute nothing before."""
+    """Return a soak of two forked processes; forking is safe, as they have computed nothing yet."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(soak_module, "GRACE", 0.3)
         monkeypatch.setattr(soak_module, "Products", lambda context, device: processes.Products(context, device, 16))

@@ -1,4 +1,4 @@
-"""What is asked of the Hub, and what is not where it cannot be reached."""
+"""Requests to the Hub, and which are skipped when it cannot be reached."""
 
 import socket
 import urllib.request
@@ -12,7 +12,7 @@ from common.hub import use_cache_where_unreachable
 
 @pytest.fixture
 def looked_up(monkeypatch):
-    """The names that were looked up, by a machine without a network whose clients do not know it yet."""
+    """Return the looked-up names, on a machine that is offline but not configured so."""
     names = []
 
     def no_address(host, port):

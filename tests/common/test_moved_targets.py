@@ -1,4 +1,4 @@
-"""Configurations of earlier versions name classes where they lay then."""
+"""Configurations of earlier versions name classes by their old paths."""
 
 import hydra
 import pytest

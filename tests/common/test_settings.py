@@ -1,4 +1,4 @@
-"""What checks of settings share."""
+"""Shared checks of settings."""
 
 from common.settings import differences
 

@@ -1,4 +1,4 @@
-"""SLURM's answers, read once for the launcher and for the executor."""
+"""SLURM's answers, parsed in one place for the launcher and the executor."""
 
 import pytest
 

@@ -18,7 +18,7 @@ def sentences(seed: int, words: int) -> str:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A folder of 300 short documents in one JSON-lines file."""
+    """Write a folder of 300 short documents in one JSON-lines file."""
     folder = tmp_path_factory.mktemp("corpus")
     lines = [json.dumps({"text": sentences(n, 5 + n % 90), "id": f"doc{n}"}) for n in range(300)]
     (folder / "part.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -32,7 +32,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_data(corpus, data_dir):
-    """Return TextData over the corpus, small; keyword arguments override."""
+    """Return small TextData over the corpus; keyword arguments override its settings."""
 
     def make(**settings):
         defaults = {

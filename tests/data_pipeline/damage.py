@@ -1,4 +1,4 @@
-"""What happens to files on disks."""
+"""Damage to files on disk."""
 
 import os
 from pathlib import Path

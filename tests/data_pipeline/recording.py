@@ -1,11 +1,11 @@
-"""A run that trains nothing, and keeps what it was given."""
+"""A run that trains nothing and records its inputs."""
 
 import lightning
 import torch
 
 
 class Recorder(lightning.LightningModule):
-    """Trains nothing; keeps the inputs it was given."""
+    """Trains nothing; records its inputs."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +24,7 @@ class Recorder(lightning.LightningModule):
 
 
 def train(data, folder, steps, accumulate=4, resume=None, **settings):
-    """Train on `data`, leave a checkpoint, and return what was seen; `settings` are the trainer's."""
+    """Train on `data`, write a checkpoint, and return the recorded inputs; `settings` are the trainer's."""
     module = Recorder()
     trainer = lightning.Trainer(
         max_steps=steps,

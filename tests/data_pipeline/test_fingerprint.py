@@ -24,7 +24,7 @@ from tests.data_pipeline.damage import damaged
 
 @pytest.fixture
 def own(corpus, tmp_path):
-    """A copy of the corpus that a test may change."""
+    """Copy the corpus, so that a test may change it."""
     return shutil.copytree(corpus, tmp_path / "corpus")
 
 
@@ -147,7 +147,7 @@ def test_checksums_are_compared_once_after_a_change(make, tmp_path, monkeypatch)
 
 
 def forget_checksums(data_dir):
-    """Leave prepared folders as earlier versions wrote them."""
+    """Change prepared folders to the format of earlier versions."""
     for path in data_dir.glob("*/manifest.json"):
         manifest = json.loads(path.read_text())
         del manifest["files"]

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, tasks and data sets for lm-eval, all on the disk."""
+"""Tiny checkpoints, tasks and data sets for lm-eval, all on disk."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def sentence(draw: random.Random, least: int, most: int) -> str:
 
 
 def questions(seed: int, number: int) -> list[dict]:
-    """Documents with contexts and answers of unequal lengths."""
+    """Return documents with contexts and answers of unequal lengths."""
     draw = random.Random(seed)
     return [
         {
@@ -73,7 +73,7 @@ def questions(seed: int, number: int) -> list[dict]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE with a token that begins documents, which it does not put there itself."""
+    """Return a byte-level BPE with a BOS token that it does not add itself."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,7 +89,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export of a network of ours, with a layer of attention and one of a recurrence."""
+    """Export one of our networks, with an attention layer and a recurrent layer."""
     folder = tmp_path_factory.mktemp("ours")
     torch.manual_seed(0)
     config = PalimpsestConfig(
@@ -125,7 +125,7 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def make_starting_tokenizer() -> PreTrainedTokenizerFast:
-    """One that begins each text itself, as Llama's does."""
+    """Return a tokenizer that adds the BOS token itself, like Llama's."""
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{START} $A", special_tokens=[(START, 0)]
@@ -135,7 +135,7 @@ def make_starting_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stock Llama."""
+    """Save a stock Llama."""
     folder = tmp_path_factory.mktemp("llama")
     small_llama().save_pretrained(folder)
     make_starting_tokenizer().save_pretrained(folder)
@@ -144,7 +144,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def linearized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same Llama with gated recurrences, and a window that its texts go beyond."""
+    """Save the same Llama with gated recurrences, and a window shorter than its texts."""
     folder = tmp_path_factory.mktemp("linearized")
     linearize(small_llama(), Linearization(window=16)).save_pretrained(folder)
     make_starting_tokenizer().save_pretrained(folder)
@@ -153,7 +153,7 @@ def linearized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tasks of choices, a group of both, and one of whole texts."""
+    """Write two multiple-choice tasks, a group of both, and a task on whole texts."""
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "choices.yaml").write_text(CHOICE_TASK.format(name="tiny_choices", dataset="tests/choices"))
     (folder / "other.yaml").write_text(CHOICE_TASK.format(name="tiny_other", dataset="tests/other"))
@@ -164,7 +164,7 @@ def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def datasets_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Their data: JSON lines, Parquet in two pieces, and a saved data set."""
+    """Write their data: JSON lines, Parquet in two pieces, and a saved data set."""
     folder = tmp_path_factory.mktemp("datasets")
     (folder / "tests" / "choices").mkdir(parents=True)
     lines = [json.dumps(document) for document in questions(0, 13)]

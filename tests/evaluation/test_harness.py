@@ -1,4 +1,4 @@
-"""What lm-eval is told about a model, the paper's numbers, and the run that results go to."""
+"""Model arguments for lm-eval, the paper's numbers, and the run that receives the results."""
 
 from types import SimpleNamespace
 

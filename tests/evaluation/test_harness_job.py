@@ -1,4 +1,4 @@
-"""`job=evaluate benchmark=harness` on tiny checkpoints and tasks: values, going on, and what users get wrong."""
+"""`job=evaluate benchmark=harness` on tiny checkpoints and tasks: values, resuming, and user errors."""
 
 import json
 import math
@@ -24,7 +24,7 @@ START_ID = 0
 
 @pytest.fixture(scope="session")
 def composed():
-    """The configuration of the job, which takes a while to compose."""
+    """Compose the job's configuration once, as it is slow."""
     start.register_resolvers()
     with hydra.initialize_config_dir(str(Path(palimpsest.__file__).parent / "conf"), version_base="1.3"):
         return hydra.compose("config", ["job=evaluate", "benchmark=harness", "checkpoint=?", "device=cpu"])
@@ -32,7 +32,7 @@ def composed():
 
 @pytest.fixture
 def evaluate(composed, tasks_folder, datasets_folder, tmp_path, monkeypatch):
-    """Call the job with the tiny tasks and data in float64; give what it wrote to a folder of the test's own."""
+    """Run the job with the tiny tasks and data in float64; return what it wrote to the test's folder."""
     monkeypatch.setattr(run_folder, "commit", lambda: "0" * 40)
 
     def call(checkpoint, *tasks, **changes):
@@ -59,7 +59,7 @@ def loaded(folder):
 
 
 def log_probability(model, context, continuation):
-    """Of the tokens of a continuation, computed alone and unpadded in float64."""
+    """Return the log-probability of a continuation, computed alone and unpadded in float64."""
     ids = torch.tensor([context + continuation])
     with torch.no_grad():
         log_probs = model(ids, use_cache=False).logits[0].log_softmax(-1)
@@ -68,7 +68,7 @@ def log_probability(model, context, continuation):
 
 
 def accuracies_by_hand(folder, documents):
-    """acc and acc_norm (per character of the answer), with one token before each document that begins it."""
+    """Return acc and acc_norm (per character of the answer), with one BOS token before each document."""
     model, tokenizer = loaded(folder)
     right, right_normalized = 0, 0
     for document in documents:
@@ -86,7 +86,7 @@ def accuracies_by_hand(folder, documents):
 
 
 def perplexity_by_hand(folder, texts, window):
-    """Per word; longer texts are read in pieces of `window` tokens that do not see each other but for one token."""
+    """Return the perplexity per word; longer texts are read in pieces of `window` tokens that share only one token."""
     model, tokenizer = loaded(folder)
     total = 0.0
     for text in texts:
@@ -197,7 +197,7 @@ def test_a_model_that_does_not_repeat_itself_is_told(evaluate, ours, monkeypatch
 
 @pytest.fixture
 def scored(monkeypatch):
-    """The names of the tasks that are scored and not read from the disk."""
+    """Return the names of the tasks that are scored instead of read from disk."""
     names, score_task = [], scoring.score_task
 
     def watched(model, name, *rest):

@@ -1,5 +1,5 @@
-"""What the tests of all kernels share: where kernels run, which tests need a GPU, what was compiled for them, one
-measure of closeness, and a quicker interpreter.
+"""Shared parts of all kernel tests: the device, tests that need a GPU, one measure of closeness, and a faster
+interpreter.
 
 `make test-gpu` runs the tests marked `gpu`, in processes that share one GPU and Triton's cache on disk.
 """
@@ -19,12 +19,12 @@ COMPILED = pytest.StashKey[list[tuple[str, float]]]()
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels run: compiled on a GPU, elsewhere in Triton's interpreter. What asks for it is marked `gpu`."""
+    """Return the device of the kernels: a GPU, or the CPU with Triton's interpreter. Its tests are marked `gpu`."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def absent(needs: str) -> str:
-    """What this machine lacks of the device that a test needs, "CUDA" or "Hopper"; empty if nothing."""
+    """Return the device that a test needs and this machine lacks, "CUDA" or "Hopper"; empty if none."""
     if not torch.cuda.is_available():
         return f"needs {needs}: no GPU, and Triton's interpreter will not do"
     return "needs a Hopper GPU" if needs == "Hopper" and torch.cuda.get_device_capability()[0] != 9 else ""
@@ -32,7 +32,7 @@ def absent(needs: str) -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Mark what runs kernels, and skip what needs a device that is not here, before pytest selects by marks.
+    """Mark tests that run kernels, and skip tests whose device is missing, before pytest selects by marks.
 
     Processes that share a GPU take the tests in an order of their own: tests that compile the same kernels are far
     apart, so that the second finds them in the cache, and those with many examples, which compile most, come first.
@@ -83,7 +83,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True, scope="session")
 def share_of_the_gpu() -> None:
-    """No test takes the memory of those in other processes."""
+    """Limit each process's memory to its share of the GPU."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1 and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(0.9 / workers)
@@ -91,7 +91,7 @@ def share_of_the_gpu() -> None:
 
 @pytest.fixture(autouse=True)
 def a_fault_ends_its_process(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After an illegal address a process can do no more: xdist then names the test and starts another process."""
+    """End the process after an illegal address, as it is unusable: xdist names the test and starts another."""
     yield
     if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
         try:
@@ -114,7 +114,7 @@ def quicker_interpreter() -> Iterator[None]:
 
 @pytest.fixture
 def right_bfloat16(monkeypatch) -> None:
-    """Casts to bfloat16 that round to nearest, and products of it: the interpreter truncates, and multiplies bits."""
+    """Fix the interpreter's bfloat16: round casts to nearest (it truncates), multiply values (it multiplies bits)."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     import triton.language as tl
@@ -138,7 +138,7 @@ def right_bfloat16(monkeypatch) -> None:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """|actual - expected| / |expected| in the 2-norm, in float64; the plain norm where nothing but 0 is expected."""
+    """Return |actual - expected| / |expected| in the 2-norm, in float64; the absolute norm if expected is all 0."""
     difference = torch.linalg.vector_norm(actual.double() - expected.double())
     size = torch.linalg.vector_norm(expected.double())
     return (difference / size if size > 0 else difference).item()

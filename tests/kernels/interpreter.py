@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 @contextmanager
 def quickened() -> Iterator[None]:
-    """Within it the interpreter does such work once."""
+    """Make the interpreter do such work once within the context."""
     with pytest.MonkeyPatch.context() as patch:
         _patch_the_language_once_a_kernel(patch)
         patch.setattr(type(interpreter.interpreter_semantic), "binary_op_sanitize_overflow_impl", _check_overflow)
@@ -49,8 +49,8 @@ def _patch_the_language_once_a_kernel(patch: pytest.MonkeyPatch) -> None:
 
 
 def _check_overflow(semantic, lhs: tl.tensor, rhs: tl.tensor, binary_op) -> None:
-    """Sums, differences and products of whole numbers fit into their type: as Triton checks it, in numpy at once
-    instead of by ten interpreted operations."""
+    """Check that integer sums, differences and products fit their type, like Triton, but in numpy at once instead of by
+    ten interpreted operations."""
     kind = lhs.type.scalar
     if kind.int_bitwidth >= 64 or not semantic.builder.options.sanitize_overflow:
         return
@@ -63,7 +63,7 @@ def _check_overflow(semantic, lhs: tl.tensor, rhs: tl.tensor, binary_op) -> None
 
 
 def _kept_by_name(numpy_dtype: Callable[[tl.dtype], np.dtype]) -> Callable[[tl.dtype], np.dtype]:
-    """The numpy dtype of a type, for which Triton builds a table of all types at each call."""
+    """Return the numpy dtype of a type from a cache; Triton builds a table of all types at each call."""
     kept: dict[str, np.dtype] = {}
 
     def found(kind: tl.dtype) -> np.dtype:

@@ -1,4 +1,4 @@
-"""The quicker interpreter checks what Triton's checks."""
+"""The faster interpreter performs the same checks as Triton's."""
 
 import os
 

@@ -11,7 +11,7 @@ from kernels.launching import compiled_side_by_side, on_grid
 
 
 class Kernel:
-    """As much of Triton's as a launch uses. compiler: called where Triton would compile."""
+    """The part of Triton's kernel that a launch uses. compiler: called where Triton would compile."""
 
     def __init__(self, name: str, log: list, compiler=lambda: None):
         self.name, self.log, self.compiler, self.compiled = name, log, compiler, False

@@ -1,4 +1,4 @@
-"""Every kernel at sizes that fill a GPU: alone, beside matrix products, and beside seven processes of its own kind.
+"""Every kernel at sizes that fill a GPU: alone, next to matrix products, and next to seven processes of its kind.
 
 What `python -m benchmarks.soak.run` does, in a minute in all; --soak-seconds=60 gives each kernel a minute beside each.
 """

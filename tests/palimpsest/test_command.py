@@ -1,4 +1,4 @@
-"""The command line: help, what is refused before any data is read, and how."""
+"""The command line: help, and errors raised before any data is read."""
 
 import errno
 import importlib.metadata

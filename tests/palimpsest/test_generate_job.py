@@ -1,4 +1,4 @@
-"""`job=generate` on a run, an export, and what is neither."""
+"""`job=generate` on a run, an export, and invalid paths."""
 
 import io
 import json

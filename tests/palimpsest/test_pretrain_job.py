@@ -1,4 +1,4 @@
-"""`job=pretrain` from text to an export, killed and resumed, and its neighbours."""
+"""`job=pretrain` from text to an export, killed and resumed, and related settings."""
 
 import csv
 import itertools
@@ -44,7 +44,7 @@ def metrics(folder: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, workplace) -> Path:
-    """One run from start to end, in a process of its own."""
+    """Run from start to end in a separate process."""
     command = Command(workplace, tmp_path_factory.mktemp("unbroken"))
     process = command.start(*PICTURES)
     out, _ = process.communicate(timeout=300)
@@ -175,7 +175,7 @@ def test_a_run_killed_at_arbitrary_moments_ends_with_the_same_weights_bit_for_bi
 
 
 def stop_early(run, command, *overrides, at: int = 9) -> Path:
-    """A run that has stopped at a step, as by a kill: its folder."""
+    """Return the folder of a run that stopped at a step, as if killed."""
     import lightning
 
     class Stop(lightning.Callback):

@@ -1,4 +1,4 @@
-"""`job=pretrain` of recurrent and mixed stacks: trains, and leaves a model that loads, and generates with its cache."""
+"""`job=pretrain` of recurrent and mixed stacks: trains, and exports a model that loads and generates with a cache."""
 
 import csv
 import math

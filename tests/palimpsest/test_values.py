@@ -1,4 +1,4 @@
-"""Values that a known setting cannot mean are refused in one line that names the key, before anything is read or made.
+"""Invalid values of known settings give one line that names the key, before any reading or writing.
 
 A configuration is composed once, and a job's own checks run in this process for each value.
 """

@@ -49,7 +49,7 @@ PartitionName=cpu Nodes={names} Default=YES MaxTime=60 State=UP
 
 
 def missing() -> str:
-    """The programs of a cluster that are not installed here; empty when all are."""
+    """Return the programs of a cluster that are not installed here."""
     path = f"{os.environ.get('PATH', '')}:{SYSTEM}"
     return ", ".join(name for name in (*DAEMONS, "sbatch") if shutil.which(name, path=path) is None)
 
@@ -113,11 +113,11 @@ class Cluster:
         self._start("slurmd", "-D", "-N", node, called=node)
 
     def ask(self, *command: str) -> str:
-        """What a command of SLURM's answers; empty when it fails."""
+        """Return the output of a SLURM command; empty if it fails."""
         return subprocess.run(command, env=self.environment, capture_output=True, text=True).stdout
 
     def states(self, job: str) -> list[str]:
-        """The states of a job, one for each task of an array: COMPLETED, FAILED, CANCELLED, PENDING ..."""
+        """Return the states of a job, one for each task of an array: COMPLETED, FAILED, CANCELLED, PENDING ..."""
         words = self.ask("scontrol", "show", "job", job).split()
         return [word.removeprefix("JobState=") for word in words if word.startswith("JobState=")]
 
@@ -147,7 +147,7 @@ class Cluster:
             self.daemons[called or program] = subprocess.Popen(command, env=self.environment, stdout=out, stderr=out)
 
     def _words(self) -> str:
-        """The last that the daemons have said, for whoever reads of a failed test."""
+        """Return the daemons' last log lines, for the report of a failed test."""
         files = sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")])
         return "\n".join(f"{file.name}: {file.read_text(errors='replace')[-800:]}" for file in files)
 

@@ -66,7 +66,7 @@ class Job:
         return (self.run / "palimpsest.log").read_text()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that a failed job would not bring about."""
+        """Wait for a condition; fail early if the job fails."""
 
         def met() -> bool:
             assert self.slurm.states(self.number) not in (["FAILED"], ["CANCELLED"], ["TIMEOUT"]), self.words()
@@ -75,7 +75,7 @@ class Job:
         until(met, self.words, SECONDS)
 
     def ends(self) -> None:
-        """Wait for its end, through all its attempts."""
+        """Wait for the end of all its attempts."""
         self.until(lambda: self.slurm.states(self.number) == ["COMPLETED"])
 
     def words(self) -> str:
@@ -91,7 +91,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def alone(slurm: Cluster, workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The run that is left alone."""
+    """Run without disturbance."""
     folder = tmp_path_factory.mktemp("alone")
     job = Job(slurm, Command(workplace, folder), folder / "job")
     job.ends()
@@ -100,7 +100,7 @@ def alone(slurm: Cluster, workplace: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def start(slurm: Cluster, command: Command, tmp_path: Path) -> Callable[..., Job]:
-    """Start a run that waits at a step, and return it once it does."""
+    """Start a run that pauses at a step, and return it when paused."""
 
     def call(*overrides: str, step: int | list[int] = 6, rank: int | None = None) -> Job:
         pauses = ("_target_=tests.slurm.pausing.Pauses", f"folder={tmp_path}", f"step={step}")

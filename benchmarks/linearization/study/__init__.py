@@ -1,1 +1,1 @@
-"""Linearization of a small model that was pretrained here: what each run found, the report and the pictures."""
+"""Linearization study of a small model pretrained here: results of the runs, the report and the plots."""

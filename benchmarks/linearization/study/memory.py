@@ -1,4 +1,4 @@
-"""What a variant's linearized layers keep while they decode, measured by filling their caches."""
+"""Cache size of a variant's linearized layers in decoding, measured by filling their caches."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ TOKENS = 512  # more than any variant's window
 
 
 def settings_of(overrides: Sequence[str]) -> Linearization:
-    """How `experiment=liger/study` with a variant's overrides changes a layer, whichever layers it keeps."""
+    """Return the linearization settings of `experiment=liger/study` with a variant's overrides, for any kept layers."""
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = hydra.compose("config", ["experiment=liger/study", "base=none", *overrides])
     return hydra.utils.instantiate(cfg.linearization, softmax_layers=[], _convert_="all")
@@ -23,7 +23,7 @@ def settings_of(overrides: Sequence[str]) -> Linearization:
 
 @torch.no_grad()
 def cache_bytes(settings: Linearization) -> int:
-    """Bytes that a linearized layer caches for each key/value head of 64 in bfloat16, its states in float32."""
+    """Return a linearized layer's cached bytes per key/value head of width 64, bfloat16 with float32 states."""
     config = LlamaConfig(
         vocab_size=8,
         hidden_size=HEAD_DIM,

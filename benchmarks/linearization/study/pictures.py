@@ -1,4 +1,4 @@
-"""The study's pictures."""
+"""Plots of the study."""
 
 import math
 import statistics
@@ -17,14 +17,14 @@ from common.atomic_files import write_figure
 
 COLORS = colormaps["tab10"].colors
 STYLES = ("-", "--", ":", "-.")
-WIDE = 60  # letters of a name that leave room for one column in the legend
+WIDE = 60  # characters of a name beyond which the legend has one column
 LEVELS = {TEACHER: "-", UNTRAINED: "--"}  # drawn across the picture, in black
 
 
 def draw_curves(points: Sequence[Point], path: Path) -> Path:
-    """Held-out perplexity against tokens of adaptation: a line for each variant, the mean over seeds, and a band from
-    the least to the largest. On the left the variants of several seeds, on the right those of one; what lies far above
-    all others is cut off."""
+    """Plot held-out perplexity against tokens of adaptation: a line for each variant's mean over seeds, and a band from
+    minimum to maximum. Left: variants with several seeds; right: variants with one. Curves far above all others are cut
+    off."""
     levels = {point.variant: point.held_out_nats for point in points if point.variant in LEVELS}
     curves = {variant: _curve(points, variant) for variant in dict.fromkeys(point.variant for point in points)}
     trained = {variant: {count: v for count, v in curve.items() if count > 0} for variant, curve in curves.items()}
@@ -65,8 +65,7 @@ def _draw_curve(axes: Axes, variant: str, curve: Mapping[int, list[float]], colo
 
 
 def _curve(points: Sequence[Point], variant: str) -> dict[int, list[float]]:
-    """By tokens, in order, the losses of all seeds. Where seeds were measured at different tokens, those that all have
-    are kept."""
+    """Return the losses of all seeds by tokens, in order, at the tokens that all seeds share."""
     mine = [point for point in points if point.variant == variant]
     seeds = {point.seed for point in mine}
     curve: dict[int, list[float]] = {}
@@ -84,7 +83,7 @@ def _scale_tokens(axes: Axes, counts: set[int]) -> None:
 
 
 def _short(count: float) -> str:
-    """Three digits of a count, with k or M."""
+    """Format a count with three digits and k or M."""
     for unit, letter in ((1e6, "M"), (1e3, "k")):
         if count >= unit:
             return f"{count / unit:.3g}{letter}"
@@ -92,7 +91,7 @@ def _short(count: float) -> str:
 
 
 def draw_recovery(recovered: Mapping[str, Sample], path: Path) -> Path:
-    """A bar for each variant, the best on top; the standard deviation over seeds where there is one."""
+    """Plot a bar for each variant, the best on top, with the standard deviation over seeds if known."""
     order = sorted(recovered.items(), key=lambda item: item[1].mean)
     figure = Figure(figsize=(9, 1.2 + 0.36 * len(order)))
     axes = figure.subplots()
@@ -103,7 +102,7 @@ def draw_recovery(recovered: Mapping[str, Sample], path: Path) -> Path:
         if deviation:
             axes.errorbar(mean, height, xerr=deviation, color="black", capsize=3)
         axes.text(1.01, height, f"{mean:.1%}", va="center", fontsize=9, transform=axes.get_yaxis_transform())
-    # Most lie close together: bars that end far below are cut, and their numbers say how far.
+    # Most values are close together: bars that end far below are cut, and their labels give the value.
     left = max(min(means) - 0.02, statistics.median(means) - 0.15)
     axes.set_xlim(left, max(1.02, *(a + b for a, b in zip(means, deviations, strict=True))))
     axes.axvline(1.0, color="black", linewidth=1)

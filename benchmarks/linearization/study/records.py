@@ -1,4 +1,4 @@
-"""What the study's runs leave: a line for each run, and its held-out loss while it was trained."""
+"""Records of the study's runs: a line for each run, and its held-out loss during training."""
 
 import csv
 import io
@@ -13,20 +13,20 @@ from common.atomic_files import write_atomic
 RUNS, CURVES = "linearization_study.csv", "linearization_study_curves.csv"  # in RESULTS
 
 TEACHER, UNIGRAM, UNTRAINED = "teacher", "unigram", "untrained window and sinks"
-"""Variants that every other one is held to: the model that was linearized; token frequencies alone; the teacher's own
-weights that see a window and the first tokens, at the memory of a linearized model."""
+"""Baselines of all variants: the model before linearization; token frequencies alone; the teacher's own weights limited
+to a window and the first tokens, at the memory of a linearized model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """A pretrained model: its parameters, and the tokens that it was trained on."""
+    """A pretrained model: its number of parameters and training tokens."""
 
     parameters: int
     tokens: int
 
 
 class OfARun:
-    """What lines of both files say of their run: its teacher, and what tells it from others."""
+    """Columns of both files that identify a run: its teacher, variant and seed."""
 
     @property
     def teacher(self) -> Teacher:
@@ -41,9 +41,9 @@ class OfARun:
 class Result(OfARun):
     """One run.
 
-    date: and time, ISO 8601; of two runs with the same teacher, variant and seed, the later counts. settings: what the
-    run changed of the defaults, as JSON. adaptation_tokens: that were trained on; 0 where nothing was drawn or trained,
-    and then every seed gives the same. held_out_nats: nats per token of the held-out text, NaN where the run diverged.
+    date: with time, ISO 8601; of two runs with the same teacher, variant and seed, the later counts. settings: the
+    run's overrides, as JSON. adaptation_tokens: trained on; 0 if nothing was drawn or trained, and then all seeds give
+    the same result. held_out_nats: nats per token of the held-out text, NaN if the run diverged.
     """
 
     date: str
@@ -61,8 +61,8 @@ class Result(OfARun):
 
 @dataclass(frozen=True, kw_only=True)
 class Point(OfARun):
-    """Of one run, after `tokens` of adaptation, the loss of that part of the held-out text (its beginning) that is
-    measured in between: not to be compared with a `Result`, which is of all of it."""
+    """A run's loss after `tokens` of adaptation, on the first part of the held-out text; a `Result` covers all of it,
+    so the two are not comparable."""
 
     date: str
     teacher_parameters: int
@@ -77,7 +77,7 @@ Record = TypeVar("Record", Result, Point)
 
 
 def append(path: Path, records: Sequence[Record]) -> None:
-    """Add lines to a CSV file, which is made where there is none. What was there stays.
+    """Append lines to a CSV file; create the file if needed.
 
     Raises:
         ValueError: the file has other columns.
@@ -90,7 +90,7 @@ def append(path: Path, records: Sequence[Record]) -> None:
 
 
 def read(path: Path, kind: type[Record]) -> list[Record]:
-    """All lines of a CSV file, in order; none where there is no file.
+    """Read all lines of a CSV file, in order; none if there is no file.
 
     Raises:
         ValueError: other columns than `kind` has, or a value that cannot be read.
@@ -113,11 +113,11 @@ def _parsed(path: Path, number: int, kind: type[Record], line: dict[str, Any]) -
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """Those of the last run of each teacher, variant and seed, in the order of the first."""
+    """Return the records of the last run of each teacher, variant and seed, in the order of the first."""
     records = list(records)
     dates: dict[Hashable, str] = {}
     for record in records:
         dates[record.key] = max(dates.get(record.key, ""), record.date)
     chosen = [record for record in records if record.date == dates[record.key]]
-    # A line that was appended twice is one run.
+    # A line that was appended twice counts once.
     return list({tuple(asdict(record).items()): record for record in chosen}.values())

@@ -1,6 +1,6 @@
 """The study's report: `python -m benchmarks.linearization.study.report`.
 
-Reads what the runs left (records.py) and writes tables by variant and the order of the paper's variants, pair by pair.
+Reads the runs' records (records.py), writes tables by variant, and compares the order of the paper's variants pairwise.
 """
 
 import argparse
@@ -27,8 +27,8 @@ REFERENCE = "Liger-GLA"
 
 @dataclass(frozen=True)
 class Published:
-    """Of the paper's variant of Llama-3-8B: validation perplexity (table 6) and the mean accuracy on six tasks, in
-    percent (tables 2, 3, 6 and 9; arXiv 2503.01496); None where it gives none."""
+    """The paper's results for a variant of Llama-3-8B: validation perplexity (table 6) and the mean accuracy on six
+    tasks, in percent (tables 2, 3, 6 and 9; arXiv 2503.01496); None if not given."""
 
     perplexity: float | None
     accuracy: float | None
@@ -50,7 +50,7 @@ PAPER = {
     "no SWA": Published(3.75, 54.2),
 }
 
-# A state beside a window, and the window alone with as much memory or less.
+# A state with a window, and the window alone with the same memory or less.
 CONTROLS = {
     "recipe, window of 124, most sensitive layer kept": (
         "window of 250 and sinks, all of the recipe, most sensitive layer kept",
@@ -66,7 +66,7 @@ CONTROLS = {
 
 @dataclass(frozen=True)
 class Study:
-    """All runs on one teacher that count, nats per token of each variant, and the runs that diverged."""
+    """All counted runs on one teacher, nats per token of each variant, and the runs that diverged."""
 
     teacher: Teacher
     results: Sequence[Result]
@@ -75,7 +75,7 @@ class Study:
 
     @cached_property
     def cached(self) -> dict[str, int]:
-        """Bytes that each variant caches in a layer that is linearized, for a key/value head of 64 in bfloat16."""
+        """Return each variant's cached bytes in a linearized layer, per key/value head of width 64 in bfloat16."""
         overrides = {run.variant: run.settings for run in self.results if run.variant not in (TEACHER, UNIGRAM)}
         return {variant: cache_bytes(settings_of(json.loads(given))) for variant, given in overrides.items()}
 
@@ -84,8 +84,7 @@ class Study:
         return pooled(self.samples.values())
 
     def recovery(self, variant: str) -> Sample | None:
-        """The part of the teacher's advantage over the unigram model that is left; None where one of the two is
-        missing."""
+        """Return the fraction kept of the teacher's advantage over the unigram model; None if either is missing."""
         if TEACHER not in self.samples or UNIGRAM not in self.samples:
             return None
         unigram = self.samples[UNIGRAM].mean
@@ -95,7 +94,7 @@ class Study:
 
 
 def studies(results: Sequence[Result]) -> list[Study]:
-    """The runs that count, by teacher; variants from the best.
+    """Group the counted runs by teacher; variants are sorted, the best first.
 
     Raises:
         ValueError: runs of one variant have different settings or tokens of adaptation.
@@ -130,7 +129,7 @@ def _check_alike(results: Sequence[Result]) -> None:
 
 
 def variants_table(study: Study) -> str:
-    """A line for each variant, from the best."""
+    """Return a table with a line for each variant, the best first."""
     header = ["", "seeds", "tokens", "bytes cached", "nats per token", "perplexity", f"minus {REFERENCE}", "recovery"]
     header += ["paper: perplexity", "paper: accuracy, %"]
     tokens = {result.variant: result.adaptation_tokens for result in study.results}
@@ -159,7 +158,7 @@ def _margin(found: Comparison) -> str:
 
 
 def with_deviation(sample: Sample, form: str) -> str:
-    """The mean, and the standard deviation over seeds where there is one."""
+    """Format the mean, and the standard deviation over seeds if known."""
     mean = format(sample.mean, form)
     return mean if not sample.deviation else f"{mean} ± {format(sample.deviation, form)}"
 
@@ -173,8 +172,8 @@ def _against_reference(study: Study, variant: str) -> str:
 
 
 def memory_table(study: Study) -> str:
-    """Variants with a state, each with the window alone at the same memory or less. Pairs that were not run are not
-    listed."""
+    """Return a table of variants with a state, each against the window alone at the same memory or less. Pairs without
+    runs are left out."""
     rows = []
     for variant, controls in CONTROLS.items():
         for control in controls:
@@ -200,8 +199,8 @@ def memory_table(study: Study) -> str:
 
 
 def paper_pairs() -> list[tuple[str, str, str]]:
-    """(better, worse, by what) of every two variants that the paper measures alike: the ablation by perplexity, the
-    others by accuracy. The teacher is in no pair."""
+    """Return (better, worse, metric) of every two variants that the paper compares by one metric: the ablation by
+    perplexity, the others by accuracy. No pair has the teacher."""
     by_perplexity = {name: each.perplexity for name, each in PAPER.items() if each.perplexity is not None}
     others = {name: -each.accuracy for name, each in PAPER.items() if name not in (TEACHER, *by_perplexity)}
     others[REFERENCE] = -PAPER[REFERENCE].accuracy
@@ -213,7 +212,7 @@ def paper_pairs() -> list[tuple[str, str, str]]:
 
 
 def order_table(study: Study) -> str:
-    """The paper's order, pair by pair: how it came out here. Pairs that were not run are not listed."""
+    """Return a table of the paper's order, pair by pair, with the result here. Pairs that were not run are left out."""
     rows = []
     for better, worse, by in paper_pairs():
         if better not in study.samples or worse not in study.samples:
@@ -240,7 +239,7 @@ def order_table(study: Study) -> str:
 
 
 def section(study: Study, drawn: Mapping[str, str]) -> str:
-    """One teacher's part of the page. drawn: captions of its pictures, by file name."""
+    """Return one teacher's part of the page. drawn: captions of its plots, by file name."""
     noise = study.noise
     parts = [
         f"## Teacher: {study.teacher.parameters / 1e6:.1f}M parameters, {study.teacher.tokens / 1e6:.1f}M tokens",
@@ -266,7 +265,7 @@ def section(study: Study, drawn: Mapping[str, str]) -> str:
 
 
 def page(found: Sequence[Study], drawn: Mapping[Teacher, Mapping[str, str]]) -> str:
-    """The whole report."""
+    """Return the whole report."""
     head = (
         "# Linearization at small scale\n\nA model that was pretrained here, and what is left of it after its "
         "attention was replaced and adapted, on text that none of them was trained on. The paper's numbers "
@@ -306,7 +305,7 @@ def write(results: Path, output: Path) -> Path:
 
 
 def main() -> int:
-    """Write the report. Returns the status."""
+    """Write the report; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the runs' CSV files")
     parser.add_argument("--output", type=Path, help="folder of the report, where it is another")

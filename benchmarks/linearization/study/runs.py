@@ -1,8 +1,8 @@
 """Train the study's variants: `python -m benchmarks.linearization.study.runs --base EXPORT --text TEXT`.
 
 Every run is `job=linearize experiment=liger/study` with a variant's overrides (variants.py), several at once on one
-GPU, since a small model leaves most of it idle. Each finished run appends to the CSV files of records.py; one that is
-there is not made again.
+GPU, since a small model leaves most of it idle. Each finished run appends to the CSV files of records.py; recorded runs
+are skipped.
 """
 
 import argparse
@@ -32,7 +32,7 @@ QUIET = [
 
 
 def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
-    """Linearize and train one variant, and measure it on all the held-out text; in a process of its own."""
+    """Linearize and train one variant, and measure it on all the held-out text; runs in a separate process."""
     import hydra
     import lightning
     import torch
@@ -92,7 +92,7 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
 
 
 def records(found: dict[str, Any], teacher: Teacher, commit: str, gpu: str) -> tuple[Result, list[Point]]:
-    """What a run leaves in the CSV files."""
+    """Return a run's lines of the CSV files."""
     shared = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "teacher_parameters": teacher.parameters,
@@ -116,7 +116,7 @@ def records(found: dict[str, Any], teacher: Teacher, commit: str, gpu: str) -> t
 
 
 def wanted(arguments: argparse.Namespace) -> list[tuple[str, list[str], int]]:
-    """(name, overrides, seed) of the runs that were asked for."""
+    """Return (name, overrides, seed) of the requested runs."""
     chosen = {**variants.UNTRAINED_VARIANTS, **variants.PAPER, **variants.BEYOND, **variants.RECIPES}
     names = arguments.variants or list(chosen)
     unknown = [name for name in names if name not in chosen]
@@ -127,7 +127,7 @@ def wanted(arguments: argparse.Namespace) -> list[tuple[str, list[str], int]]:
 
 
 def main() -> int:
-    """Make the runs that are not there yet. Returns the status."""
+    """Make the missing runs; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--base", type=Path, required=True, help="the teacher: an export of experiment=liger/teacher_28m"
@@ -167,7 +167,7 @@ def main() -> int:
             name, seed = futures[future]
             try:
                 found = future.result()
-            except Exception as error:  # the others go on
+            except Exception as error:  # continue with the others
                 failures += 1
                 print(f"{name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
                 continue

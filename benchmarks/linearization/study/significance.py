@@ -1,4 +1,4 @@
-"""Whether two variants differ by more than their seeds do."""
+"""Test whether two variants differ by more than their seeds."""
 
 import math
 import statistics
@@ -22,7 +22,7 @@ RULE = (
 
 @dataclass(frozen=True)
 class Sample:
-    """What a variant gave: a value for each seed. exact: no seed matters."""
+    """A variant's results: a value for each seed. exact: the result does not depend on the seed."""
 
     values: Mapping[int, float]
     exact: bool = False
@@ -33,7 +33,7 @@ class Sample:
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation over seeds; 0 where no seed matters, None for a single seed."""
+        """Standard deviation over seeds; 0 if exact, None for a single seed."""
         if self.exact:
             return 0.0
         return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
@@ -41,7 +41,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Noise:
-    """The standard deviation over seeds of all variants together; None where no variant has two seeds."""
+    """The pooled standard deviation over seeds of all variants; None if no variant has two seeds."""
 
     deviation: float | None
     freedom: int
@@ -49,8 +49,8 @@ class Noise:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the second sample's mean lies above the first's. margin: what a difference has to exceed to be one; None
-    where the noise is not known. seeds: that both have, where they are compared seed by seed, else 0."""
+    """Difference of the second sample's mean and the first's. margin: the difference is significant above it; None if
+    the noise is unknown. seeds: number of common seeds if compared seed by seed, else 0."""
 
     difference: float
     margin: float | None
@@ -62,7 +62,7 @@ class Comparison:
 
 
 def pooled(samples: Iterable[Sample]) -> Noise:
-    """The noise of all samples that have two seeds or more and are not exact."""
+    """Return the pooled noise of all samples with two seeds or more that are not exact."""
     several = [sample for sample in samples if not sample.exact and len(sample.values) > 1]
     freedom = sum(len(sample.values) - 1 for sample in several)
     if not freedom:
@@ -72,7 +72,7 @@ def pooled(samples: Iterable[Sample]) -> Noise:
 
 
 def compare(first: Sample, second: Sample, noise: Noise) -> Comparison:
-    """`second` against `first`, by `RULE`."""
+    """Compare `second` with `first`, by `RULE`."""
     if first.exact and second.exact:
         return Comparison(second.mean - first.mean, 0.0, 0)
     differences = _by_seed(first, second)
@@ -89,7 +89,7 @@ def compare(first: Sample, second: Sample, noise: Noise) -> Comparison:
 
 
 def _by_seed(first: Sample, second: Sample) -> list[float]:
-    """The differences of seeds that both have; what is exact has every seed."""
+    """Return the differences at common seeds; an exact sample has every seed."""
     seeds = [set(each.values) for each in (first, second) if not each.exact]
     common = sorted(set.intersection(*seeds))
     a, b = (each.values if not each.exact else dict.fromkeys(common, each.mean) for each in (first, second))

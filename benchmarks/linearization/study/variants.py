@@ -1,17 +1,17 @@
-"""The variants of the study: each a name and what it changes in `experiment=liger/study`."""
+"""Variants of the study: each a name and its overrides of `experiment=liger/study`."""
 
 from benchmarks.linearization.study.records import TEACHER, UNTRAINED
 
-TOKENS = 2_621_440  # of adaptation, in conf/experiment/liger/study.yaml
+TOKENS = 2_621_440  # adaptation tokens in conf/experiment/liger/study.yaml
 HALF = TOKENS // 2
 QUARTER = TOKENS // 4
 
 GLA = "Liger-GLA"
-WINDOW_OF_BEST = "linearization.window=250"  # with 4 first tokens in the memory of liger/best: memory.py
+WINDOW_OF_BEST = "linearization.window=250"  # with 4 sinks the memory of liger/best: memory.py
 
 
 def alignment(tokens: int, train: str, lr: str) -> list[str]:
-    """Overrides for a first stage of attention transfer."""
+    """Return overrides for a first stage of attention transfer."""
     return [
         f"++stages.alignment.train={train}",
         f"++stages.alignment.tokens={tokens}",
@@ -47,7 +47,7 @@ UNTRAINED_VARIANTS: dict[str, list[str]] = {
     "joint, untrained, most sensitive layer kept": ["linearization=joint", "softmax_layers={most_sensitive:1}"],
     "Liger-GLA, untrained": [],
 }
-"""Measured as they are converted, without any training; of the teacher all layers are put back before."""
+"""Measured right after conversion, without training; for the teacher all layers are first restored."""
 
 PAPER: dict[str, list[str]] = {
     GLA: [],
@@ -102,7 +102,7 @@ BEYOND: dict[str, list[str]] = {
     "slow gates (temperature 64)": ["linearization.temperature=64"],
     "fast gates (temperature 4)": ["linearization.temperature=4"],
 }
-"""What may lower the gap at equal tokens, one change of Liger-GLA at a time."""
+"""Changes that may lower the gap at equal tokens, one change of Liger-GLA at a time."""
 
 WINDOW_ALONE = ["linearization.state_weight=0.0", "linearization.window_weight=1.0", "linearization.sinks=4"]
 FROM_WINDOW = [*WINDOW_ALONE, "linearization.learned_weights=head"]
@@ -180,7 +180,7 @@ RECIPES: dict[str, list[str]] = {
     "random gate projection, frozen": ["linearization.gate_source=random"],
     "learned feature map, drawn": ["linearization.feature_map=learned", "stages.finetuning.train=[lora,feature_maps]"],
 }
-"""Several changes together, that begin as a sliding window with sinks and learn how much of the state to add; and what
-tells which part of them does it."""
+"""Combined changes that start as a sliding window with sinks and learn how much of the state to add; and the ablations
+that isolate each part."""
 
-DRAWN = "learned feature map, drawn"  # the map begins at random, as in the paper's code, and not as the identity
+DRAWN = "learned feature map, drawn"  # the map starts at random, as in the paper's code, instead of at the identity

@@ -1,4 +1,4 @@
-"""The training benchmark: what its verdicts compare, what its report keeps of earlier runs, and its flow."""
+"""The training benchmark: verdicts, rows kept from earlier runs, and control flow."""
 
 import dataclasses
 import sys
@@ -31,7 +31,7 @@ SHORT = dataclasses.replace(SHAPES["tiny"], length=16, micro_batches=(1, 2), bat
 
 @pytest.fixture(autouse=True)
 def triton_listener():
-    """Each test leaves Triton's listener as it was."""
+    """Restore Triton's listener after each test."""
     triton = pytest.importorskip("triton")
     before = triton.knobs.compilation.listener
     yield

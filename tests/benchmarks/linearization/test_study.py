@@ -1,4 +1,4 @@
-"""The study's arithmetic: recovery, noise, the order of the paper's variants, and what is read and written."""
+"""The study's arithmetic: recovery, noise, the order of the paper's variants, reading and writing."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What benchmarks of a GPU leave alone where there is none."""
+"""Without a GPU, benchmarks leave GPU results untouched."""
 
 import importlib
 import sys

@@ -12,13 +12,13 @@ CORPUS_SCHEMA = SCHEMA.append(pa.field("category", pa.string())).append(pa.field
 
 
 def document(number: int, **fields: object) -> dict:
-    """A row of a corpus' Parquet files."""
+    """Return a row of a corpus' Parquet files."""
     row = {"id": f"d/{number}", "text": "not read", "source": "man", "origin": f"/man/{number}", "length": 1000}
     return {**row, "split": "train", "licence": None, "date": None, "url": None, "category": "commands", **fields}
 
 
 def step(name: str, given: tuple[int, int], left: tuple[int, int], reasons: dict, **fields: object) -> dict:
-    """A step of merged.json: (documents, bytes) in and out, and {reason: {source: (documents, bytes)}}."""
+    """Return a step of merged.json: (documents, bytes) in and out, and {reason: {source: (documents, bytes)}}."""
 
     def amount(pair: Iterable[int]) -> dict:
         documents, length = pair

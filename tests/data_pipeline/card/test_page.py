@@ -23,7 +23,7 @@ def section(text: str, heading: str) -> str:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of all tables' rows, without heads."""
+    """Return the cells of all tables' rows, without headers."""
     lines = [line for line in text.split("\n") if line.startswith("|")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     rules = [number for number, line in enumerate(lines) if set(line) <= set("|-:")]
@@ -32,7 +32,7 @@ def rows(text: str) -> list[list[str]]:
 
 @pytest.fixture(autouse=True)
 def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are drawn, but not rendered, which is what takes time."""
+    """Draw pictures without rendering them, which is slow."""
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **settings: file.write(PNG))
 
 

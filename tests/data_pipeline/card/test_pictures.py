@@ -25,7 +25,7 @@ def figures(folder: Path) -> set[str]:
 
 
 def share(path: Path, color: str) -> float:
-    """The part of a picture's points that have a color."""
+    """Return the fraction of a picture's pixels with a color."""
     with Image.open(path) as image:
         points = np.asarray(image.convert("RGB")).reshape(-1, 3)
     return float((points == [int(color[place : place + 2], 16) for place in (1, 3, 5)]).all(axis=1).mean())

@@ -19,7 +19,7 @@ SLOW, DOCUMENTS = 0.005, 20
 
 
 class Numbers(PipelineStep):
-    """Reads documents, quickly, without a clock."""
+    """Reads documents quickly, without a clock."""
 
     type, name = "READER", "numbers"
 
@@ -38,7 +38,7 @@ class SlowFilter(BaseFilter):
 
 
 class Signatures(PipelineStep):
-    """Reads all documents when it is called, and gives none."""
+    """Reads all documents when called, and yields none."""
 
     type, name = "🫂 - DEDUP", "🎯 MinHash stage 1"
 
@@ -49,7 +49,7 @@ class Signatures(PipelineStep):
 
 
 class Waiting(BaseFilter):
-    """Keeps everything, later."""
+    """Keeps everything after waiting."""
 
     name = "waiting"
 
@@ -59,7 +59,7 @@ class Waiting(BaseFilter):
 
 
 def work(seconds: float) -> None:
-    """Keep the processor busy."""
+    """Keep the CPU busy."""
     end = time.process_time() + seconds
     while time.process_time() < end:
         pass
@@ -74,7 +74,7 @@ def write_resources(folder: Path, **tasks: float) -> None:
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """The logs of two tasks that datatrove ran."""
+    """Return the logs of two datatrove tasks."""
     folder = tmp_path / "logs" / "01-read"
     steps = [Clocked(Numbers()), Recorded(SlowFilter(), str(tmp_path / "record"), "quality"), Clocked(Signatures())]
     LocalPipelineExecutor(steps, tasks=2, workers=1, logging_dir=str(folder)).run()

@@ -19,7 +19,7 @@ def text(words: int) -> str:
 
 
 def run(stages: list[Stage], texts: list[str]) -> list[Document]:
-    """Run stages as executors do: every task by itself, from a pickled step."""
+    """Run stages like the executors: every task separately, from a pickled step."""
     given: list[Document] = []
     for stage in stages:
         for rank in range(stage.tasks):

@@ -14,7 +14,7 @@ BASE32 = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"
 
 
 def made(length: int, letters: str = LETTERS) -> str:
-    """A credential that nobody has: the pieces are put together here so that no file holds one."""
+    """Return a fake credential, joined from pieces here so that no file contains it."""
     return "a1" + "".join(CHOICE.choice(letters) for _ in range(length - 2))
 
 

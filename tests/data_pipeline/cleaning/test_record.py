@@ -15,7 +15,7 @@ from data_pipeline.cleaning.record import Recorded, merge_records
 
 
 class Short(BaseFilter):
-    """Drops what is shorter than ten characters."""
+    """Drops texts shorter than ten characters."""
 
     name = "short"
 

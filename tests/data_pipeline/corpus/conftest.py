@@ -30,7 +30,7 @@ def prose(seed: int, sentences: int = 12) -> str:
 
 
 def write_texts(folder: Path, documents: int = 60, files: int = 3) -> Path:
-    """JSON lines: a text twice, a mail address, a line that is no JSON, a text that is not UTF-8."""
+    """Write JSON lines: a duplicate text, an e-mail address, an invalid JSON line, an invalid UTF-8 text."""
     folder.mkdir(parents=True)
     lines = [
         json.dumps({"id": f"doc{n}", "text": prose(n), "date": f"2024-{1 + n % 12:02d}-03"}) for n in range(documents)

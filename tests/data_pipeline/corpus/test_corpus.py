@@ -1,4 +1,4 @@
-"""The phases of a corpus: what goes in, what comes out, and what it says of itself."""
+"""The phases of a corpus: input, output and manifest."""
 
 import json
 

@@ -14,7 +14,7 @@ from tests.data_pipeline.corpus.conftest import prose, rows_of, write_texts
 
 
 def settings(texts, out):
-    """A recipe of text files alone, with the stock cleaning."""
+    """Return a recipe of text files only, with the stock cleaning."""
     return (
         "job=corpus",
         "corpus=local",

@@ -1,4 +1,4 @@
-"""Steps that leave a trace of having run, and that fail in the ways that steps fail. Run in other processes."""
+"""Steps that record their runs, and fail in typical ways. Run in other processes."""
 
 import errno
 import logging
@@ -16,7 +16,7 @@ from data_pipeline.executors.phases import Phase
 
 
 class Trace(PipelineStep):
-    """Adds a line to `folder/<name>-<task>` when a task begins, and another when it ends."""
+    """Appends a line to `folder/<name>-<task>` when a task starts, and another when it ends."""
 
     def __init__(self, folder: Path, name: str, fail: tuple[int, ...] = (), how: str = "", seconds: float = 0) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Trace(PipelineStep):
         os.abort()
 
     def meet(self) -> None:
-        """Wait until another task has begun, too."""
+        """Wait until another task has also started."""
         for _ in range(600):
             if len(list(Path(self.folder).glob(f"{self.trace}-*"))) > 1:
                 return
@@ -86,17 +86,17 @@ class Unpicklable(Exception):
 
 
 def phase(folder: Path, name: str, tasks: int = 2, **settings: object) -> Phase:
-    """A phase of one `Trace`."""
+    """Return a phase of one `Trace`."""
     folder.mkdir(parents=True, exist_ok=True)
     return Phase(name, [Trace(folder, name, **settings)], tasks)
 
 
 def times(folder: Path, name: str, task: int) -> dict[str, list[float]]:
-    """When each run of a task began, and when it ended."""
+    """Return the start and end times of each run of a task."""
     lines = [line.split() for line in Path(folder, f"{name}-{task}").read_text().splitlines()]
     return {word: [float(line[2]) for line in lines if line[0] == word] for word in ("began", "ended")}
 
 
 def nodes(folder: Path, name: str, tasks: int) -> set[str]:
-    """The SLURM nodes that tasks ran on."""
+    """Return the SLURM nodes that tasks ran on."""
     return {Path(folder, f"{name}-{task}").read_text().split()[3] for task in range(tasks)}

@@ -1,4 +1,4 @@
-"""Phases on one machine: their order, what is done again and what is not, and how a run ends that cannot go on."""
+"""Phases on one machine: their order, what is rerun, and how a run ends that cannot continue."""
 
 import errno
 import json

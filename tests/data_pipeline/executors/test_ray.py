@@ -1,4 +1,4 @@
-"""Phases on a Ray cluster of one node: what holds for one machine holds here."""
+"""Phases on a Ray cluster of one node behave as on one machine."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The executors as the command line names them, and what is refused before anything runs."""
+"""The executors as named on the command line, and errors before anything runs."""
 
 import json
 from pathlib import Path

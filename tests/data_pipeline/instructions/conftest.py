@@ -43,7 +43,7 @@ def make_tokenizer(bos: bool = False, lines: bool = False, **settings) -> PreTra
 
 
 def alpaca_records(count: int) -> list[dict]:
-    """Records of growing length, every third with an input."""
+    """Return records of growing length, every third with an input."""
     return [
         {
             "instruction": f"what does gate {n} forget?",
@@ -56,7 +56,7 @@ def alpaca_records(count: int) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
-    """A tokenizer with a chat template and without a pad token."""
+    """Write a tokenizer with a chat template and without a pad token."""
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer().save_pretrained(folder)
     return folder
@@ -71,7 +71,7 @@ def alpaca_file(tmp_path_factory):
 
 @pytest.fixture
 def make_data(alpaca_file, tokenizer_folder, tmp_path):
-    """Return InstructionData, small; keyword arguments override."""
+    """Return small InstructionData; keyword arguments override its settings."""
 
     def make(**settings):
         defaults = {

@@ -9,7 +9,7 @@ FILLER = 9
 
 
 def example(start: int, size: int, learned: int) -> Example:
-    """Tokens start, start + 1, ..., of which the last `learned` are learned."""
+    """Return tokens start, start + 1, ..., the last `learned` of which are learned."""
     return Example(np.arange(start, start + size, dtype=np.int32), np.arange(size) >= size - learned)
 
 

@@ -36,7 +36,7 @@ def chat(turns, loss_on="answers", **settings):
 
 
 def learned_texts(tokenizer, example):
-    """The text of each run of learned tokens."""
+    """Return the text of each run of learned tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], example.learned.astype(int), [0]])))
     return [tokenizer.decode(example.tokens[a:b].tolist()) for a, b in edges.reshape(-1, 2)]
 

@@ -1,4 +1,4 @@
-"""Documents whose words say what they are, a server that labels them, and stages run as executors run them."""
+"""Documents whose words give their label, a server that labels them, and stages run like the executors."""
 
 import json
 import pickle
@@ -30,7 +30,7 @@ BAD = "click cookie subscribe newsletter banner"
 
 
 def make_documents(count: int, seed: int = 0) -> list[Document]:
-    """Documents of three categories in turn, of quality 0 to 5 by how many good words are among the bad."""
+    """Return documents of three categories in turn, of quality 0 to 5 by the share of good words."""
     draw = random.Random(seed)
     documents = []
     for number in range(count):
@@ -46,7 +46,7 @@ def make_documents(count: int, seed: int = 0) -> list[Document]:
 
 
 class Labeller:
-    """An OpenAI-like server on loopback that knows each document's label; `script(name, n)` may say something else."""
+    """An OpenAI-like server on loopback that knows each document's label; `script(name, n)` may override it."""
 
     def __init__(self) -> None:
         self.script = lambda name, n: None
@@ -108,7 +108,7 @@ class Labeller:
 
 @pytest.fixture(autouse=True)
 def few_features(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A smaller classifier, which is sooner trained and written."""
+    """Use a smaller classifier, which trains and saves faster."""
     monkeypatch.setattr(classifier, "FEATURES", 2**13)
     classifier._vectorizer.cache_clear()
     yield
@@ -117,7 +117,7 @@ def few_features(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the pictures a test would have drawn: drawing takes longer than all else."""
+    """Return the names of the requested pictures instead of drawing them, which is slow."""
     names: list[str] = []
     monkeypatch.setattr(report, "draw", lambda path, *about: names.append(path.name))
     return names
@@ -130,14 +130,14 @@ def labeller():
 
 
 def make_stages(tmp_path: Path, labeller: Labeller, tasks: int = 2, name: str = "corpus", **settings) -> list[Stage]:
-    """The stages over a store that all corpora of a test share."""
+    """Return the stages over a store shared by all corpora of a test."""
     backend = settings.pop("backend", None) or labeller.backend()
     given = {"rubric": RUBRIC, "documents": 100, "store": str(tmp_path / "store"), **settings}
     return labels(str(tmp_path / name), tasks, backend=backend, **given)
 
 
 def run(stages: list[Stage], documents: list[Document]) -> list[Document]:
-    """Run stages as executors do: every task by itself, from a pickled step."""
+    """Run stages like the executors: every task separately, from a pickled step."""
     given: list[Document] = []
     for stage in stages:
         for rank in range(stage.tasks):

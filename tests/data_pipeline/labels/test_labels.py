@@ -1,4 +1,4 @@
-"""The whole way: sample, labels, classifier, filter."""
+"""End to end: sample, labels, classifier, filter."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Figures of agreement, and the page and pictures that show them."""
+"""Agreement statistics, and the page and pictures that show them."""
 
 import numpy as np
 import pytest

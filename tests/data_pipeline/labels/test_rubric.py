@@ -1,4 +1,4 @@
-"""The rubric's prompt, and how answers are read."""
+"""The rubric's prompt, and parsing of answers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which documents are labelled, and what of them."""
+"""Which documents are labelled, and which part of each."""
 
 import json
 from collections import Counter

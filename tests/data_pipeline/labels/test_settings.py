@@ -1,4 +1,4 @@
-"""The settings that are shipped, as a recipe composes them."""
+"""The shipped settings, composed by a recipe."""
 
 import pickle
 from pathlib import Path

@@ -25,7 +25,7 @@ def documents(kind: str, number: int, words: int = 60) -> list[str]:
 
 
 def write_parquet(path: Path, texts: list[str | None], splits: list[str], **columns: list) -> Path:
-    """A file of the documents' schema, in row groups of 8."""
+    """Write a file of the documents' schema, in row groups of 8."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {"id": [f"{path.stem}/{n}" for n in range(len(texts))], "text": texts, "split": splits}
     table = pa.table({name: (rows | columns).get(name, [None] * len(texts)) for name in SCHEMA.names}, schema=SCHEMA)
@@ -34,7 +34,7 @@ def write_parquet(path: Path, texts: list[str | None], splits: list[str], **colu
 
 
 def write_corpus(folder: Path, sizes: dict[str, tuple[int, int]]) -> Path:
-    """A corpus as `job=corpus` leaves it: category -> (training documents, held-out documents)."""
+    """Write a corpus like `job=corpus`: category -> (training documents, held-out documents)."""
     for category, (train, held_out) in sizes.items():
         texts = documents(category, train + held_out)
         parts = {"train-00000-00000": texts[: train // 2], "train-00001-00000": texts[train // 2 : train]}
@@ -59,7 +59,7 @@ def mixture_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_mixture(corpus, mixture_dir):
-    """Return MixtureData over the corpus, small; keyword arguments override."""
+    """Return small MixtureData over the corpus; keyword arguments override its settings."""
     defaults = {
         "corpus": str(corpus),
         "tokenizer": ByteLevelBPE(vocab_size=300),

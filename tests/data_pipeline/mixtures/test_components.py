@@ -14,7 +14,7 @@ from tests.data_pipeline.mixtures.conftest import documents, write_corpus, write
 
 @pytest.fixture
 def rewriting(tmp_path):
-    """A rewriting, whose shards are all called train: rows 3 and 4 are of held-out documents."""
+    """Write a rewriting, whose shards are all named train; rows 3 and 4 are of held-out documents."""
     splits = ["train"] * 3 + ["validation"] * 2 + ["train"] * 5
     folder = tmp_path / "rewritten"
     write_parquet(folder / "shards" / "train-00000-000000.parquet", documents("rewritten", 10), splits)

@@ -33,7 +33,7 @@ def phased(make_mixture):
 
 
 def components_read(data) -> list[str]:
-    """The component at each position, told by the words in its text: in whose tokens the sequence lies."""
+    """Return the component at each position, recognized by the words of its text."""
     names = list(data.manifest["components"])
     sequences = data.open("train", data.sequence_length)
     return [names[sequences[position].component] for position in range(len(sequences))]
@@ -94,7 +94,7 @@ def test_every_sequence_of_a_component_is_read_once_before_any_is_read_again(mak
 
 
 def global_batches(data, world_size, micro_batch_size, start=0, steps=32):
-    """The inputs of each step, in the order of the sequences in the run."""
+    """Return the inputs of each step, in the run's order of sequences."""
     accumulate = 8 // (world_size * micro_batch_size)
     sequences = data.open("train", 32)
     ranks = [

@@ -1,4 +1,4 @@
-"""A server that answers as a script tells it to, documents to rewrite, and a plan with the shipped screens."""
+"""A server with scripted answers, documents to rewrite, and a plan with the shipped screens."""
 
 import collections
 import json
@@ -28,20 +28,20 @@ TEXT = (
 
 
 def swapped(text: str) -> str:
-    """A rewriting that says the same and copies no run of words: neighbours change places."""
+    """Rewrite a text without copying any run of words: swap neighbouring words."""
     words = text.split()
     pairs = zip(words[::2], words[1::2], strict=False)
     return " ".join(word for pair in pairs for word in reversed(pair)) + (f" {words[-1]}" if len(words) % 2 else "")
 
 
 def named(text: str) -> str:
-    """The name of the test's document in a prompt."""
+    """Return the name of the test's document in a prompt."""
     return re.search(r"DOC\d+", text).group()
 
 
 @dataclass
 class ScriptedServer:
-    """Answers chat requests on loopback; `script(name, n)` says what the n-th request for a document gets."""
+    """Answers chat requests on loopback; `script(name, n)` gives the answer to the n-th request for a document."""
 
     script: object = lambda name, n: "good"
     key: str | None = None
@@ -158,7 +158,7 @@ def server():
 
 
 def write_corpus(folder: Path, documents: int, text: str = TEXT) -> Path:
-    """Documents DOC0, DOC1, ... in Parquet files of 64, in row groups of 16."""
+    """Write documents DOC0, DOC1, ... in Parquet files of 64, in row groups of 16."""
     folder.mkdir()
     for first in range(0, documents, 64):
         numbers = range(first, min(first + 64, documents))
@@ -174,7 +174,7 @@ def write_corpus(folder: Path, documents: int, text: str = TEXT) -> Path:
 
 
 def settings_for(source: Path, output: Path, **changes) -> dict:
-    """Settings as conf/job/rewrite.yaml has them, small, with one style and the shipped screens."""
+    """Return the settings of conf/job/rewrite.yaml, small, with one style and the shipped screens."""
     return {
         "input": str(source),
         "output": str(output),
@@ -193,18 +193,18 @@ def settings_for(source: Path, output: Path, **changes) -> dict:
 
 
 def run_rewriting(source: Path, output: Path, server, backend=(), **changes) -> dict:
-    """Rewrite against the scripted server, impatiently; `backend` are settings of the endpoint."""
+    """Rewrite with the scripted server and short timeouts; `backend` are settings of the endpoint."""
     quick = {"model": "m", "timeout_s": 1.0, "backoff_s": 0.01, "concurrency": 16, **dict(backend)}
     endpoint = Endpoint(base_url=server.url, **quick)
     return rewrite(read_plan(settings_for(source, output, **changes)), endpoint, quick)
 
 
 def rows_of(output: Path) -> list[dict]:
-    """The rows of all shards, in order."""
+    """Return the rows of all shards, in order."""
     return [row for path in sorted((output / "shards").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
 def left_out_of(output: Path) -> dict[str, list[str]]:
-    """What was left out: id to reasons."""
+    """Return the reasons of each rejected document by id."""
     lines = (line for p in sorted((output / "left_out").glob("*.jsonl")) for line in p.read_text().splitlines())
     return {entry["id"]: entry["reasons"] for entry in map(json.loads, lines)}

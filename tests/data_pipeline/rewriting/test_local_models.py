@@ -1,4 +1,4 @@
-"""The backends that need no server of one's own: a model in this process, and a server that the job starts."""
+"""The local backends: a model in this process, and a server that the job starts."""
 
 import asyncio
 import multiprocessing
@@ -18,7 +18,7 @@ from tests.data_pipeline.rewriting.conftest import CONF, rows_of, settings_for, 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A model of random weights with a vocabulary of bytes."""
+    """Save a model with random weights and a byte vocabulary."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -111,7 +111,7 @@ with server:
 
 
 def served(tmp_path, lives=0, command=None, **settings):
-    """A backend that starts the scripted server, which dies after `lives` requests."""
+    """Return a backend that starts the scripted server, which dies after `lives` requests."""
     script = tmp_path / "server.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(CONF.parents[1])!r})\n{SERVER}")
     command = command or [sys.executable, str(script), "{port}", str(lives)]
@@ -120,7 +120,7 @@ def served(tmp_path, lives=0, command=None, **settings):
 
 
 def server_processes(output):
-    """The servers that were started, as their log names them, and are still alive."""
+    """Return the started servers, as named in their log, that are still alive."""
     numbers = [int(line.split()[1]) for line in (output / "server.log").read_text().splitlines() if "server " in line]
     assert numbers
     return [number for number in numbers if is_alive(number)]

@@ -27,7 +27,7 @@ FAULTS = ("429", "500", "hang", "cut", "no_json", "other_json", "empty", "refusa
 
 
 def tenth_faulty(name, n):
-    """A tenth of the requests fails, each kind as often, whatever the order they come in."""
+    """Fail a tenth of the requests, each kind equally often, in any order of arrival."""
     draw = int.from_bytes(hashlib.sha256(f"{name} {n}".encode()).digest()[:4], "big") / 2**32
     return FAULTS[int(draw * 10 * len(FAULTS))] if draw < 0.1 else "good"
 
@@ -200,7 +200,7 @@ def test_a_line_without_an_end_is_not_held_in_memory(tmp_path):
 
 
 class Instant(Backend):
-    """Answers at once, for measuring everything else."""
+    """Answers immediately, to measure everything else."""
 
     model, in_flight = "m", 16
 

@@ -1,4 +1,4 @@
-"""The shipped thresholds, on a text with a good rewriting and with one bad one for each screen."""
+"""The shipped thresholds, on a text with a good rewriting and one bad rewriting per screen."""
 
 import pytest
 import yaml

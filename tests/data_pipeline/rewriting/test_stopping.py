@@ -1,4 +1,4 @@
-"""Runs that end before their end: one line, what was finished stays, and going on pays for nothing twice."""
+"""Interrupted runs: they print one line, keep finished work, and pay for no request twice on resume."""
 
 import json
 import multiprocessing
@@ -18,7 +18,7 @@ from tests.data_pipeline.rewriting.conftest import ScriptedServer, rows_of, run_
 
 
 class Job:
-    """The job in a process of its own, to be killed: a fork, since imports would take longer than the test."""
+    """The job in a separate process, to be killed; forked, since imports would take longer than the test."""
 
     def __init__(self, source, output, server, concurrency=8, largest_file=None):
         self.says = output.with_name(f"{output.name}-said-{random.random()}.txt")
@@ -38,7 +38,7 @@ class Job:
         self.process.start()
 
     def end(self) -> tuple[int, str]:
-        """Wait for its end; its exit status and last words."""
+        """Wait for the end; return the exit status and the last output."""
         self.process.join(60)
         return self.process.exitcode, self.says.read_text() if self.says.exists() else ""
 

@@ -17,7 +17,7 @@ WORDS = "Locks are slow when caches bounce between sockets. " * 15
 
 
 def record(identity, categories="cs.OS cs.DC", **others):
-    """A record of the metadata snapshot."""
+    """Return a record of the metadata snapshot."""
     return {
         "id": identity,
         "submitter": "A. Nobody",
@@ -48,7 +48,7 @@ def metadata(folder, *records, name="arxiv-metadata-oai-snapshot.json"):
 
 
 def tar(members, form=tarfile.PAX_FORMAT):
-    """A tar of {name: bytes or TarInfo}."""
+    """Return a tar of {name: bytes or TarInfo}."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=form) as file:
         for name, content in members.items():
@@ -60,7 +60,7 @@ def tar(members, form=tarfile.PAX_FORMAT):
 
 
 def paper(text=WORDS, **files):
-    """A gzipped tar of LaTeX."""
+    """Return a gzipped tar of LaTeX."""
     main = f"\\documentclass{{article}}\n\\begin{{document}}\n{text}\n\\end{{document}}"
     return gzip.compress(tar({"main.tex": main.encode(), "figure.pdf": b"%PDF-1.5", **files}))
 
@@ -154,7 +154,7 @@ def test_papers_without_source_are_counted_and_no_fault(tmp_path):
 
 
 def long_name(size):
-    """A tar that begins with a name of `size` bytes."""
+    """Return a tar that starts with a name of `size` bytes."""
     info = tarfile.TarInfo("././@LongLink")
     info.type, info.size = tarfile.GNUTYPE_LONGNAME, size
     return gzip.compress(info.tobuf(tarfile.GNU_FORMAT) + bytes(size))

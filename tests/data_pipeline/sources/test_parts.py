@@ -1,4 +1,4 @@
-"""Sources that can be read in parts, read whole: as a pretraining run asks for their documents."""
+"""Sources with parts, read whole, as a pretraining run does."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ CONF = Path(__file__).parents[3] / "conf"
 
 
 class Numbers(SourceInParts):
-    """Three parts of four documents; the index that reading needs is prepared."""
+    """Three parts of four documents; reading needs an index, which is prepared."""
 
     def identity(self) -> dict:
         return {"numbers": 3}

@@ -29,7 +29,7 @@ def data(make_data):
 
 
 def stream(data, split):
-    """The whole token stream and the document starts in it, made the plain way."""
+    """Return the whole token stream and its document starts, computed in the simplest way."""
     tokens, starts = [], []
     for text in texts(data._documents_folder, split):
         starts.append(len(tokens))

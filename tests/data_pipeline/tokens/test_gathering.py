@@ -31,7 +31,7 @@ def words(seed: int, count: int = 120) -> list[str]:
 
 
 def near(text: list[str], seed: int) -> str:
-    """A copy with three words changed."""
+    """Return a copy with three words changed."""
     changed = list(text)
     for place in random.Random(seed).sample(range(len(text)), 3):
         changed[place] = "another"
@@ -39,13 +39,13 @@ def near(text: list[str], seed: int) -> str:
 
 
 def families(number: int, size: int) -> list[str]:
-    """Texts of which each has `size` near copies, and as many that stand alone."""
+    """Return texts with `size` near copies each, and as many unique texts."""
     copies = [near(words(family), copy) for family in range(number) for copy in range(size)]
     return [*copies, *(" ".join(words(1000 + alone)) for alone in range(number * size))]
 
 
 def shared_with_training(folder) -> float:
-    """The share of held-out bytes in spans of SPAN bytes that the training text has too."""
+    """Return the fraction of held-out bytes in spans of SPAN bytes that also occur in the training text."""
     known = set()
     for text in texts(folder, "train"):
         known.update(text[place : place + SPAN] for place in range(len(text) - SPAN + 1))

@@ -20,7 +20,7 @@ LENGTH = 256
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["zarr2", "zarr3"])
 def arrays(request, tmp_path_factory):
-    """The public arrays' layout, small: [documents, LENGTH] uint16."""
+    """Write small arrays in the public layout: [documents, LENGTH] uint16."""
     folder = tmp_path_factory.mktemp("longcrawl64")
     rng = np.random.default_rng(0)
     for name, documents in (("train.zarr", 6), ("heldout.zarr", 3)):
@@ -32,7 +32,7 @@ def arrays(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A tokenizer of GPT-2's size."""
+    """Return a tokenizer of GPT-2's size."""
     folder = tmp_path_factory.mktemp("gpt2")
     vocabulary = {f"t{n}": n for n in range(END_OF_TEXT)} | {"<|endoftext|>": END_OF_TEXT}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))

@@ -175,7 +175,7 @@ def gpt2(trained: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
 
 
 def adding(single: str):
-    """A tokenizer whose own rule puts `single` around a text."""
+    """Return a tokenizer whose post-processor wraps a text as `single` says."""
 
     def change(trained: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
         changed = copy.deepcopy(trained)

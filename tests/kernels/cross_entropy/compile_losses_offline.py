@@ -1,4 +1,4 @@
-"""Compile the kernel for a GPU that is not there, and print as JSON what it took: run by its test."""
+"""Compile the kernel for an absent GPU, and print the resources it needs as JSON: a program run by its test."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from kernels.cross_entropy.triton_token_losses import fused_token_losses
 
 
 class WidthCompiler(Compiler):
-    """Records also how many times 4 bytes a thread loads and stores at once, at most."""
+    """Also records the widest load and store of a thread, in units of 4 bytes."""
 
     def compile(self, kernel, args: tuple, kwargs: dict) -> None:
         super().compile(kernel, args, kwargs)

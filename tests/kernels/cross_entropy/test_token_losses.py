@@ -27,7 +27,7 @@ CASES = [
 def inputs(
     dtype, targets=False, teacher=False, mask=False, temperature=1.0, sizes=(150, 192), tokens=7
 ) -> tuple[torch.Tensor, dict]:
-    """Logits, and the other arguments; the columns that are padding hold what must not be read."""
+    """Return logits and the other arguments; padding columns hold values that must not be read."""
     generator = torch.Generator().manual_seed(tokens)
     logits, teacher_logits = (3 * torch.randn(tokens, sizes[1], generator=generator) for _ in range(2))
     logits[:, sizes[0] :] = 100

@@ -1,4 +1,4 @@
-"""Compile the kernels for GPUs that are not there, and print as JSON what each took: a program, run by the tests.
+"""Compile the kernels for absent GPUs, and print the resources each needs as JSON: a program run by the tests.
 
     python compile_offline.py 90:hopper_forward:128 89:backward:64 ...
 
@@ -34,7 +34,7 @@ LENGTH, HEADS = 256, 2
 
 
 def barriers_nobody_takes(module: str) -> list[str]:
-    """Names of the mbarriers that a kernel initializes, and that no group of warps of it uses.
+    """Return the names of the mbarriers that a kernel initializes but no group of its warps uses.
 
     Args:
         module: the kernel in Triton's GPU dialect, as text.
@@ -48,10 +48,10 @@ def barriers_nobody_takes(module: str) -> list[str]:
 
 
 def registers_nothing_sets(assembly: str) -> list[int]:
-    """Numbers of the uniform registers that a program reads, and that nothing gives a value but from themselves.
+    """Return the numbers of uniform registers that a program reads but never sets, except from themselves.
 
-    Triton 3.6's ptxas makes such programs where uniform registers are short: addresses of matrix products are then
-    anything.
+    Triton 3.6's ptxas emits such programs when uniform registers run out: addresses of matrix products are then
+    arbitrary.
 
     Args:
         assembly: as `cuobjdump -sass` prints it, for Hopper.
@@ -77,7 +77,7 @@ def registers_nothing_sets(assembly: str) -> list[int]:
 
 
 class AbsentDriver:
-    """What Triton asks of a driver before it compiles. The device's number is its architecture."""
+    """Answers Triton's queries of a driver before compiling. The device's number is its architecture."""
 
     def __init__(self):
         self.architecture = 90
@@ -101,7 +101,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 class Compiler:
-    """Stands in for launching kernels; `records` has one entry for each that was compiled.
+    """Replaces launching of kernels; `records` has one entry for each compiled kernel.
 
     for_hopper_alone: for other architectures nothing is assembled, which takes most of the time. Shared memory, all
     that is then told of them, is known before.
@@ -121,7 +121,7 @@ class Compiler:
         return self.driver.architecture == 90 or not self.for_hopper_alone
 
     def choose_stages(self, backend=None, stages=None, options=None, language=None, capability=None):
-        """Triton's hook: first what names it in the cache, then what it makes of the stages."""
+        """Implement Triton's hook: first return its cache key, then change the stages."""
         if stages is None:
             return (f"assembled: {self.is_assembled()}",) * 2
         if not self.is_assembled():
@@ -152,7 +152,7 @@ class Compiler:
 
 
 def compile_row(name: str, head_dim: int, config, gated: bool) -> None:
-    """One row of the table, in bfloat16: with gates, documents and pruning on the kernels that take them, and lse."""
+    """Compile one row of the table, in bfloat16: with gates, documents and pruning where supported, and lse."""
     q, k, v, out, grad_out = (torch.zeros(1, LENGTH, HEADS, head_dim, dtype=torch.bfloat16) for _ in range(5))
     lse = torch.zeros(1, HEADS, LENGTH)
     grad_lse = torch.zeros(1, LENGTH, HEADS) if gated else None

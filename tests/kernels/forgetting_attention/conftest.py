@@ -1,4 +1,4 @@
-"""Inputs for forgetting attention, one way to take its output with all gradients, and what tests of kernels share."""
+"""Inputs for forgetting attention, a function for its output with all gradients, and shared fixtures."""
 
 from contextlib import contextmanager
 
@@ -70,7 +70,7 @@ def out_and_gradients():
 
 @pytest.fixture(scope="session")
 def triton_forgetting_attention(device):
-    """`forgetting_attention` by the Triton kernels, whatever the device; takes and returns tensors on the CPU."""
+    """Return `forgetting_attention` by the Triton kernels on any device; it takes and returns CPU tensors."""
     from kernels.forgetting_attention.operator import triton_attention
 
     def run(q, k, v, log_forget=None, *, scale=None, window=None, cumulative=False, prune=None, **options):

@@ -1,4 +1,4 @@
-"""The public function against the definition: outputs and all gradients, over shapes and options."""
+"""The public function against the reference: outputs and all gradients, over shapes and options."""
 
 from itertools import pairwise
 
@@ -34,7 +34,7 @@ def agree(assert_close, out_and_gradients):
 
 @st.composite
 def problems(draw):
-    """Sizes and options that belong together; lengths on both sides of a chunk."""
+    """Draw consistent sizes and options; lengths on both sides of a chunk."""
     length = st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 300]))
     queries, batch, options = draw(length), draw(st.integers(1, 3)), {}
     keys = queries + draw(st.one_of(st.just(0), st.integers(1, 30), st.just(515)))

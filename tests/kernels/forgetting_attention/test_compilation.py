@@ -1,4 +1,4 @@
-"""What the kernels compile to: nothing while training goes on, and programs that every chip of the table can hold."""
+"""Compilation: no recompilation during training, and programs that fit every chip of the table."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
 def random_problem(draw, documents, make_inputs):
-    """Inputs and options of random sizes, in bfloat16: packed documents, or a batch."""
+    """Draw inputs and options of random sizes, in bfloat16: packed documents, or a batch."""
     sizes = {"heads": (4, 2, 1), "head_dims": (64, 64), "dtype": torch.bfloat16}
     length = draw.choice([1, 16, 17, 128, draw.randint(1, 700)])
     if documents:
@@ -64,7 +64,7 @@ def test_the_count_of_compiled_kernels_sees_a_new_head_dim(
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> list[dict]:
-    """Every row of the table, compiled for its architecture: those for 8 for Ada, which holds less than Ampere."""
+    """Compile every row of the table for its architecture; rows for 8 for Ada, with less shared memory than Ampere."""
     rows = [f"{90 if least == 9 else 89}:{name}:{head_dim}" for least, name, head_dim in TABLE]
     rows.append("80:forward:128")
     environment = {

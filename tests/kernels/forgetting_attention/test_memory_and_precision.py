@@ -1,4 +1,4 @@
-"""Long sequences: no T x T tensor, packed documents cost their own squares, and sums of gates stay exact."""
+"""Long sequences: no T x T tensor, packed documents cost the sum of their squares, and sums of gates stay exact."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""lse, the log of the softmax's sum: its value and its gradient, by every way to compute the attention."""
+"""lse, the log of the softmax's sum: its value and gradient, by every implementation."""
 
 import os
 

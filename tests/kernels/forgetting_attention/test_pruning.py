@@ -1,4 +1,4 @@
-"""Adaptive pruning: what it may lose, and that it does skip."""
+"""Adaptive pruning: its error bound, and that it skips keys."""
 
 import math
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture
 def decaying(make_inputs):
-    """Gates that lose about 0.3 nats a token: far keys decay to nothing within 700."""
+    """Return gates that lose about 0.3 nats per token: keys vanish within 700 tokens."""
     return make_inputs(queries=700, heads=(4, 2, 1), head_dims=(8, 8), gates=1.0)
 
 

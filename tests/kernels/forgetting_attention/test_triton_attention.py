@@ -1,4 +1,4 @@
-"""The Triton kernels against the definition: compiled on a GPU, elsewhere in Triton's interpreter."""
+"""The Triton kernels against the reference: compiled on a GPU, elsewhere in Triton's interpreter."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def int32(*values):
 
 
 def tolerance(inputs):
-    """Four roundings of a half."""
+    """Return four roundings in half precision."""
     dtype = inputs["q"].dtype
     return 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
 
@@ -38,7 +38,7 @@ def agree(assert_close, out_and_gradients, triton_forgetting_attention):
 
 @st.composite
 def problems(draw, gates):
-    """Sizes and options that belong together; lengths on both sides of a tile, of a grain and of a chunk."""
+    """Draw consistent sizes and options; lengths on both sides of a tile, a grain and a chunk."""
     heads = draw(st.sampled_from([(1, 1, 1), (2, 2, 2), (4, 2, 1), (6, 2, 3), (4, 1, 4)]))
     long = [63, 64, 65, 127, 128, 129] if heads[0] < 4 else [33]
     queries = draw(st.one_of(st.integers(1, 32), st.sampled_from(long)))
@@ -259,7 +259,7 @@ def test_deterministic_algorithms_give_the_same_bits(
 
 
 def arguments(inputs, device, *bounds, window=None, cumulative=False, prune=None, return_lse=False):
-    """What the operation takes, on the device: q, k, v, gates, three kinds of bounds and the rest."""
+    """Return the operation's arguments on the device: q, k, v, gates, three kinds of bounds and the rest."""
     tensors = [inputs[name].to(device) for name in "qkv"]
     gates = inputs["log_forget"].to(device) if "log_forget" in inputs else None
     bounds = [None if x is None else x.to(device) for x in bounds]

@@ -44,7 +44,7 @@ def random_gates(batch, keys, heads, mean=0.0, closed=0.0):
 
 
 def first_by_rules(gates, batch, keys, kv_start, cu_seqlens, window):
-    """[B, H, S]: the largest of what each rule says."""
+    """Return the maximum of the first keys by each rule, [B, H, S]."""
     position = torch.arange(keys)
     heads = 1 if gates is None else gates.shape[2]
     first = torch.zeros(batch, heads, keys, dtype=torch.int64)
@@ -143,7 +143,7 @@ def test_ranges_hold_all_that_is_seen_and_matters_and_no_block_that_does_not(dev
 
 
 def check_ranges(ranges, row, head, first, total, threshold, end, queries):
-    """One head's ranges against every pair of a query (any position, as a key block knows no first query) and a key."""
+    """Check one head's ranges on all pairs of a query (any position: a key block has no first query) and a key."""
     position = torch.arange(end)
     visible = (position <= position[:, None]) & (position >= first[:end, None])
     # Rounding may decide what lies on the threshold itself.

@@ -1,4 +1,4 @@
-"""The decoding kernels against the definition: compiled on a GPU, elsewhere in Triton's interpreter."""
+"""The decoding kernels against the reference: compiled on a GPU, elsewhere in Triton's interpreter."""
 
 import os
 
@@ -52,7 +52,7 @@ def agree(assert_close, decoded):
 
 @st.composite
 def problems(draw):
-    """Sizes and options that belong together; lengths on both sides of a tile of keys."""
+    """Draw consistent sizes and options; lengths on both sides of a tile of keys."""
     queries, batch = draw(st.integers(1, 5)), draw(st.integers(1, 2))
     keys = queries - 1 + draw(st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 261])))
     options = {"num_splits": draw(st.integers(1, 4))}

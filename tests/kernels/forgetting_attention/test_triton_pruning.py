@@ -1,4 +1,4 @@
-"""Adaptive pruning in the Triton kernels: what it may lose, and that it does skip."""
+"""Adaptive pruning in the Triton kernels: its error bound, and that it skips keys."""
 
 import math
 
@@ -16,7 +16,7 @@ def int32(*values):
 
 @pytest.fixture
 def decaying(make_inputs):
-    """Gates that lose about 0.8 nats a token: far keys decay to nothing within 300."""
+    """Return gates that lose about 0.8 nats per token: keys vanish within 300 tokens."""
     return make_inputs(queries=300, heads=(2, 1, 2), head_dims=(16, 16), gates=0.0, dtype=torch.float32)
 
 

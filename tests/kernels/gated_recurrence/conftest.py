@@ -1,4 +1,4 @@
-"""Inputs for the gated recurrence, and one way to take its results with all gradients."""
+"""Inputs for the gated recurrence, and a function for its results with all gradients."""
 
 import pytest
 import torch

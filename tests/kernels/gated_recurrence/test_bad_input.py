@@ -1,4 +1,4 @@
-"""What is refused, in one line that says what was given and what is needed."""
+"""Invalid input raises one line that says what was given and what is needed."""
 
 import pytest
 import torch

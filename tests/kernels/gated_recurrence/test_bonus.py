@@ -1,4 +1,4 @@
-"""RWKV6's bonus: tokens read the state before them, and themselves by the bonus alone."""
+"""RWKV6's bonus: tokens read the previous state, and themselves only by the bonus."""
 
 import pytest
 import torch

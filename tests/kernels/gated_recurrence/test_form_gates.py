@@ -1,4 +1,4 @@
-"""The gates of the forms: their digits and gradients at the ends of their range, and their dtypes."""
+"""The gates of the forms: precision and gradients at the ends of their range, and dtypes."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ def tokens(length, *rest, seed, add=0.0):
 
 
 def results(function, inputs):
-    """What a function gives, and the gradients of a weighted sum of it."""
+    """Return a function's result, and the gradients of a weighted sum of it."""
     out = function(**inputs)
     weights = draw(*out.shape, seed=99).detach()
     gradients = torch.autograd.grad((out * weights).sum(), list(inputs.values()), materialize_grads=True)
@@ -97,7 +97,7 @@ def rwkv6_inputs(length, strength):
 
 
 def rwkv6_paper(r, k, v, d, u):
-    """The sum over all earlier tokens, each decayed by the gates strictly between."""
+    """Sum over all earlier tokens, each decayed by the gates strictly between."""
     w, outs = torch.exp(-torch.exp(d)), []
     for t in range(r.shape[1]):
         wkv = outer(u * k[:, t], v[:, t])
@@ -154,7 +154,7 @@ def mlstm_inputs(length, strength, input_gate=0.0):
 
 
 def mlstm_paper(q, k, v, input_gate, forget_gate):
-    """Equations 19 to 26 as they stand, without the stabilizer."""
+    """Compute equations 19 to 26 without the stabilizer."""
     k = k / KEY**0.5
 
     def step(state, t):
@@ -169,7 +169,7 @@ def mlstm_paper(q, k, v, input_gate, forget_gate):
 
 
 def mlstm_stabilized_paper(q, k, v, input_gate, forget_gate):
-    """Equations 19 to 26 with the gates of 15 to 17; autograd goes through the stabilizer too."""
+    """Compute equations 19 to 26 with the gates of 15 to 17; autograd also differentiates the stabilizer."""
     k = k / KEY**0.5
 
     def step(state, t):
@@ -196,7 +196,7 @@ def retention_inputs(length, strength):
 
 
 def retention_paper(q, k, v, gate):
-    """The parallel form: (Q K^T . D) V with D_nm the product of gamma over m+1..n."""
+    """Compute the parallel form: (Q K^T . D) V with D_nm the product of gamma over m+1..n."""
     length = q.shape[1]
     gamma = torch.sigmoid(gate) ** (1 / 16)
     rows = []

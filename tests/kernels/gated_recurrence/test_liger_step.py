@@ -1,6 +1,6 @@
 """A Liger layer's step from its projections: the kernel, compiled on a GPU, elsewhere interpreted, and its plain form.
 
-That the plain form is right, decoding says, which with it equals the parallel pass.
+Decoding tests the plain form: with it, decoding equals the parallel pass.
 """
 
 import os
@@ -52,7 +52,7 @@ def make_inputs(
     gate="gla", feature_map="softmax", temperature=1.0, shift=False, length=5, heads=(2, 2), dim=16, rotated=12,
     sinks=0, kv_start=None, rows_of_tables=1, size=2.0, delayed=False, dtype=torch.float32,
 ):  # fmt: skip
-    """Projections of all steps, side by side as one product leaves them, and the other arguments."""
+    """Return the projections of all steps, concatenated as one product gives them, and the other arguments."""
     generator = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     (query_heads, heads), batch = heads, 2
@@ -72,9 +72,9 @@ def make_inputs(
 
 
 def by_steps(inputs, step, change=lambda x: x):
-    """Out, the state and the rings after stepping through all tokens, from rings that hold NaN.
+    """Return out, the state and the rings after stepping through all tokens, from rings filled with NaN.
 
-    change: what the projections go through before a step sees them.
+    change: applied to the projections before each step.
     """
     x = {name: t.to(DEVICE) if torch.is_tensor(t) else t for name, t in inputs.items()}
     (query_heads, heads, dim), (*names, sinks, scale) = x["sizes"], x["names"]
@@ -194,7 +194,7 @@ def test_any_strides_will_do(assert_close):
 
 
 def arguments(dtype=torch.float32, **changes):
-    """Arguments of `liger_step` for one token of two rows, four query heads and two key heads of 16."""
+    """Return arguments of `liger_step` for one token of two rows, four query heads and two key heads of width 16."""
     query = torch.linspace(-2, 2, 2 * 4 * 16).view(2, 1, 4, 16)
     ring = torch.zeros(2, 5, 2, 16, dtype=dtype)
     given = {
@@ -265,7 +265,7 @@ def test_several_tokens_are_refused():
 
 
 def full(late):
-    """What turns `arguments` into those of a state that lags behind, at a token at which another enters it."""
+    """Return changes of `arguments` for a state that lags behind, at a step where a token enters it."""
     if not late:
         return {"late_keys": None}
     late_keys, ring_values = torch.ones(2, 5, 2, 16), torch.ones(2, 5, 2, 16)

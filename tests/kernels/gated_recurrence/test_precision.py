@@ -1,4 +1,4 @@
-"""Long sequences: errors do not gather, memory grows with the length alone, documents cost what their tokens cost."""
+"""Long sequences: errors do not accumulate, memory is linear in the length, documents cost the same as their tokens."""
 
 import pytest
 import torch

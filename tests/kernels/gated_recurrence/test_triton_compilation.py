@@ -1,4 +1,4 @@
-"""What the recurrence's kernels compile to: nothing while training goes on, and programs that every chip can hold."""
+"""Compilation of the recurrence's kernels: none repeated during training, and programs that fit every chip."""
 
 import json
 import os

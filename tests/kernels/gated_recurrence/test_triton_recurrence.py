@@ -56,7 +56,7 @@ def by_kernels(
 
 @pytest.fixture
 def public_by_kernels(monkeypatch, device):
-    """Public functions then run the kernels on the CPU, too."""
+    """Make public functions run the kernels on the CPU too."""
     if device.type == "cpu":
         # kernels.gated_recurrence is the function.
         module = sys.modules["kernels.gated_recurrence"]
@@ -89,7 +89,7 @@ def agree(check, out_and_gradients, defined, on_device):
 
 
 def num_segments(inputs, cu_seqlens=None):
-    """How many segments sequences are cut into, all together."""
+    """Return the total number of segments of all sequences."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     k, v, log_decay = (inputs[name].to(device) for name in ("k", "v", "log_decay"))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(device)
@@ -99,7 +99,7 @@ def num_segments(inputs, cu_seqlens=None):
 
 @st.composite
 def problems(draw):
-    """Sizes, gates and options that belong together; lengths on both sides of a chunk."""
+    """Draw consistent sizes, gates and options; lengths on both sides of a chunk."""
     length = draw(st.one_of(st.integers(1, 40), st.sampled_from([63, 64, 65, 100])))
     batch = draw(st.integers(1, 2))
     has_states, options, states = draw(st.booleans()), {}, batch

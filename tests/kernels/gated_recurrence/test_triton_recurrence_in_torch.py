@@ -44,7 +44,7 @@ def arguments(make_inputs, device):
 
 
 def results_of(function, leaves, rest):
-    """out, the final state and the gradients of one fixed loss."""
+    """Return out, the final state and the gradients of one fixed loss."""
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in leaves]
     out, final, *_ = function(*leaves, *rest)
     (out.square().sum() + final.square().sum()).backward()

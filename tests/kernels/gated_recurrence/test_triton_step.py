@@ -32,7 +32,7 @@ def make_inputs(
     batch=2, length=1, heads=(2, 2), head_dims=(8, 8), gate="key", *, dtype=torch.float32, strength=1.0, closed=0.0,
     open_=0.0, seed=0,
 ):  # fmt: skip
-    """q, k, v, log_decay and state on the CPU. closed, open_: the share of the gates that are -inf, exactly 0."""
+    """Return q, k, v, log_decay and state on the CPU. closed, open_: the share of gates that are -inf, exactly 0."""
     generator = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     (query_heads, heads), (key_dim, value_dim) = heads, head_dims
@@ -60,14 +60,14 @@ def expected(inputs, gate, scale=0.5, bonus=None):
 
 
 def by_step(inputs, gate, scale=0.5, bonus=None):
-    """What `step` gives and leaves in the state, on the CPU."""
+    """Return the output of `step` and the updated state, on the CPU."""
     q, k, v, log_decay, state = (x.to(DEVICE, copy=True) for x in inputs.values())
     out = step(q, k, v, log_decay, state, axis_of(gate), scale, None if bonus is None else bonus.to(DEVICE))
     return {"out": out.cpu(), "state": state.cpu()}
 
 
 def by_short_recurrence(inputs, gate, scale=0.5, bonus=None):
-    """What `short_recurrence` gives, on the CPU; it must leave the state as it was."""
+    """Return the result of `short_recurrence` on the CPU, and check that it leaves the state unchanged."""
     tensors = [None if x is None else x.to(DEVICE, copy=True) for x in inputs.values()]
     out, final = short_recurrence(*tensors, axis_of(gate), scale, None if bonus is None else bonus.to(DEVICE))
     if inputs["state"] is not None:
@@ -92,7 +92,7 @@ def agree(assert_close):
 
 @st.composite
 def problems(draw):
-    """Sizes and gates that belong together."""
+    """Draw consistent sizes and gates."""
     heads = draw(st.sampled_from([(1, 1), (2, 2), (6, 2)]))
     closed, open_ = draw(st.sampled_from([(0.0, 0.0), (0.1, 0.2), (1.0, 0.0), (0.0, 1.0)]))
     return {

@@ -1,4 +1,4 @@
-"""One token at a time against a list of all keys that grows; the kernel compiled on a GPU, elsewhere interpreted."""
+"""One token at a time against a growing list of all keys; the kernel compiled on a GPU, elsewhere interpreted."""
 
 import os
 
@@ -35,7 +35,7 @@ def make_inputs(
     window=4, sinks=0, length=7, heads=(2, 2), head_dims=(8, 16), kv_start=None, per_head=False, dtype=torch.float64,
     seed=0,
 ):  # fmt: skip
-    """All arguments of all steps, [B, T, ...], and the sizes of the ring."""
+    """Return the arguments of all steps, [B, T, ...], and the sizes of the ring."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.promote_types(dtype, torch.float32)
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -56,7 +56,7 @@ def make_inputs(
 
 
 def by_definition(inputs):
-    """out [B, T, Hq, D] and the state [B, Hk, Dk, D] in float64, row by row, head by head, token by token."""
+    """Return out [B, T, Hq, D] and the state [B, Hk, Dk, D] in float64, row by row, head by head, token by token."""
     x = {name: t.double() if torch.is_tensor(t) else t for name, t in inputs.items()}
     batch, length, query_heads, _ = x["q"].shape
     heads = x["k"].shape[2]
@@ -80,7 +80,7 @@ def by_definition(inputs):
 
 
 def by_steps(inputs, step):
-    """out, the state and the ring after stepping through all tokens, from a ring that holds NaN."""
+    """Return out, the state and the ring after stepping through all tokens, from a ring filled with NaN."""
     batch, length, heads, key_dim = inputs["k"].shape
     dim, wide = inputs["v"].shape[3], inputs["log_decay"].dtype
     x = {name: t.to(DEVICE) if torch.is_tensor(t) else t for name, t in inputs.items()}
@@ -116,7 +116,7 @@ def by_steps(inputs, step):
 
 
 def after_padding(out, kv_start):
-    """out without the tokens before each row's first."""
+    """Return out without the padding before each row's first token."""
     time = torch.arange(out.shape[1])
     return out if kv_start is None else out[time >= kv_start[:, None]]
 
@@ -190,7 +190,7 @@ def test_views_of_heads_of_a_real_size_equal_the_definition(assert_close):
 
 
 def arguments(dtype=torch.float32, **changes):
-    """Positional and keyword arguments of `windowed_step` for one token."""
+    """Return positional and keyword arguments of `windowed_step` for one token."""
     inputs = make_inputs(length=1, sinks=1, dtype=dtype)
     ring = torch.zeros(2, 5, 2, 16, dtype=dtype)
     given = {

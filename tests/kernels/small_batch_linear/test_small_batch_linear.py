@@ -36,7 +36,7 @@ SIZES = {  # rows, N, K
 
 
 def make_inputs(size, dtype, *, bias=False, norm=False, residual=False, gated=False):
-    """The arguments of the implementations, in their order."""
+    """Return the arguments of the implementations, in order."""
     rows, outputs, k = size
     generator = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE, dtype)  # noqa: E731

@@ -25,7 +25,7 @@ from lit_modules.parallel.tensor import split_tensors
 
 
 class Letters:
-    """A tokenizer of bytes, with as much as generation asks for."""
+    """A byte tokenizer with the methods that generation needs."""
 
     eos_token_id, bos_token_id, pad_token_id = 0, 1, 2
 
@@ -37,7 +37,7 @@ class Letters:
 
 
 class Strategy(SimpleNamespace):
-    """As much of a strategy as the callbacks look at."""
+    """The part of a strategy that the callbacks use."""
 
     def broadcast(self, value: object) -> object:
         values = [value]
@@ -46,7 +46,7 @@ class Strategy(SimpleNamespace):
 
 
 def look(folder: Path, rank: int, shared: str | None) -> tuple[dict[str, float], list[str]]:
-    """Gates and texts of the model as `rank` sees them. `shared`: by both ranks, its "weights" or its "heads"."""
+    """Return the model's gates and texts seen by `rank`. `shared`: what the ranks split, its "weights" or "heads"."""
     torch.manual_seed(0)
     model = PalimpsestForCausalLM(
         PalimpsestConfig(vocab_size=256, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)

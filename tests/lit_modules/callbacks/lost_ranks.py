@@ -27,7 +27,7 @@ AT = 5  # the micro-batch at which rank 1 is lost; the first ones are given more
 
 
 class Text(torch.utils.data.Dataset):
-    """Samples that rank 1 can wait for in vain."""
+    """Samples for which rank 1 can wait forever."""
 
     def __init__(self, case: str, rank: int) -> None:
         self.case, self.rank, self.read = case, rank, 0
@@ -71,7 +71,7 @@ class Network(lightning.LightningModule):
 
 
 def be(rank: int, case: str, folder: Path, port: int) -> None:
-    """The life of one rank."""
+    """Run one rank."""
     os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     out = os.open(folder / "out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -99,7 +99,7 @@ def be(rank: int, case: str, folder: Path, port: int) -> None:
 
 
 def start(case: str, folder: Path) -> list[int]:
-    """The processes of a case."""
+    """Start the processes of a case."""
     (folder / "logs").mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -48,7 +48,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Module(lightning.LightningModule):
-    """As much of Pretraining as the callback looks at."""
+    """The part of Pretraining that the callback uses."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Module(lightning.LightningModule):
 
 
 class Kept(Logger):
-    """Keeps what is logged."""
+    """Records logged values."""
 
     name, version = "kept", ""
 
@@ -115,7 +115,7 @@ def train(rank: int, computing: float, reading: float) -> dict[str, object]:
 
 
 def sharded(rank: int) -> dict[str, float]:
-    """The pace that rank 0 measures of a sharded block whose weights rank 1 lets it wait for."""
+    """Return the pace that rank 0 measures for a sharded block whose weights rank 1 sends late."""
     block = fully_shard(Block(), mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
     pace = OwnPace([block], torch.device("cpu"), every=1)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What is seen of the machines, and of a rank that the others wait for."""
+"""Statistics of devices, and of a rank that the others wait for."""
 
 import json
 import math

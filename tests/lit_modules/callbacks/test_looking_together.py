@@ -1,4 +1,4 @@
-"""Callbacks that run the model, where no rank has all of its weights."""
+"""Callbacks that run the model when no rank has all of its weights."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs that are told to end at every kind of moment, and go on: by signals to this process, and to one rank of two."""
+"""Runs preempted at every kind of moment that resume: by signals to this process, and to one rank of two."""
 
 import csv
 import json
@@ -23,7 +23,7 @@ SHORT = ("max_tokens=5120", "validate_every_tokens=2560", "checkpoint_every_toke
 
 
 class Send(lightning.Callback):
-    """Sends this process a signal when a hook is called at a step; `again`: and when a checkpoint is written."""
+    """Sends this process a signal when a hook is called at a step; `again`: also when a checkpoint is written."""
 
     def __init__(self, number: int, hook: str, step: int, batch: int = 0, again: bool = True) -> None:
         self.number, self.again, self.sent = number, again, 0
@@ -46,7 +46,7 @@ class Send(lightning.Callback):
 
 @pytest.fixture
 def with_callback(run, monkeypatch):
-    """The command in this process with a further callback."""
+    """Run the command in this process with an additional callback."""
 
     def call(callback: lightning.Callback | None, *overrides: str):
         original = lightning.Trainer.__init__
@@ -62,7 +62,7 @@ def with_callback(run, monkeypatch):
 
 
 def losses(folder: Path) -> list[tuple[str, str, str]]:
-    """The rows of metrics.csv that have a loss: step, training loss, held-out loss."""
+    """Return the rows of metrics.csv with a loss: step, training loss, held-out loss."""
     with open(folder / "metrics.csv", newline="") as handle:
         rows = [(r["step"], r["train/loss"], r["validation/loss"]) for r in csv.DictReader(handle)]
     return [row for row in rows if row[1] or row[2]]
@@ -182,7 +182,7 @@ def test_a_worker_dies_by_sigterm_and_is_spared_what_the_process_group_is_sent(l
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch) -> Path:
-    """A stand-in for scontrol, and the file in which it keeps what it was asked; job 13 it refuses."""
+    """Return a stand-in for scontrol, and the file that records its requests; it refuses job 13."""
     asked, program = tmp_path / "asked", tmp_path / "bin" / "scontrol"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\nif [ "$2" = 13 ]; then echo "Job is held" >&2; exit 1; fi\n')

@@ -1,4 +1,4 @@
-"""What a line of progress counts."""
+"""Contents of a progress line."""
 
 import logging
 from types import SimpleNamespace

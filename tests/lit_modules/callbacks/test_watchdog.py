@@ -1,4 +1,4 @@
-"""Ranks that hang, stop, fail or are killed are named, and the others end; what only takes long is let be."""
+"""Ranks that hang, stop, fail or are killed are named, and the others end; slow operations are not interrupted."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What makes a checkpoint whole, and what is done with one that is not."""
+"""Completeness of checkpoints, and handling of incomplete ones."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def written(trained, tmp_path):
-    """A copy of it, to be damaged."""
+    """Copy it, for a test to damage."""
     return shutil.copytree(trained, tmp_path / "checkpoints", symlinks=True)
 
 

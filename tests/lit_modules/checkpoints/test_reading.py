@@ -1,4 +1,4 @@
-"""Checkpoints are read without running what is written in them."""
+"""Reading a checkpoint does not execute code in it."""
 
 import pickle
 import shutil

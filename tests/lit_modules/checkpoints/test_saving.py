@@ -1,4 +1,4 @@
-"""When a checkpoint is written, what training does meanwhile, and what happens when it cannot be."""
+"""When a checkpoint is written, what training does meanwhile, and what happens on failure."""
 
 import os
 import resource
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_replaced_when_the_run_comes_to_its_step_again(t
 
 
 class Curve(Logger):
-    """Keeps what is logged."""
+    """Records logged values."""
 
     name = version = ""
 

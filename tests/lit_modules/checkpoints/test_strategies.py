@@ -1,4 +1,4 @@
-"""A checkpoint of one strategy and number of ranks goes on under any other."""
+"""A checkpoint of one strategy and number of ranks resumes under any other."""
 
 import json
 import os

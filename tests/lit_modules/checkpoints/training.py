@@ -14,7 +14,7 @@ LENGTH, VOCABULARY = 16, 32
 
 
 class SameBatch(lightning.LightningDataModule):
-    """One batch again and again, for training and for validation."""
+    """Repeats one batch, for training and for validation."""
 
     sequence_length = validation_length = LENGTH
     hf_tokenizer = None
@@ -47,7 +47,7 @@ class Recorder(lightning.Callback):
 
 
 def make(**config) -> Pretraining:
-    """A model of two blocks, with AdamW and a learning rate that falls in every step."""
+    """Return a model of two blocks, with AdamW and a learning rate that decreases every step."""
     torch.manual_seed(0)
     settings = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 32}
     return Pretraining(
@@ -60,7 +60,7 @@ def make(**config) -> Pretraining:
 
 
 def train(folder: Path, strategy, steps: int = 6, *, resume=None, every: int = 3, module=None, devices=1, **settings):
-    """Train to `steps`, saving every `every`; returns what was recorded, and the module."""
+    """Train to `steps`, saving every `every` steps; return the recording and the module."""
     recorder = settings.pop("recorder", None) or Recorder()
     module = module or make()
     keep_last = settings.pop("keep_last", 10)
@@ -88,5 +88,5 @@ def train(folder: Path, strategy, steps: int = 6, *, resume=None, every: int = 3
 
 
 def weights(module: Pretraining) -> dict[str, torch.Tensor]:
-    """Copies of a module's weights on one device."""
+    """Return copies of a module's weights on one device."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

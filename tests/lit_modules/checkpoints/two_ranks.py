@@ -18,7 +18,7 @@ rank = int(sys.argv[2])
 
 
 def case(name: str, strategy, *, resume: str | None = None, **settings) -> None:
-    """One training, from its beginning or from the third step of another one's."""
+    """Run one training, from the start or from the third step of another training."""
     path = None if resume is None else folder / resume / "checkpoints" / "step_00000003"
     recorder, _ = training.train(folder / name, strategy, devices=2, resume=path, **settings)
     found[name] = {"losses": recorder.losses, "draws": recorder.draws}

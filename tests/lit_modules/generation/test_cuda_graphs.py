@@ -36,7 +36,7 @@ def make_model(name="liger"):
 
 
 def prompts(batch=3, length=9, padding=(0, 4, 7)):
-    """Random prompts `[B, T]` and their mask."""
+    """Return random prompts `[B, T]` and their mask."""
     ids = torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(length) >= torch.tensor(padding[:batch])[:, None]).long()
     return ids, mask
@@ -169,7 +169,7 @@ def test_one_seed_gives_one_text():
 
 
 class Listener:
-    """A streamer that remembers."""
+    """A streamer that records its input."""
 
     def __init__(self):
         self.heard, self.ended = [], False

@@ -17,7 +17,7 @@ BATCH, LENGTH, STEPS = 3, 5, 4
 
 
 def make_model(family="llama", **settings):
-    """A small random model whose norms and biases are none that do nothing, the second of its layers softmax."""
+    """Return a small random model with nontrivial norms and biases; its second layer is softmax."""
     torch.manual_seed(0)
     config_class, model_class, _ = FAMILIES[family]
     config = config_class(
@@ -36,7 +36,7 @@ def make_model(family="llama", **settings):
 
 @torch.no_grad()
 def logits_of_steps(model, *, fused):
-    """`[steps, B, vocabulary]`, after a short prompt."""
+    """Return the logits `[steps, B, vocabulary]` after a short prompt."""
     found, cache = [], model.new_cache(LENGTH + STEPS + 1)
     prompt = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     output, positions = Output(BATCH, STEPS + 1, (), 0, prompt.device), locate(BATCH, LENGTH, 0, prompt.device)

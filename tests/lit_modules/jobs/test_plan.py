@@ -1,4 +1,4 @@
-"""The command's answers, and that they are those of a GPU."""
+"""The command's answers, compared with measurements on a GPU."""
 
 import csv
 import functools
@@ -27,7 +27,7 @@ def name_of(row: dict[str, str]) -> str:
 
 @functools.cache
 def planned(index: int) -> Estimate:
-    """What is planned for a row; both tests of it need the same."""
+    """Return the plan of a row, shared by its two tests."""
     row = rows()[index]
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = hydra.compose("config", [f"model={row['model']}"])

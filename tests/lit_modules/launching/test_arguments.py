@@ -1,4 +1,4 @@
-"""What the command line means before Hydra reads it."""
+"""Interpretation of the command line before Hydra."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Keys and choices that there are not: refused from what the command line composes, before torch is loaded."""
+"""Unknown keys and choices are refused when the command line is composed, before torch is loaded."""
 
 import ast
 import inspect
@@ -26,7 +26,7 @@ def _resolvers():
 
 
 def said(*given: str) -> str | None:
-    """The line about a command line; None where it is taken."""
+    """Return the error line of a command line; None if it is accepted."""
     try:
         check_command_line(given, CONF)
     except ValueError as error:

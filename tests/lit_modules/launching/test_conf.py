@@ -31,7 +31,7 @@ def values(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def included(path: str) -> list[str]:
-    """The names of the files that a file's defaults list includes."""
+    """Return the names of the files that a file's defaults list includes."""
     entries = FILES.body(path).get("defaults", [])
     return [entry.partition("@")[0] for entry in entries if isinstance(entry, str) and entry != "_self_"]
 

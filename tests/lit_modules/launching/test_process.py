@@ -1,4 +1,4 @@
-"""Who a process is, from what the launchers put into its environment."""
+"""A process's rank and sizes, from the launchers' environment variables."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The meeting of ranks: here threads stand for processes, around one store."""
+"""The rendezvous of ranks; here threads around one store replace processes."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ def config(**trainer: object):
 
 @pytest.fixture
 def met(monkeypatch):
-    """Call a function on two ranks that meet; gives what each returned or raised."""
+    """Call a function on two ranks that meet; return what each returned or raised."""
     monkeypatch.setattr(rendezvous, "FAREWELL", 5.0)
     monkeypatch.setattr(rendezvous, "SECONDS", 5.0)
     own = threading.local()

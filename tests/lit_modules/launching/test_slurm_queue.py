@@ -1,4 +1,4 @@
-"""What SLURM's answers mean, without a cluster."""
+"""Parsing of SLURM's answers, without a cluster."""
 
 import subprocess
 

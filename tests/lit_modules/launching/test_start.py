@@ -1,4 +1,4 @@
-"""How a run begins: what a requeued start goes on with."""
+"""The start of a run: what a requeued job resumes from."""
 
 from dataclasses import replace
 

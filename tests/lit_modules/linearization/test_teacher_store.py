@@ -1,4 +1,4 @@
-"""What the teacher expects, stored: asked again where anything differs that it depends on."""
+"""Stored teacher predictions, recomputed if any of their inputs changed."""
 
 from types import SimpleNamespace
 
@@ -67,7 +67,7 @@ def prepared(data, model, base, precision="32-true") -> TeacherStore:
 
 
 def stored(data) -> int:
-    """How many teachers are on the disk."""
+    """Return the number of teachers on disk."""
     return len(list(data.data_dir.glob("teacher-*")))
 
 

@@ -1,4 +1,4 @@
-"""wandb on a network that comes and goes: one run whatever happens, nothing lost, and nobody waits for long."""
+"""wandb on an unreliable network: always one run, nothing lost, and only short waits."""
 
 import csv
 import logging

@@ -1,4 +1,4 @@
-"""What is saved loads as what was saved; a plain Transformer as a stock Llama."""
+"""Exports load as the saved model; a plain Transformer loads as a stock Llama."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`generate` gives with a cache what it gives without, in every mode that Hugging Face has for it."""
+"""`generate` returns the same with and without a cache, in every mode of Hugging Face."""
 
 import pytest
 import torch

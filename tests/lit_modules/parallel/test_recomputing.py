@@ -1,4 +1,4 @@
-"""Recomputation policies: the same gradients, from fewer things kept."""
+"""Recomputation policies: the same gradients with fewer saved tensors."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def gradients(model: PalimpsestForCausalLM) -> dict[str, torch.Tensor]:
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations by name, and keeps an eye on all tensors that were made."""
+    """Counts operations by name, and tracks all created tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ LAYERS = 2
 
 
 def results(ranks: int, tmp_path_factory) -> dict:
-    """What `split_training.py` found with so many ranks."""
+    """Return the results of `split_training.py` with this number of ranks."""
     if not torch.distributed.is_gloo_available():
         pytest.skip("processes on CPUs talk through gloo")
     meeting_point = tmp_path_factory.mktemp("meeting") / "point"

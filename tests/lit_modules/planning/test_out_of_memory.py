@@ -1,4 +1,4 @@
-"""Memory that runs out is one line: what was asked for, what there is, and what to lower."""
+"""Out of memory gives one line: the request, the available memory, and what to lower."""
 
 import hydra
 import pytest

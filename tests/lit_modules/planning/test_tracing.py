@@ -1,4 +1,4 @@
-"""What is counted on tensors without contents is what real tensors show."""
+"""Counts on fake tensors equal those of real tensors."""
 
 import sys
 from functools import partial

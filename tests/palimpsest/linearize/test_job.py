@@ -1,4 +1,4 @@
-"""`job=linearize` as a user meets it: a small pretrained model in, a run with an adapter and an export out."""
+"""`job=linearize` end to end: from a small pretrained model to a run with an adapter and an export."""
 
 import csv
 import io

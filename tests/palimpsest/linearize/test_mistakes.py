@@ -1,4 +1,4 @@
-"""What a user of `job=linearize` gets wrong is one line, and leaves nothing behind."""
+"""User errors in `job=linearize` give one line, and leave no files behind."""
 
 import json
 import shutil
@@ -150,7 +150,7 @@ def test_records_that_teach_nothing_are_refused_in_one_line(linearize, command, 
 
 
 def refused(finished, command, said: str) -> None:
-    """One line that says it, status 2, and no run that resume=auto would take up."""
+    """Check for one error line, exit status 2, and no run that resume=auto would resume."""
     assert finished.status == 2, finished.err
     assert said in finished.err
     assert finished.err.count("\n") == 1, finished.err

@@ -11,7 +11,7 @@ from data_pipeline.markup.latex.macros import LatexError
 
 
 def body(text, preamble="", **files):
-    """The Markdown of a document with `text` in it; other files of the paper by path (`a__b` for a/b.tex)."""
+    """Return the Markdown of a document with `text` in it; other files of the paper by path (`a__b` for a/b.tex)."""
     main = f"\\documentclass{{article}}\n{preamble}\n\\begin{{document}}\n{text}\n\\end{{document}}\njunk"
     named = {f"{name.replace('__', '/')}.tex": content for name, content in files.items()}
     return latex_markdown({"main.tex": main, **named})

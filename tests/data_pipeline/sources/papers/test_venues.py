@@ -91,7 +91,7 @@ def lines(*records):
 
 @pytest.fixture
 def inputs(tmp_path):
-    """Folders for records (with the DBLP entries above) and full text, and a function that reads them."""
+    """Return folders for records (with the DBLP entries above) and full text, and a function that reads them."""
     for name in ("records", "texts"):
         (tmp_path / name).mkdir()
     (tmp_path / "records" / "dblp.xml.gz").write_bytes(gzip.compress(f"{HEAD}{DBLP}</dblp>".encode("latin-1")))

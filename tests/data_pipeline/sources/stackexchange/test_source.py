@@ -16,7 +16,7 @@ TAIL = "</posts>"
 
 
 def post(kind, identity, body="<p>text</p>", **attributes):
-    """One line of Posts.xml, as the dump writes it."""
+    """Return one line of Posts.xml in the dump's format."""
     given = {
         "Id": identity,
         "PostTypeId": kind,
@@ -49,7 +49,7 @@ def dump(folder, *rows, site="unix.stackexchange.com", tail=TAIL):
 
 
 def archive(path, **members):
-    """A .7z with each text under its name (`a__b` for a/b.xml)."""
+    """Write a .7z with each text under its name (`a__b` for a/b.xml)."""
     with py7zr.SevenZipFile(path, "w") as file:
         for name, text in members.items():
             file.writestr(text, f"{name.replace('__', '/')}.xml")

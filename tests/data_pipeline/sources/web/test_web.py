@@ -151,7 +151,7 @@ def archive_of_three(path, compressed=True):
 
 
 def broken(name, tmp_path):
-    """Return a file of three pages with its second or third record broken, and the words that name what is wrong."""
+    """Return a file of three pages with its second or third record broken, and the expected error words."""
     path, places = archive_of_three(
         tmp_path / f"x.warc{'' if name.startswith('plain') else '.gz'}", not name.startswith("plain")
     )

@@ -1,4 +1,4 @@
-"""Clusters fitted to a model's own keys, and the share of the state beside the window."""
+"""Clusters fitted to a model's own keys, and the weight of the state relative to the window."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Feature maps of queries and keys: what they begin as, and that each head has a map of its own."""
+"""Feature maps of queries and keys: their initial values, and that each head has its own map."""
 
 import pytest
 import torch
