@@ -1,7 +1,7 @@
-"""Tokens that read the state before them, and themselves by a bonus alone (RWKV6), around any form of the recurrence.
+"""RWKV6's bonus around any form of the recurrence: tokens read the previous state, and themselves by the bonus.
 
-The state before token t is the same recurrence on k, v and log_decay that come a token later; a document's first token
-brings nothing and decays nothing. The state that remains at the end lacks the last token.
+Shift k, v and log_decay by one token, so that the recurrence at token t gives the state before t; a document's first
+token then adds nothing and decays nothing. The final state lacks the last token.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What the gated recurrence refuses, each in one line that says what was given and what is needed."""
+"""Argument checks of the gated recurrence. Each error is one line: what was given and what is needed."""
 
 from itertools import pairwise
 
