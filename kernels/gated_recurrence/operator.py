@@ -303,7 +303,7 @@ def _fake_recurrence_backward(grad_out, grad_final, q, k, v, log_decay, initial_
 def _save(ctx, inputs, output):
     q, k, v, log_decay, initial_state, cu_seqlens, ctx.decay_axis, ctx.scale, *_ = inputs
     ctx.mark_non_differentiable(*output[2:])
-    # Else zeros would be filled in for the gradient of each of them.
+    # Otherwise autograd materializes zero gradients for unused outputs.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, log_decay, initial_state, cu_seqlens, *output[2:])
 

@@ -1,8 +1,8 @@
-"""Which tokens make which chunk: rows of a batch, or packed documents, cut into chunks that run side by side.
+"""Division of tokens into chunks: rows of a batch, or packed documents, cut into chunks that run in parallel.
 
-The chunks are ordered by their number within a row, and rows by how many they have, most first. So those that one step
-of the recurrence over chunks takes at once lie together, and so do the states of their rows. The last chunk of a row is
-filled up with tokens that change nothing: all zeros.
+Chunks are sorted by their number within a row, and rows by their number of chunks, most first. Hence the chunks of one
+step of the recurrence over chunks are contiguous, and so are the states of their rows. The last chunk of a row is
+padded with zero tokens, which change nothing.
 """
 
 from dataclasses import dataclass
