@@ -26,7 +26,7 @@ from data_pipeline.tokens.tokenizer import add_document_start, document_start, e
 from lit_modules import checkpoints
 from lit_modules.generation import cuda_graphs
 from lit_modules.launching import run_folder
-from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, load_adapted
 from lit_modules.networks.loading import load_whole
 from lit_modules.planning import out_of_memory
 
@@ -223,7 +223,7 @@ def read(checkpoint: str) -> tuple[Any, Any]:
         if (folder / adapters.RECORD).is_file():
             beside = folder.resolve().parent / "tokenizer"
             source = beside if beside.is_dir() else adapters.read_record(folder)["base"]
-            return adapters.load_adapted(folder, merge=True), AutoTokenizer.from_pretrained(source)
+            return load_adapted(folder, merge=True), AutoTokenizer.from_pretrained(source)
         if not (folder / run_folder.CONFIG).is_file():
             return load_whole(AutoModelForCausalLM, checkpoint), AutoTokenizer.from_pretrained(checkpoint)
         tokenizer_folder = folder / "tokenizer"

@@ -10,7 +10,13 @@ from lit_modules.networks.causal_lm import PalimpsestForCausalLM, PalimpsestMode
 from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.counting import ParameterCount, count_parameters, flops_per_token
 from lit_modules.networks.export import export_pretrained
-from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, linearize, load_pretrained
+from lit_modules.networks.linearized import (
+    Linearization,
+    LinearizedForCausalLM,
+    linearize,
+    load_adapted,
+    load_pretrained,
+)
 from lit_modules.networks.positions import Positions
 
 AutoConfig.register("palimpsest", PalimpsestConfig, exist_ok=True)
@@ -29,5 +35,6 @@ __all__ = [
     "export_pretrained",
     "flops_per_token",
     "linearize",
+    "load_adapted",
     "load_pretrained",
 ]

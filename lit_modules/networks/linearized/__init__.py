@@ -7,12 +7,13 @@ Importing this package registers them with Hugging Face's `AutoConfig` and `Auto
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_modules.networks.linearized.conversion import linearize, load_pretrained
-from lit_modules.networks.linearized.models import MODELS, LinearizedForCausalLM
+from lit_modules.networks.linearized.conversion import linearize, load_adapted, load_pretrained
+from lit_modules.networks.linearized.family_models import MODELS
+from lit_modules.networks.linearized.models import LinearizedForCausalLM
 from lit_modules.networks.linearized.settings import Linearization
 
 for model_type, model_class in MODELS.items():
     AutoConfig.register(model_type, model_class.config_class, exist_ok=True)
     AutoModelForCausalLM.register(model_class.config_class, model_class, exist_ok=True)
 
-__all__ = ["Linearization", "LinearizedForCausalLM", "linearize", "load_pretrained"]
+__all__ = ["Linearization", "LinearizedForCausalLM", "linearize", "load_adapted", "load_pretrained"]

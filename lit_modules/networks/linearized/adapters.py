@@ -13,7 +13,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -24,7 +23,6 @@ from common.atomic_files import replace_atomically
 from common.hub import use_cache_where_unreachable
 from common.settings import differences
 from lit_modules.networks.linearized import lora
-from lit_modules.networks.linearized.conversion import load_pretrained
 from lit_modules.networks.linearized.families import PREFIX
 from lit_modules.networks.linearized.fingerprints import fingerprint, has_fingerprint
 from lit_modules.networks.linearized.models import ADAPTER_PREFIX, LinearizedForCausalLM
@@ -101,28 +99,6 @@ def save_adapter(model: LinearizedForCausalLM, folder: str | Path, *, base: str)
         }
         (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return Path(folder)
-
-
-def load_adapted(
-    folder: str | Path, *, base: str | None = None, dtype: torch.dtype | str | None = None, merge: bool = False
-) -> LinearizedForCausalLM:
-    """Load the model that `save_adapter` wrote: the linearized base model with the adapter's parameters and LoRA.
-
-    Args:
-        base: current location of the base model; by default the recorded one.
-        dtype: dtype of the base weights; None: the one used in training; "auto": as stored.
-        merge: merge LoRA into the projections.
-
-    Raises:
-        ValueError: if a file is missing or damaged, or the base model is missing or another one.
-    """
-    folder = Path(folder)
-    record = read_record(folder)
-    source = record["base"] if base is None else base
-    check_identity(record, base_config(source, folder), source, folder)  # before loading gigabytes
-    dtype = record["base_dtype"] if dtype is None else dtype
-    model = put_on(load_pretrained(source, record["linearization"], dtype), folder)
-    return lora.merge(model) if merge and lora.has_lora(model) else model
 
 
 def put_on(model: LinearizedForCausalLM, folder: str | Path) -> LinearizedForCausalLM:

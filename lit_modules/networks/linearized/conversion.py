@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.hub import is_path, use_cache_where_unreachable
 from lit_modules.networks.linearized.families import PREFIX, check_config, check_model_type, family_of
-from lit_modules.networks.linearized.models import MODELS, LinearizedForCausalLM
+from lit_modules.networks.linearized.family_models import MODELS
+from lit_modules.networks.linearized.models import LinearizedForCausalLM
 from lit_modules.networks.linearized.settings import Linearization
 from lit_modules.networks.loading import load_whole
 
@@ -98,6 +99,30 @@ def load_pretrained(source: str, settings: Linearization, dtype: torch.dtype | s
     return load_whole(
         MODELS[config.model_type], source, LinearizedForCausalLM.new_parameters, config=config, dtype=dtype
     )
+
+
+def load_adapted(
+    folder: str | Path, *, base: str | None = None, dtype: torch.dtype | str | None = None, merge: bool = False
+) -> LinearizedForCausalLM:
+    """Load what `adapters.save_adapter` wrote: the linearized base model with the adapter's parameters and LoRA.
+
+    Args:
+        base: current location of the base model; by default the recorded one.
+        dtype: dtype of the base weights; None: the one used in training; "auto": as stored.
+        merge: merge LoRA into the projections.
+
+    Raises:
+        ValueError: if a file is missing or damaged, or the base model is missing or another one.
+    """
+    from lit_modules.networks.linearized import adapters, lora  # peft takes its time, and most models have no LoRA
+
+    folder = Path(folder)
+    record = adapters.read_record(folder)
+    source = record["base"] if base is None else base
+    adapters.check_identity(record, adapters.base_config(source, folder), source, folder)  # before loading gigabytes
+    dtype = record["base_dtype"] if dtype is None else dtype
+    model = adapters.put_on(load_pretrained(source, record["linearization"], dtype), folder)
+    return lora.merge(model) if merge and lora.has_lora(model) else model
 
 
 def linearized_config(stock: dict[str, Any], settings: Linearization) -> PreTrainedConfig:

@@ -1,27 +1,13 @@
-"""Pretrained families with replaced attention, as Hugging Face models."""
+"""A pretrained language model whose attention is replaced, whatever its family."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -116,14 +102,6 @@ class LinearizedForCausalLM(LanguageModelling):
             for name, parameter in attention.named_parameters()
             if name.partition(".")[0] not in attention.taken
         }
-
-    def load_adapter(self, peft_model_id: str | Path | None = None, *args: Any, **options: Any) -> Any:
-        """Load an adapter: folders of `save_adapter` by `put_on`, with its checks; others by Hugging Face's method."""
-        from lit_modules.networks.linearized import adapters  # imports this module
-
-        if peft_model_id is not None and (Path(peft_model_id) / adapters.RECORD).is_file():
-            return adapters.put_on(self, peft_model_id)
-        return super().load_adapter(peft_model_id, *args, **options)
 
     def no_decay_parameters(self) -> set[str]:
         """Return the names of parameters without weight decay: norms, biases, scales and shifts of heads."""
@@ -254,81 +232,3 @@ class LinearizedForCausalLM(LanguageModelling):
 
 def _rotary_index(positions: Positions) -> Tensor:
     return positions.index if positions.rotary_index is None else positions.rotary_index
-
-
-class LinearizedLlamaConfig(LlamaConfig):
-    """Llama's configuration with linearization settings."""
-
-    model_type = "linearized_llama"
-    linearization: dict | None = None
-
-
-class LinearizedMistralConfig(MistralConfig):
-    """Mistral's configuration with linearization settings."""
-
-    model_type = "linearized_mistral"
-    linearization: dict | None = None
-
-
-class LinearizedQwen2Config(Qwen2Config):
-    """Qwen2's configuration with linearization settings."""
-
-    model_type = "linearized_qwen2"
-    linearization: dict | None = None
-
-
-class LinearizedQwen3Config(Qwen3Config):
-    """Qwen3's configuration with linearization settings."""
-
-    model_type = "linearized_qwen3"
-    linearization: dict | None = None
-
-
-class LinearizedPhi3Config(Phi3Config):
-    """Phi-3's configuration with linearization settings."""
-
-    model_type = "linearized_phi3"
-    linearization: dict | None = None
-
-
-class LinearizedLlamaForCausalLM(LinearizedForCausalLM, LlamaForCausalLM):
-    """Llama with replaced attention."""
-
-    config_class = LinearizedLlamaConfig
-
-
-class LinearizedMistralForCausalLM(LinearizedForCausalLM, MistralForCausalLM):
-    """Mistral with replaced attention."""
-
-    config_class = LinearizedMistralConfig
-
-
-class LinearizedQwen2ForCausalLM(LinearizedForCausalLM, Qwen2ForCausalLM):
-    """Qwen2 with replaced attention."""
-
-    config_class = LinearizedQwen2Config
-
-
-class LinearizedQwen3ForCausalLM(LinearizedForCausalLM, Qwen3ForCausalLM):
-    """Qwen3 with replaced attention."""
-
-    config_class = LinearizedQwen3Config
-
-
-class LinearizedPhi3ForCausalLM(LinearizedForCausalLM, Phi3ForCausalLM):
-    """Phi-3 with replaced attention."""
-
-    config_class = LinearizedPhi3Config
-
-
-MODELS: dict[str, type[LinearizedForCausalLM]] = {
-    model.config_class.model_type: model
-    for model in (
-        LinearizedLlamaForCausalLM,
-        LinearizedMistralForCausalLM,
-        LinearizedQwen2ForCausalLM,
-        LinearizedQwen3ForCausalLM,
-        LinearizedPhi3ForCausalLM,
-    )
-}
-"""Model classes by model type."""

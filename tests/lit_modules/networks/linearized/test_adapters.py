@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from lit_modules.generation import job
 from lit_modules.launching import run_folder
 from lit_modules.networks.linearized import adapters
-from lit_modules.networks.linearized.conversion import load_pretrained
+from lit_modules.networks.linearized.conversion import load_adapted, load_pretrained
 from lit_modules.networks.linearized.fingerprints import fingerprint
 from lit_modules.networks.linearized.lora import merge, set_trainable, trainable
 from lit_modules.networks.linearized.settings import Linearization
@@ -46,7 +46,7 @@ def test_lora_is_added_saved_loaded_and_merged_in_every_family(bases, tmp_path, 
     expected = logits(model)
     assert (expected - logits(plain)).abs().max() > 0.1
     adapters.save_adapter(model, tmp_path / "adapter", base=str(bases[family]))
-    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), expected)
+    assert torch.equal(logits(load_adapted(tmp_path / "adapter").eval()), expected)
     assert torch.equal(logits(PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()), expected)
     plain = load_pretrained(str(bases[family]), SETTINGS, torch.float32).eval()
     plain.load_adapter(tmp_path / "adapter")
@@ -62,8 +62,8 @@ def test_parameters_that_are_neither_lora_nor_the_base_models_come_back(bases, t
         for parameter in model.new_parameters().values():
             parameter.add_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)))
     adapters.save_adapter(model, tmp_path / "adapter", base=str(bases["llama"]))
-    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), logits(model))
-    merged = adapters.load_adapted(tmp_path / "adapter", merge=True).eval()
+    assert torch.equal(logits(load_adapted(tmp_path / "adapter").eval()), logits(model))
+    merged = load_adapted(tmp_path / "adapter", merge=True).eval()
     torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-4)
     assert not any(".lora_" in name for name, _ in merged.named_parameters())
 
@@ -73,7 +73,7 @@ def test_parameters_without_lora_are_an_adapter_too(bases, tmp_path):
     set_trainable(model, ["gates"])
     adapters.save_adapter(model, tmp_path / "adapter", base=str(bases["llama"]))
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [adapters.RECORD, adapters.PARAMETERS]
-    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter", merge=True).eval()), logits(model))
+    assert torch.equal(logits(load_adapted(tmp_path / "adapter", merge=True).eval()), logits(model))
 
 
 def test_full_fine_tuning_has_no_adapter(bases, tmp_path):
@@ -109,8 +109,8 @@ def test_a_compiled_model_is_exported_after_a_pass_that_left_tensors_with_a_hist
 def test_an_adapter_goes_onto_its_base_model_in_another_dtype(bases, tmp_path):
     model = adapted(bases["llama"], dtype=torch.bfloat16)
     adapters.save_adapter(model, tmp_path / "adapter", base=str(bases["llama"]))
-    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), logits(model))
-    other = adapters.load_adapted(tmp_path / "adapter", dtype="auto").eval()
+    assert torch.equal(logits(load_adapted(tmp_path / "adapter").eval()), logits(model))
+    other = load_adapted(tmp_path / "adapter", dtype="auto").eval()
     assert other.dtype == torch.float32  # as the base model is stored
     assert not torch.equal(logits(other), logits(model).float())
 
@@ -135,7 +135,7 @@ def test_an_adapter_of_an_earlier_version_goes_onto_its_base_and_no_other(bases,
     earlier = {name.replace("trained_on_the_linearized_model.", ""): tensor for name, tensor in weights.items()}
     assert not earlier.keys() & weights.keys()
     save_file(earlier, folder / adapters.LORA_WEIGHTS)
-    assert torch.equal(logits(adapters.load_adapted(folder).eval()), logits(model))
+    assert torch.equal(logits(load_adapted(folder).eval()), logits(model))
     assert "other weights" in refusal(folder, base=str(write_base(tmp_path / "alike", seed=7)))
 
 
@@ -215,7 +215,7 @@ def copied(saved, tmp_path, **record):
 
 def refusal(folder, **options):
     with pytest.raises(ValueError, match=r"^[^\n]+$") as found:
-        adapters.load_adapted(folder, **options)
+        load_adapted(folder, **options)
     assert str(folder) in str(found.value)
     return str(found.value)
 
@@ -225,8 +225,8 @@ def test_a_base_model_that_is_gone_is_named_and_may_be_elsewhere(saved, bases, t
     said = refusal(folder)
     assert "/nowhere/llama" in said
     assert "base=FOLDER" in said
-    there = adapters.load_adapted(folder, base=str(bases["llama"])).eval()
-    assert torch.equal(logits(there), logits(adapters.load_adapted(saved).eval()))
+    there = load_adapted(folder, base=str(bases["llama"])).eval()
+    assert torch.equal(logits(there), logits(load_adapted(saved).eval()))
 
 
 def test_another_base_model_is_refused(saved, bases, tmp_path):
@@ -409,7 +409,7 @@ def test_an_adapter_goes_onto_its_base_whatever_its_rotations_are(tmp_path, fami
     model = adapted(base)
     expected = logits(model)
     adapters.save_adapter(model, tmp_path / "adapter", base=str(base))
-    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), expected)
+    assert torch.equal(logits(load_adapted(tmp_path / "adapter").eval()), expected)
 
 
 def test_a_fingerprint_is_of_the_base_alone(bases):
@@ -433,4 +433,4 @@ def test_an_adapter_of_a_base_that_was_named_from_here_is_loaded_from_elsewhere(
     monkeypatch.chdir(bases["llama"].parent)
     adapters.save_adapter(model, tmp_path / "adapter", base="llama")
     monkeypatch.chdir(tmp_path)
-    assert torch.equal(logits(adapters.load_adapted(tmp_path / "adapter").eval()), logits(model))
+    assert torch.equal(logits(load_adapted(tmp_path / "adapter").eval()), logits(model))
