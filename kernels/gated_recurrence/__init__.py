@@ -1,4 +1,4 @@
-"""The gated recurrence: linear attention whose state decays, the one operation of seven architectures."""
+"""The gated recurrence: linear attention with a decaying state, the shared operation of seven architectures."""
 
 import torch
 from torch import Tensor
@@ -37,36 +37,36 @@ def gated_recurrence(
     cu_seqlens: Tensor | None = None,
     memory_budget: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`S_t = G_t (.) S_{t-1} + k_t^T v_t`, `o_t = scale q_t S_t`, with `G = exp(log_decay)`.
+    """Compute `S_t = G_t (.) S_{t-1} + k_t^T v_t`, `o_t = scale q_t S_t`, with `G = exp(log_decay)`.
 
-    Gated linear attention (arXiv 2312.06635, eq. 3), and what can be written as it: `kernels.gated_recurrence.forms`.
-    Computed by chunks; the state is float32 (float64 for float64 inputs). Differentiable once in q, k, v, log_decay,
-    bonus and initial_state, from out and final_state. Under autocast it computes in what q, k and v are.
+    Gated linear attention (arXiv 2312.06635, eq. 3) and the architectures in `kernels.gated_recurrence.forms`.
+    Computed in chunks; the state is float32 (float64 for float64 inputs). Differentiable once in q, k, v, log_decay,
+    bonus and initial_state, from out and final_state. Autocast has no effect: the dtype of q, k and v decides.
 
     Args:
         q: [B, T, Hq, Dk], float16, bfloat16, float32 or float64; k and v have its dtype and device.
         k: [B, T, Hk, Dk]; Hk divides Hq: head h of q reads the state h // (Hq / Hk).
         v: [B, T, Hk, Dv].
-        log_decay: natural log of the gates, 0 or less, float32 or float64: [B, T, Hk, Dk], one for each key channel;
-            with decay_axis="value" [B, T, Hk, Dv], one for each value channel; or [B, T, Hk], one for each head. -inf
-            forgets all before; its gradient is 0.
-        decay_axis: "key" or "value": the axis of the state that a gate per channel decays. Of no effect for [B, T, Hk].
-        bonus: [Hq, Dk], RWKV6's u: `o_t = scale q_t (S_{t-1} + diag(bonus) k_t^T v_t)`, so that a token reads the state
-            before it, and itself by the bonus alone (arXiv 2404.05892, eq. 19).
-        scale: of the output.
+        log_decay: natural log of the gates, 0 or less, float32 or float64. [B, T, Hk, Dk]: one gate per key channel;
+            with decay_axis="value" [B, T, Hk, Dv]: one per value channel; [B, T, Hk]: one per head. -inf erases the
+            state; its gradient is 0.
+        decay_axis: "key" or "value": the axis of the state that a gate per channel decays. Ignored for [B, T, Hk].
+        bonus: [Hq, Dk], RWKV6's u: `o_t = scale q_t (S_{t-1} + diag(bonus) k_t^T v_t)`. A token then reads the previous
+            state, and itself only through the bonus (arXiv 2404.05892, eq. 19).
+        scale: factor of the output.
         initial_state: [B, Hk, Dk, Dv] float32 (float64), zeros when None; [N, Hk, Dk, Dv] with cu_seqlens.
-        cu_seqlens: [N + 1] int32, where packed documents begin and end, 0 to T (B = 1). Each has a state of its own.
-            Documents of no tokens are allowed.
-        memory_budget: bytes that may be kept for the backward pass beside the arguments and the results; above it,
-            they are computed again. None: where they take no more than twice what q, k, v and log_decay do, in whole
-            chunks of 64 tokens. The form for CPUs keeps nothing.
+        cu_seqlens: [N + 1] int32, bounds of packed documents, 0 to T (B = 1). Each document has a separate state.
+            Empty documents are allowed.
+        memory_budget: bytes that may be saved for the backward pass in addition to arguments and results. Intermediates
+            that need more are recomputed. None: save them if a chunk of 64 tokens takes at most twice the bytes of its
+            q, k, v and log_decay. The CPU form saves no intermediates.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and final_state [B, Hk, Dk, Dv] ([N, ...] with cu_seqlens), float32 (float64).
 
     Raises:
         ValueError: for shapes, dtypes or devices that do not fit; on the CPU also for values out of range (positive
-            log_decay, cu_seqlens that decrease, ...), which elsewhere would need a wait for the device.
+            log_decay, decreasing cu_seqlens, ...). On other devices the value check would force a synchronization.
     """
     check_arguments(
         q,
@@ -103,9 +103,9 @@ def _implementation(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence without a bonus, by what suits the device; arguments are checked.
+    """Run the recurrence without a bonus by the form for the device; the caller has checked the arguments.
 
-    q may be float32 beside k and v in half precision. wide: out in the states' dtype, not in v's.
+    q may be float32 while k and v are half precision. wide: out in the states' dtype, not in v's.
     """
     if cu_seqlens is None and _is_short(q, k, v, log_decay, initial_state):
         return short_recurrence(q, k, v, log_decay, initial_state, decay_axis, scale, wide=wide)
@@ -116,7 +116,7 @@ def _implementation(
 
 
 def _is_short(q: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernel for a few tokens, which has no gradient, takes these."""
+    """Return whether the kernel for a few tokens, which has no gradient, supports these inputs."""
     if not q.is_cuda or q.dtype == torch.float64 or q.shape[1] > MAX_STEPS:
         return False
     return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, *others)))
@@ -134,7 +134,7 @@ def gated_recurrence_step(
     bonus: Tensor | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """`gated_recurrence` for a few more tokens after `state`, which is updated in place. Without gradients.
+    """Run `gated_recurrence` for a few more tokens and update `state` in place. Without gradients.
 
     Args:
         q, k, v, log_decay, decay_axis, bonus, scale: as in `gated_recurrence`, with T = 1 or a few.
@@ -164,18 +164,18 @@ def gated_slot_attention(
     cu_seqlens: Tensor | None = None,
     memory_budget: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Attention over M slots that keys and values are written into, and that forget (GSA, arXiv 2409.07146, eq. 8).
+    """Attend to M decaying slots, into which keys and values are written (GSA, arXiv 2409.07146, eq. 8).
 
     Two passes of `gated_recurrence` with a softmax over the slots between: `K_t = K_{t-1} diag(G_t) + k_t^T slots_t`,
     `V_t = diag(G_t) V_{t-1} + slots_t^T v_t`, `o_t = softmax(scale q_t K_t) V_t`. In the paper slots are 1 - G.
 
     Args:
         q, k, v: as in `gated_recurrence`.
-        slots: [B, T, Hk, M] in q's dtype, what a token writes into each slot.
+        slots: [B, T, Hk, M] in q's dtype, the weight with which a token is written into each slot.
         log_decay: [B, T, Hk, M], or [B, T, Hk].
-        scale: of the scores.
+        scale: factor of the scores.
         initial_state: ([B, Hk, Dk, M], [B, Hk, M, Dv]) float32; [N, ...] with cu_seqlens.
-        cu_seqlens, memory_budget: as in `gated_recurrence`; the budget is each pass's.
+        cu_seqlens, memory_budget: as in `gated_recurrence`; the budget applies to each pass.
 
     Returns:
         out [B, T, Hq, Dv], and the two final states.
@@ -195,7 +195,7 @@ def gated_slot_attention(
     )
     first, second = (None, None) if initial_state is None else initial_state
     options = (cu_seqlens, "value", float(scale), memory_budget)
-    # Rounded to half precision, scores, weights and their gradients would be most of the error of dq and dk.
+    # In half precision, rounding of scores, weights and their gradients would cause most of the error of dq and dk.
     scores, keys = _implementation(q, k, slots, log_decay, first, *options, wide=True)
     out, values = _implementation(
         scores.softmax(-1), slots, v, log_decay, second, cu_seqlens, "key", 1.0, memory_budget

@@ -1,7 +1,7 @@
-"""RWKV6's bonus around any form of the recurrence: tokens read the previous state, and themselves by the bonus.
+"""RWKV6's bonus for any form of the recurrence: tokens read the previous state, and themselves through the bonus.
 
-Shift k, v and log_decay by one token, so that the recurrence at token t gives the state before t; a document's first
-token then adds nothing and decays nothing. The final state lacks the last token.
+k, v and log_decay are shifted by one token, so that the recurrence at token t reads the state before t. A document's
+first token then adds and decays nothing. The final state lacks the last token, which `add_last` adds.
 """
 
 import torch
@@ -12,18 +12,18 @@ from kernels.gated_recurrence.decode.step import decay_of_states
 
 
 def delay(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """[B, T, ...] -> the same a token later, T >= 1; 0 for the first token of each row or document."""
+    """Shift x [B, T, ...], T >= 1, one token later; the first token of each row or document becomes 0."""
     later = F.pad(x, (*(0, 0) * (x.ndim - 2), 1, -1))
     if cu_seqlens is None:
         return later
-    # Documents of no tokens may begin at T.
+    # Empty documents may start at T.
     first = torch.zeros(x.shape[1] + 1, dtype=torch.bool, device=x.device)
     first = first.index_fill(0, cu_seqlens[:-1].long(), True)[: x.shape[1]]
     return later.masked_fill(first.view(-1, *(1,) * (x.ndim - 2)), 0.0)
 
 
 def add_own(out: Tensor, q: Tensor, k: Tensor, v: Tensor, bonus: Tensor, scale: float) -> Tensor:
-    """out + scale (q_t diag(bonus) k_t^T) v_t, [B, T, Hq, Dv] in q's dtype."""
+    """Return out + scale (q_t diag(bonus) k_t^T) v_t, [B, T, Hq, Dv] in q's dtype."""
     dtype, heads = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     weighted = (q.to(dtype) * bonus.to(dtype)).unflatten(2, (heads, -1))
     weights = (weighted * k.to(dtype)[:, :, :, None]).sum(-1, keepdim=True)
@@ -34,7 +34,7 @@ def add_own(out: Tensor, q: Tensor, k: Tensor, v: Tensor, bonus: Tensor, scale: 
 def add_last(
     state: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, decay_axis: str, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """[B, Hk, Dk, Dv] or [N, ...]: the state after the last token, from the one before it."""
+    """Return the state after the last token, [B, Hk, Dk, Dv] or [N, ...], from the state before it."""
     if cu_seqlens is None:
         k, v, log_decay = (x[:, -1] for x in (k, v, log_decay))
     else:

@@ -1,4 +1,4 @@
-"""Seven architectures as one recurrence: from what each computes of its tokens to q, k, v and log_decay.
+"""Seven architectures as one recurrence: maps from their tensors to q, k, v and log_decay.
 
     out, state = gated_recurrence(*forms.gla(q, k, v, g))
     out, state = gated_recurrence(*forms.hgrn2(q, f, v, lower_bound=0.5))
@@ -8,12 +8,12 @@
     out, state = gated_recurrence(*forms.gated_retention(q, k, v, p))
     out, states = gated_slot_attention(*forms.slots(q, k, v, p))
 
-`liger` has those of them by name that can be made of a pretrained layer's keys alone.
+`liger` selects by name the forms whose gates can be computed from a pretrained layer's keys.
 
-q is [B, T, Hq, Dk], k [B, T, Hk, Dk], v [B, T, Hk, Dv]; gates are logits, before their sigmoid or exp. They are
-computed in float32 (float64 for float64 logits), whatever the logits' dtype: in bfloat16 a gate of 0.999 would be 1.
-What a gate multiplies into k or v goes back to their dtype. Only mlstm divides by sqrt(Dk), as its equations do; the
-others leave that to the scale of `gated_recurrence`.
+q is [B, T, Hq, Dk], k [B, T, Hk, Dk], v [B, T, Hk, Dv]; gates are passed as logits, before sigmoid or exp. Gates are
+computed in float32 (float64 for float64 logits) for any dtype of the logits: in bfloat16 a gate of 0.999 would be 1.
+A k or v scaled by a gate keeps its dtype. Only mlstm divides by sqrt(Dk), as its equations do; the others leave that
+to the scale of `gated_recurrence`.
 """
 
 from typing import NamedTuple
@@ -25,14 +25,14 @@ from torch import Tensor
 PER_CHANNEL = ("gla", "hgrn2", "rwkv6")
 PER_HEAD = ("mamba2", "mlstm", "gated_retention")
 CONSTANT = ("fixed", "none")
-"""Names of `liger`'s gates: one for each key channel, one for each head, and without logits."""
+"""Gate names of `liger`: one gate per key channel, one per head, and constant gates without logits."""
 
-# exp of more is infinite in float32, and the gradient of a gate that far closed would be 0 times infinity.
+# exp of much more overflows float32, and the gradient of such a closed gate would be 0 times infinity.
 _LARGEST_EXPONENT = 80.0
 
 
 class Recurrence(NamedTuple):
-    """The first arguments of `gated_recurrence`, in their order."""
+    """First arguments of `gated_recurrence`, in order."""
 
     q: Tensor
     k: Tensor
@@ -41,7 +41,7 @@ class Recurrence(NamedTuple):
 
 
 class SlotRecurrence(NamedTuple):
-    """The first arguments of `gated_slot_attention`, in their order."""
+    """First arguments of `gated_slot_attention`, in order."""
 
     q: Tensor
     k: Tensor
@@ -51,7 +51,7 @@ class SlotRecurrence(NamedTuple):
 
 
 def gla(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, temperature: float = 16.0) -> Recurrence:
-    """Gated linear attention (arXiv 2312.06635): `G_t = sigmoid(gate_t)^(1 / temperature)` for each key channel.
+    """Map to gated linear attention (arXiv 2312.06635): `G_t = sigmoid(gate_t)^(1 / temperature)` per key channel.
 
     Args:
         gate: [B, T, Hk, Dk].
@@ -61,11 +61,13 @@ def gla(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, temperature: float = 1
 
 
 def hgrn2(q: Tensor, forget: Tensor, v: Tensor, *, lower_bound: Tensor | float = 0.0) -> Recurrence:
-    """HGRN2 (arXiv 2404.07904): `f = b + (1 - b) sigmoid(forget)`, `S_t = diag(f_t) S_{t-1} + (1 - f_t)^T v_t`.
+    """Map to HGRN2 (arXiv 2404.07904).
+
+    `f = b + (1 - b) sigmoid(forget)`, `S_t = diag(f_t) S_{t-1} + (1 - f_t)^T v_t`.
 
     Args:
         q: the output gate of the paper.
-        forget: [B, T, Hk, Dk]. Infinite for a token that shall change nothing: f is 1 and k is 0.
+        forget: [B, T, Hk, Dk]. Infinity makes a token change nothing: f is 1 and k is 0.
         v: the input of the paper.
         lower_bound: b, 0 to 1, a number or [Hk, Dk]. In the paper it grows with the layer, from 0 in the first.
     """
@@ -73,8 +75,8 @@ def hgrn2(q: Tensor, forget: Tensor, v: Tensor, *, lower_bound: Tensor | float =
     if isinstance(lower_bound, Tensor):
         lower_bound = lower_bound.to(forget.dtype)
     kept = forget.sigmoid()
-    # Of sigmoid(x) and sigmoid(-x), and of f and 1 - f, the smaller has all its digits, and so has its gradient. The
-    # clamps spare the log that is not chosen, and that of an f which is 0 in this dtype, an infinite gradient.
+    # Of sigmoid(x) and sigmoid(-x), and of f and 1 - f, the smaller keeps full precision, and so does its gradient.
+    # The clamps prevent an infinite gradient through the unselected log, and through the log of an f rounded to 0.
     k = (1 - lower_bound) * torch.where(forget < 0, 1 - kept, (-forget).sigmoid())
     f = lower_bound + (1 - lower_bound) * kept
     nearly_open = torch.log1p(-k.clamp(max=0.5))
@@ -83,32 +85,32 @@ def hgrn2(q: Tensor, forget: Tensor, v: Tensor, *, lower_bound: Tensor | float =
 
 
 def rwkv6(receptance: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Recurrence:
-    """RWKV6, Finch (arXiv 2404.05892, section 4.2): `w_t = exp(-exp(decay_t))` for each key channel.
+    """Map to RWKV6, Finch (arXiv 2404.05892, section 4.2): `w_t = exp(-exp(decay_t))` per key channel.
 
-    `wkv_t = diag(u) k_t^T v_t + sum_{i<t} diag(w_{i+1} ... w_{t-1}) k_i^T v_i`: a token reads the state before it, and
-    itself by u alone, which is `gated_recurrence(..., bonus=u)`. Without a bonus it reads the state after it.
+    `wkv_t = diag(u) k_t^T v_t + sum_{i<t} diag(w_{i+1} ... w_{t-1}) k_i^T v_i`: a token reads the previous state, and
+    itself only through u: call `gated_recurrence(..., bonus=u)`. Without a bonus it reads the state after its update.
 
     Args:
-        receptance: what reads the state, q.
+        receptance: the paper's r, which becomes q.
         decay: [B, T, Hk, Dk], the paper's d.
     """
     return Recurrence(receptance, k, v, -_wide(decay).clamp(max=_LARGEST_EXPONENT).exp())
 
 
 def mamba2(x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor) -> Recurrence:
-    """Mamba-2 (arXiv 2405.21060): `h_t = exp(-dt_t exp(A_log)) h_{t-1} + B_t^T dt_t x_t`, `y_t = C_t h_t`.
+    """Map to Mamba-2 (arXiv 2405.21060), with one gate per head.
 
-    One gate for each head. `mamba2_output` adds `D x_t`.
+    `h_t = exp(-dt_t exp(A_log)) h_{t-1} + B_t^T dt_t x_t`, `y_t = C_t h_t`. `mamba2_output` adds `D x_t`.
 
     Args:
         x: [B, T, H, Dv].
-        dt: [B, T, H], more than 0: softplus has been taken.
+        dt: [B, T, H], positive: after softplus.
         A_log: [H].
-        B: [B, T, G, Dk]; G divides H: head h uses group h // (H / G). For one group k and q are views of B and C.
+        B: [B, T, G, Dk]; G divides H: head h uses group h // (H / G). With one group, k and q are views of B and C.
         C: [B, T, G, Dk].
 
     Raises:
-        ValueError: when the groups do not divide the heads.
+        ValueError: if the number of groups does not divide the number of heads.
     """
     heads, groups = x.shape[2], B.shape[2]
     if heads % groups:
@@ -120,12 +122,12 @@ def mamba2(x: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor) -> Recurr
 
 
 def mamba2_output(out: Tensor, x: Tensor, D: Tensor) -> Tensor:
-    """`y_t = C_t h_t + D x_t` in out's dtype, from out [B, T, H, Dv] of the recurrence; D is [H]."""
+    """Return `y_t = C_t h_t + D x_t` in out's dtype, from the recurrence's out [B, T, H, Dv]; D is [H]."""
     return (_wide(out) + D[:, None] * _wide(x)).to(out.dtype)
 
 
 def mamba2_decay(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Recurrence:
-    """Mamba-2's gate alone on any q, k, v: `exp(-softplus(gate_t))` for each head (arXiv 2503.01496, table 1).
+    """Apply only Mamba-2's gate to any q, k, v: `exp(-softplus(gate_t))` per head (arXiv 2503.01496, table 1).
 
     Args:
         gate: [B, T, Hk].
@@ -143,7 +145,7 @@ def mlstm(
     stabilizer: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Recurrence, Tensor]:
-    """The mLSTM of xLSTM (arXiv 2405.04517, eq. 19-26, with the stabilizer of eq. 15-17).
+    """Map to the mLSTM of xLSTM (arXiv 2405.04517, eq. 19-26, with the stabilizer of eq. 15-17).
 
     With `log i_t = input_gate_t` and `log f_t = log sigmoid(forget_gate_t)`:
 
@@ -151,24 +153,24 @@ def mlstm(
         C_t = f'_t C_{t-1} + i'_t k_t^T v_t / sqrt(Dk),   n_t = f'_t n_{t-1} + i'_t k_t^T / sqrt(Dk)
         h_t = q_t C_t / max(|q_t n_t|, exp(-m_t))
 
-    The input gate and 1 / sqrt(Dk) go into k, and n is one more column of the state, [C n]: v gets a column of ones.
-    h_t is `mlstm_output(out, m)`. As it does not depend on m, m has no gradient.
+    k is scaled by the input gate and 1 / sqrt(Dk). n is an extra column of the state, [C n]: v gets a column of ones.
+    `mlstm_output(out, m)` returns h_t. It does not depend on m, so m has no gradient.
 
     Args:
-        input_gate, forget_gate: [B, T, Hk]. A token with -infinity and infinity changes nothing.
-        stabilizer: m before the first token, [B, Hk], or [N, Hk] with cu_seqlens; zeros when None. It belongs to the
-            state: whoever continues from a final state continues from m of its last token.
-        cu_seqlens: as in `gated_recurrence`; each document has an m of its own.
+        input_gate, forget_gate: [B, T, Hk]. A token with -infinity and infinity changes nothing in the state.
+        stabilizer: m before the first token, [B, Hk], or [N, Hk] with cu_seqlens; zeros when None. It is part of
+            the state: to continue from a final state, pass m of its last token.
+        cu_seqlens: as in `gated_recurrence`; each document has a separate m.
 
     Returns:
-        The recurrence, with v [B, T, Hk, Dv + 1], and m, [B, T, Hk] float64.
+        Inputs of the recurrence, with v [B, T, Hk, Dv + 1], and m [B, T, Hk] float64.
     """
-    # In float64, because m_{t-1} - m_t is summed over all tokens.
+    # float64, because m_{t-1} - m_t is summed over all tokens.
     log_input, log_forget = _wide(input_gate).double(), F.logsigmoid(_wide(forget_gate)).double()
     before, m = _stabilizers(log_input, log_forget, stabilizer, cu_seqlens)
     dtype = torch.promote_types(k.dtype, torch.float32)
     weight = ((log_input - m).exp() * k.shape[-1] ** -0.5).to(dtype)
-    # At most 0 by the choice of m; the minimum is for its rounding, and leaves the gradient of log_forget whole.
+    # At most 0 by the choice of m; the minimum corrects rounding without changing the gradient of log_forget.
     log_decay = log_forget + torch.minimum(before - m, -log_forget.detach())
     k = (k * weight.unsqueeze(-1)).to(k.dtype)
     v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
@@ -176,10 +178,10 @@ def mlstm(
 
 
 def mlstm_output(out: Tensor, m: Tensor) -> Tensor:
-    """`h = out / max(|q n|, exp(-m))` (arXiv 2405.04517, eq. 21, times exp(-m) above and below the line).
+    """Return `h = out / max(|q n|, exp(-m))` (arXiv 2405.04517, eq. 21, numerator and denominator times exp(-m)).
 
     Args:
-        out: [B, T, Hq, Dv + 1] of the recurrence: q C, and q n in the last column.
+        out: [B, T, Hq, Dv + 1] of the recurrence: q C, with q n in the last column.
         m: [B, T, Hk] of `mlstm`.
 
     Returns:
@@ -191,9 +193,9 @@ def mlstm_output(out: Tensor, m: Tensor) -> Tensor:
 
 
 def gated_retention(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, temperature: float = 16.0) -> Recurrence:
-    """Gated retention (YOCO, arXiv 2405.05254): `gamma_t = sigmoid(gate_t)^(1 / temperature)`, one for each head.
+    """Map to gated retention (YOCO, arXiv 2405.05254): `gamma_t = sigmoid(gate_t)^(1 / temperature)` per head.
 
-    With a temperature of 1 also the mLSTM without its input gate and normalizer (arXiv 2503.01496, table 1).
+    With temperature 1 this is also the mLSTM without input gate and normalizer (arXiv 2503.01496, table 1).
 
     Args:
         gate: [B, T, Hk].
@@ -203,10 +205,10 @@ def gated_retention(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, temperatur
 
 
 def slots(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, temperature: float = 8.0) -> SlotRecurrence:
-    """Gated slot attention (arXiv 2409.07146): `a_t = sigmoid(gate_t)^(1 / temperature)`, slots written with `1 - a_t`.
+    """Map to gated slot attention (arXiv 2409.07146): `a_t = sigmoid(gate_t)^(1 / temperature)`, slots `1 - a_t`.
 
     Args:
-        gate: [B, T, Hk, M], one for each slot.
+        gate: [B, T, Hk, M], one per slot.
         temperature: 8 in the paper; 16 in arXiv 2503.01496.
     """
     log_decay = F.logsigmoid(_wide(gate)) / temperature
@@ -214,15 +216,15 @@ def slots(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, *, temperature: float =
 
 
 def liger(gate: str, q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None, *, temperature: float = 1.0) -> Recurrence:
-    """A gate of this name on q and k as they are mapped (Liger, arXiv 2503.01496, eq. 5 to 7 and table 1).
+    """Apply the named gate to q and k after their feature map (Liger, arXiv 2503.01496, eq. 5 to 7 and table 1).
 
     Args:
-        gate: of PER_CHANNEL, PER_HEAD or CONSTANT. "fixed": `exp(-2^(-8 h / H))` for key head h of H, from 1: SUPRA's
-            choice (arXiv 2405.06640, section 2.3) after Qin et al. 2024, whose largest gate keeps 3.35e-4 over 2048
-            tokens, from which the formula is inferred. "none": no decay.
-        k: of "hgrn2" it does not matter.
+        gate: from PER_CHANNEL, PER_HEAD or CONSTANT. "fixed": `exp(-2^(-8 h / H))` for key head h of H, counted from 1:
+            SUPRA's choice (arXiv 2405.06640, section 2.3) after Qin et al. 2024. The formula is inferred from their
+            largest gate, which keeps 3.35e-4 over 2048 tokens. "none": no decay.
+        k: not used by "hgrn2".
         logits: [B, T, Hk, Dk] or [B, T, Hk], None for a constant gate.
-        temperature: what log gates are divided by.
+        temperature: divisor of the log gates.
     """
     if gate in CONSTANT:
         heads, dtype = k.shape[2], torch.promote_types(k.dtype, torch.float32)
@@ -249,17 +251,17 @@ def _wide(x: Tensor) -> Tensor:
 def _stabilizers(
     log_input: Tensor, log_forget: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """m_{t-1} and m_t, [B, T, H] each, of `m_t = max(log_forget_t + m_{t-1}, log_input_t)` in every document.
+    """Return m_{t-1} and m_t, [B, T, H] each, of `m_t = max(log_forget_t + m_{t-1}, log_input_t)` in every document.
 
-    By doubling, not as a cumulative maximum of log_input less a cumulative sum of log_forget: one forget gate that is
-    closed would take all digits from the sums after it, and a document would inherit the m of the one before.
+    Computed by doubling, not as a cumulative maximum of log_input minus a cumulative sum of log_forget: one closed
+    forget gate would destroy the precision of all later sums, and a document would inherit m from the previous one.
     """
     position = torch.arange(log_input.shape[1], device=log_input.device)
     if cu_seqlens is None:
         first = position == 0
         start = log_input.new_zeros(1, 1, 1) if initial is None else initial.double()[:, None]
     else:
-        # The last document that begins at or before the token: those before it that begin there too are empty.
+        # The last document that starts at or before the token; earlier ones with the same start are empty.
         document = torch.searchsorted(cu_seqlens, position.to(cu_seqlens.dtype), right=True) - 1
         first = position == cu_seqlens[document]
         start = log_input.new_zeros(1, 1, 1) if initial is None else initial.double()[None, document]
@@ -268,7 +270,7 @@ def _stabilizers(
     carry = log_forget.masked_fill(first, -torch.inf)
     step = 1
     while step < log_input.shape[1]:
-        # Both now reach `step` tokens back, and then twice as many.
+        # Both cover `step` tokens before this iteration, and twice as many after it.
         m = torch.cat([m[:, :step], torch.maximum(m[:, step:], carry[:, step:] + m[:, :-step])], 1)
         carry = torch.cat([carry[:, :step], carry[:, step:] + carry[:, :-step]], 1)
         step *= 2

@@ -1,7 +1,7 @@
-"""The gated recurrence by the Triton kernels, as operations that torch.compile and autograd know.
+"""The gated recurrence by the Triton kernels, as operations registered with torch.compile and autograd.
 
-A gate per value channel is the same computation with other roles: the state is held transposed, so that its first axis
-decays. With x, y (which decay), z and w as in the kernels' files:
+A gate per value channel is the same computation with exchanged roles: the state is stored transposed, so that its first
+axis decays. With x, y (which decay), z and w as in the kernel files:
 
     key axis     forward: scores of q, k; out by the scan            backward: dv by the scan; dq, dk by gradients
     value axis   forward: states by the scan; out by gradients       backward: scores of dout, v; dq, dk by the two
@@ -35,14 +35,14 @@ from kernels.launching import compiled_side_by_side
 from kernels.operation import empty_gradients, register_operation
 from kernels.rounding import cdiv
 
-# Programs that a scan should have: a sequence is cut into segments to get them.
+# Target number of programs of a scan; sequences are cut into segments to reach it.
 SCAN_PROGRAMS = 96
-# Of the axis that decays, which a program's state holds whole.
+# Widest decaying axis: each program's state holds all of it.
 MOST_CHANNELS = 256
 
 
 def _segment(batch: int, length: int, heads: int, width_e: int, packed: bool) -> int:
-    """Tokens of a segment: all, where the scan has programs enough without cutting."""
+    """Return the tokens per segment: the whole sequence if the scan has enough programs without cutting."""
     programs = batch * heads * cdiv(width_e, 64)
     whole = cdiv(length, CHUNK) * CHUNK
     if programs >= SCAN_PROGRAMS and not packed:
@@ -63,9 +63,9 @@ def _segment_of(k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | No
 
 
 def _kernels_ready(q: Tensor, k: Tensor, v: Tensor, per_head: bool, *options) -> contextlib.AbstractContextManager:
-    """For what launches kernels: those for gates per channel, of which some take seconds, are compiled side by side.
+    """Return a context in which kernels for gates per channel compile in parallel, because some take seconds.
 
-    options: what they depend on besides devices, widths and dtypes.
+    options: what the kernels depend on besides devices, widths and dtypes.
     """
     if per_head or not q.is_cuda:
         return contextlib.nullcontext()
@@ -73,7 +73,7 @@ def _kernels_ready(q: Tensor, k: Tensor, v: Tensor, per_head: bool, *options) ->
 
 
 def _state_in(state: Tensor | None, by_value: bool) -> Tensor | None:
-    """[N, H, Dk, Dv] -> [N, H, D as stored, E], the decaying axis first."""
+    """Rearrange [N, H, Dk, Dv] to [N, H, D as stored, E], with the decaying axis first."""
     if state is None:
         return None
     state = state.mT if by_value else state
@@ -87,7 +87,7 @@ def _state_out(state: Tensor, width: int, by_value: bool) -> Tensor:
 
 
 def _kept_shapes(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, by_value: bool):
-    """(shape, dtype) of decayed q, k, scores, totals, middles, levels and states, as `_recurrence` keeps them."""
+    """Return (shape, dtype) of decayed q, k, scores, totals, middles, levels and states, that `_recurrence` saves."""
     batch, length, heads, _ = k.shape
     y, z = (v, k) if by_value else (k, v)
     chunks = batch * cdiv(length, CHUNK) if cu_seqlens is None else _packed_chunks(length, cu_seqlens)
@@ -113,9 +113,9 @@ def _packed_chunks(length: int, cu_seqlens: Tensor) -> int:
 
 
 def _keeps(q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget: int | None) -> bool:
-    """Whether what the backward pass can use fits into the budget.
+    """Return whether the intermediates for the backward pass fit into the budget.
 
-    Without one, a chunk's widths decide alone: kernels must not change with lengths and layouts.
+    Without a budget, only the widths of a chunk decide: kernels must not change with lengths and layouts.
     """
     shapes = _kept_shapes(q, k, v, log_decay, cu_seqlens, by_value)
     kept = sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in shapes)
@@ -136,11 +136,11 @@ def _recurrence(
     memory_budget: int | None,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of `gated_recurrence`, but q may be float32 beside any k and v. wide: out in float32.
+    """Run `gated_recurrence`; q may also be float32 with any dtype of k and v. wide: out in float32.
 
     Returns:
-        out, final_state, and what is kept for the backward pass: decayed q, decayed k, scores, totals, middles,
-        levels and states of the chunks; empty where they are computed again.
+        out, final_state, and the intermediates for the backward pass: decayed q, decayed k, scores, totals, middles,
+        levels and states of the chunks; empty where they are recomputed.
     """
     by_value = decay_axis == "value" and log_decay.ndim == 4
     if not k.numel() or not v.numel() or not q.numel():
@@ -194,7 +194,7 @@ def _recurrence(
 def _empty_results(
     q, k, v, log_decay, cu_seqlens, by_value: bool, memory_budget: int | None, wide: bool
 ) -> tuple[Tensor, ...]:
-    """What `_recurrence` returns, in shape and dtype."""
+    """Return uninitialized results of `_recurrence`, with their shapes and dtypes."""
     batch, _, heads, key_dim = k.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     keeps = _keeps(q, k, v, log_decay, cu_seqlens, by_value, memory_budget)
@@ -232,7 +232,7 @@ def _recurrence_backward(
     decay_axis: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log_decay and initial_state, each in its own dtype; the last is empty without one."""
+    """Return gradients of q, k, v, log_decay and initial_state in their dtypes; the last is empty if it is None."""
     by_value = decay_axis == "value" and log_decay.ndim == 4
     if not k.numel() or not v.numel() or not q.numel():
         grads = tuple(x.zero_() for x in empty_gradients(q, k, v, log_decay, initial_state))
@@ -243,7 +243,7 @@ def _recurrence_backward(
         grad_out = v.new_zeros(*q.shape[:3], v.shape[3])
     per_head = log_decay.ndim == 3
     gate_dtype, q_dtype = log_decay.dtype, q.dtype
-    # Read as they are, float32 or not, only where the kernels round what they make of them, and not before.
+    # grad_out and q stay float32 only for kernels that round derived values, not these inputs.
     if not by_value:
         grad_out = grad_out.to(v.dtype)
     if per_head:

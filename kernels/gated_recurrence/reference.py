@@ -1,8 +1,8 @@
-"""The gated recurrence by its definition, token by token: what the other forms are tested against.
+"""The gated recurrence by its definition, token by token: the reference for tests.
 
     S_t = G_t (.) S_{t-1} + k_t^T v_t,    o_t = scale q_t S_t
 
-G_t is exp(log_decay_t) along the rows of S (the key axis), along its columns (the value axis), or one number.
+G_t is exp(log_decay_t) along the rows of S (key axis), along its columns (value axis), or one number per head.
 """
 
 from itertools import pairwise
@@ -23,7 +23,7 @@ def gated_recurrence_reference(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The arguments and results of `gated_recurrence`, but for its memory_budget.
+    """Compute `gated_recurrence` by its definition; same arguments except memory_budget, same results.
 
     Differentiable by autograd. Computes in float64 for float64 inputs, otherwise in float32.
     """
@@ -37,7 +37,7 @@ def gated_recurrence_reference(
     for number, (begin, end) in enumerate(pairwise(bounds)):
         state = initial_state.to(dtype) if cu_seqlens is None else initial_state[number : number + 1].to(dtype)
         for t in range(begin, end):
-            # A state for each head of k and v, read by all the query heads that share it.
+            # One state per head of k and v, read by all query heads that share it.
             q_t = q[:, t].to(dtype).unflatten(1, (heads, -1))
             added = k[:, t].to(dtype)[..., :, None] * v[:, t].to(dtype)[..., None, :]
             read = None
@@ -55,7 +55,7 @@ def gated_recurrence_reference(
 
 
 def _gate(log_decay: Tensor, decay_axis: str) -> Tensor:
-    """[B, H], [B, H, Dk] or [B, H, Dv] -> what multiplies a state [B, H, Dk, Dv]."""
+    """Return the factor of a state [B, H, Dk, Dv], from log_decay [B, H], [B, H, Dk] or [B, H, Dv]."""
     gate = log_decay.exp()
     if gate.ndim == 2:
         return gate[..., None, None]
@@ -73,7 +73,7 @@ def gated_slot_attention_reference(
     initial_state: tuple[Tensor, Tensor] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The arguments and results of `gated_slot_attention`; two recurrences with a softmax over the slots between."""
+    """Compute `gated_slot_attention` by two reference recurrences; same arguments except memory_budget."""
     first, second = (None, None) if initial_state is None else initial_state
     common = {"cu_seqlens": cu_seqlens}
     scores, keys = gated_recurrence_reference(

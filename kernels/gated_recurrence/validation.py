@@ -1,4 +1,4 @@
-"""Argument checks of the gated recurrence. Each error is one line: what was given and what is needed."""
+"""Argument checks of the gated recurrence: each raises ValueError with one line, what was given and what is needed."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ from kernels.gated_recurrence.forms import CONSTANT, PER_CHANNEL, PER_HEAD
 
 GATES = (*PER_CHANNEL, *PER_HEAD, *CONSTANT)
 FEATURE_MAPS = ("softmax", "none")
-"""What `liger_step` has."""
+"""Gates and feature maps of `liger_step`."""
 
 
 def check_arguments(
@@ -24,7 +24,7 @@ def check_arguments(
     cu_seqlens: Tensor | None,
     memory_budget: int | None,
 ) -> None:
-    """Everything about `gated_recurrence` that shapes, dtypes and devices tell. Raises ValueError."""
+    """Check shapes, dtypes and devices of the arguments of `gated_recurrence`."""
     _check_inputs(q, k, (("v", v),))
     _check_log_decay(log_decay, k, v, decay_axis)
     _check_bonus(bonus, q)
@@ -37,7 +37,7 @@ def check_arguments(
 def check_step_arguments(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *, decay_axis: str, bonus: Tensor | None
 ) -> None:
-    """Everything about `gated_recurrence_step` that shapes, dtypes and devices tell. Raises ValueError."""
+    """Check shapes, dtypes and devices of the arguments of `gated_recurrence_step`."""
     _check_inputs(q, k, (("v", v),))
     _check_log_decay(log_decay, k, v, decay_axis)
     _check_bonus(bonus, q)
@@ -55,7 +55,7 @@ def check_slot_arguments(
     cu_seqlens: Tensor | None,
     memory_budget: int | None,
 ) -> None:
-    """Everything about `gated_slot_attention` that shapes, dtypes and devices tell. Raises ValueError."""
+    """Check shapes, dtypes and devices of the arguments of `gated_slot_attention`."""
     _check_inputs(q, k, (("v", v), ("slots", slots)))
     if slots.shape[2] != k.shape[2]:
         raise ValueError(f"slots has {slots.shape[2]} heads but k has {k.shape[2]}; they must agree")
@@ -83,7 +83,7 @@ def check_liger_arguments(
     temperature: float,
     feature_map: str,
 ) -> None:
-    """What `liger_step` has beside the rings and the vectors. Raises ValueError."""
+    """Check the arguments of `liger_step` except the rings and the vectors."""
     for name, given, known in (("gate", gate, GATES), ("feature_map", feature_map, FEATURE_MAPS)):
         if given not in known:
             raise ValueError(f"{name}={given!r} is not known: give one of {', '.join(known)}")
@@ -108,7 +108,7 @@ def check_liger_arguments(
 
 
 def check_window(q: Tensor, v: Tensor, q_window: Tensor, k_window: Tensor) -> None:
-    """The queries and keys that a step's window takes beside the state's. Raises ValueError."""
+    """Check the queries and keys of a step's window."""
     _check_one_token(q)
     for name, x, heads in (("q_window", q_window, q.shape[2]), ("k_window", k_window, v.shape[2])):
         if tuple(x.shape) != (q.shape[0], 1, heads, v.shape[3]):
@@ -117,7 +117,7 @@ def check_window(q: Tensor, v: Tensor, q_window: Tensor, k_window: Tensor) -> No
 
 
 def check_ring(q: Tensor, v: Tensor, ring_keys: Tensor, ring_values: Tensor, sinks: int) -> None:
-    """What the window of a step holds. Raises ValueError."""
+    """Check the ring of keys and values of a step's window."""
     for name, x in (("ring_keys", ring_keys), ("ring_values", ring_values)):
         slots = x.shape[1] if x.ndim == 4 else 0
         if tuple(x.shape) != (q.shape[0], slots, *v.shape[2:]) or slots <= sinks or slots != ring_keys.shape[1]:
@@ -130,7 +130,7 @@ def check_ring(q: Tensor, v: Tensor, ring_keys: Tensor, ring_values: Tensor, sin
 
 
 def check_late_keys(late_keys: Tensor | None, k: Tensor, window: int) -> None:
-    """What waits for a late state. Raises ValueError."""
+    """Check the ring of keys that enter a late state."""
     if late_keys is None:
         return
     shape = (k.shape[0], window + 1, *k.shape[2:])
@@ -146,7 +146,7 @@ def check_late_keys(late_keys: Tensor | None, k: Tensor, window: int) -> None:
 def check_step_vectors(
     q: Tensor, tokens: Tensor, kv_start: Tensor | None, state_weight: Tensor, window_weight: Tensor
 ) -> None:
-    """The small tensors of a step with a window. Raises ValueError."""
+    """Check the small tensors of a step with a window."""
     wide = torch.promote_types(q.dtype, torch.float32)
     expected = (
         ("tokens", tokens, torch.int32, 1),
@@ -195,7 +195,7 @@ def _check_tables(q: Tensor, cosine: Tensor, sine: Tensor) -> None:
 
 
 def _check_inputs(q: Tensor, k: Tensor, others: tuple[tuple[str, Tensor], ...]) -> None:
-    """others: v and slots, by name, which have k's batch, time and heads."""
+    """Check q, k and others: v and slots by name, which need k's batch, time and heads."""
     for name, x in (("q", q), ("k", k), *others):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, time, heads, head_dim]")
@@ -218,12 +218,12 @@ def _check_inputs(q: Tensor, k: Tensor, others: tuple[tuple[str, Tensor], ...]) 
 
 
 def _check_log_decay(log_decay: Tensor, k: Tensor, v: Tensor, decay_axis: str) -> None:
-    """decay_axis: "key", "value", or "slots", which both k and v stand for then."""
+    """Check log_decay; decay_axis is "key", "value", or "slots", where both k and v are the slots."""
     if decay_axis not in ("key", "value", "slots"):
         raise ValueError(f'decay_axis={decay_axis!r}: the axis of the state that decays is "key" or "value"')
     per_head = tuple(k.shape[:3])
     channels = (v if decay_axis == "value" else k).shape[3]
-    # Not one `in`, which torch.compile calls false for sizes that may vary.
+    # Two comparisons: torch.compile evaluates a single `in` as false for dynamic sizes.
     if tuple(log_decay.shape) != per_head and tuple(log_decay.shape) != (*per_head, channels):
         raise ValueError(
             f"log_decay has shape {list(log_decay.shape)}; it must be [batch, time, heads of k] {list(per_head)}, or "
@@ -289,7 +289,7 @@ def _check_memory_budget(memory_budget: int | None) -> None:
 
 
 def check_values(log_decay: Tensor, cu_seqlens: Tensor | None) -> None:
-    """What only the numbers tell. On the CPU alone: elsewhere, reading them waits for the device. Raises ValueError."""
+    """Check values, on the CPU only: on other devices, reading them forces a synchronization."""
     if log_decay.device.type != "cpu":
         return
     if log_decay.numel() and not log_decay.max() <= 0:
