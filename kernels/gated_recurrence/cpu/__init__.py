@@ -1,1 +1,1 @@
-"""The gated recurrence in plain PyTorch operations, chunk by chunk: for CPUs and for tests."""
+"""The gated recurrence in plain PyTorch, chunk by chunk, for CPUs and tests."""

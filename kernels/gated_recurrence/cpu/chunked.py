@@ -1,4 +1,4 @@
-"""The gated recurrence in plain PyTorch, chunk by chunk: the form for machines without CUDA.
+"""The gated recurrence in plain PyTorch, chunk by chunk, for machines without CUDA.
 
 With S the state before a chunk, b_i the sum of log_decay from the chunk's start to row i (all of it: b), gates on keys:
 
@@ -8,13 +8,13 @@ With S the state before a chunk, b_i the sum of log_decay from the chunk's start
     dq_i = sum_j dA_ij k_j exp(b_i - b_j) + exp(b_i) S dO_i
     dk_j = sum_i dA_ij q_i exp(b_i - b_j) + exp(b - b_j) dS' v_j
     dS   = exp(b) dS' + sum_i (q_i exp(b_i))^T dO_i
-    dlog_decay_t = sum over the pairs j < t <= i that decay at t, states among them
+    dlog_decay_t = sum over the pairs j < t <= i that decay at t, including pairs with the states
 
-Gates on values are the same with the roles changed: dO and v for q and k, q and k for dO and v, S transposed; so what
-was dq is then the output, dk is dv, dv is dk, and the output is dq. Below, `rows` and `columns` are what the gates lie
-on. Query heads that share a state are rows of one matrix: nothing of k, v or the gates is repeated.
+Gates on values exchange the roles: dO and v for q and k, q and k for dO and v, S transposed. Then the formula of dq
+gives the output, dk gives dv, dv gives dk, and the output gives dq. Below, `rows` and `columns` are the gated tensors.
+Query heads that share a state are rows of one matrix: k, v and the gates are not repeated.
 
-Memory: the states at all chunks' starts in the backward pass, otherwise a few chunks' own. `pairs.py` has the decay.
+Memory: the states at all chunks' starts in the backward pass, and tensors of a few chunks. `pairs.py` has the decay.
 """
 
 import math
@@ -29,9 +29,9 @@ from kernels.operation import empty_gradients, register_operation
 
 
 class _Problem:
-    """The arguments as rows of one head of one token, the chunks they are cut into, and the states.
+    """Arguments as one row per token and head, their division into chunks, and the states.
 
-    `turned`: the gates lie on values. `carry` [R, Hk, D gated, D plain] is a state for each row in the layout's order.
+    `turned`: gates are on values. `carry` [R, Hk, D gated, D plain] is one state per row, in the layout's order.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None, decay_axis: str):
@@ -45,11 +45,11 @@ class _Problem:
         self.slabs = self.layout.slabs(self.heads, max(self.groups * max(self.state_dims), 1))
 
     def rows(self, x: Tensor) -> Tensor:
-        """[B, T, Hq or Hk, D] or [B, T, Hk] -> [B * T * Hk, n]; a copy where it must be."""
+        """Reshape [B, T, Hq or Hk, D] or [B, T, Hk] to [B * T * Hk, n]; copies only if necessary."""
         return x.reshape(x.shape[0] * x.shape[1] * self.heads, math.prod(x.shape[2:]) // self.heads)
 
     def carry(self, state: Tensor | None) -> Tensor:
-        """[R, Hk, Dk, Dv] -> a carry of its own; zeros for None."""
+        """Return a new carry from a state [R, Hk, Dk, Dv]; zeros for None."""
         if state is None:
             dims = reversed(self.state_dims) if self.turned else self.state_dims
             return self.q.new_zeros(len(self.layout.order), self.heads, *dims, dtype=self.dtype)
@@ -62,7 +62,7 @@ class _Problem:
         return (state.mT if self.turned else state).contiguous().to(dtype)
 
     def columns(self, slab: Slab) -> tuple[Tensor, Tensor]:
-        """What the gates lie on, and the other: k and v, or v and k."""
+        """Return the gated tensor and the other one: k and v, or v and k."""
         k, v = slab.take(self.k, self.dtype), slab.take(self.v, self.dtype)
         return (v, k) if self.turned else (k, v)
 
@@ -73,7 +73,7 @@ class _Problem:
         return self.gates(slab.take(self.log_decay, self.dtype))
 
     def states(self, slab: Slab, gates: ChannelGates, columns: Tensor, others: Tensor, carry: Tensor) -> Tensor:
-        """The states before each of the slab's chunks, [N, D gated, D plain]; carry goes on to after the slab."""
+        """Return the state before each chunk of the slab, [N, D gated, D plain]; advance carry past the slab."""
         added = torch.bmm((columns * gates.to_end).mT, others).unflatten(0, (-1, self.heads))
         total = gates.total.unflatten(0, (-1, self.heads))[..., None]
         states = torch.empty_like(added)
@@ -84,7 +84,7 @@ class _Problem:
         return states.flatten(0, 1)
 
 
-# Autocast would round what is float32 here to bfloat16 in every matrix product.
+# Autocast would round float32 inputs of every matrix product to bfloat16.
 @torch.autocast("cpu", enabled=False)
 def _forward(
     q: Tensor,
@@ -97,7 +97,7 @@ def _forward(
     scale: float,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The arguments of `gated_recurrence`, without bonus and budget; wide: out in the dtype of the states."""
+    """Run `gated_recurrence` without bonus and budget; wide: out in the dtype of the states."""
     check_values(log_decay, cu_seqlens)
     problem = _Problem(q, k, v, log_decay, cu_seqlens, decay_axis)
     out, _ = _empty_results(q, k, v, cu_seqlens, wide)
@@ -120,7 +120,7 @@ def _forward(
 
 
 def _read(products: Tensor, others: Tensor, rows: Tensor, gates: ChannelGates, states: Tensor) -> Tensor:
-    """[N, C * G, D plain]: by the products with the chunk's own tokens, and from the state before it."""
+    """Return [N, C * G, D plain]: read from the chunk's own tokens and from the state before it."""
     decayed = (rows * gates.from_start[:, :, None]).flatten(1, 2)
     return torch.bmm(products, others).baddbmm_(decayed, states)
 
@@ -150,7 +150,7 @@ def _backward(
     decay_axis: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log_decay and initial_state, each in its own dtype; the last is empty without it."""
+    """Return gradients of q, k, v, log_decay and initial_state in their dtypes; the last is empty if it is None."""
     problem = _Problem(q, k, v, log_decay, cu_seqlens, decay_axis)
     grads = empty_gradients(q, k, v, log_decay, initial_state)
     grad_q, grad_k, grad_v, grad_gates = (problem.rows(x) for x in grads[:4])
@@ -177,9 +177,9 @@ def _backward(
 
 
 class _SlabGradients:
-    """Of what lies on the gated side, `rows` and `columns`, and of `others`; carry goes back to before the slab.
+    """Gradients of one slab's gated `rows` and `columns` and of `others`; moves carry back to before the slab.
 
-    readers: what meets the values that `rows` read, [N, C, G, D plain].
+    readers: [N, C, G, D plain], multiplied with the values that `rows` read: the output's gradient, or q if turned.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class _SlabGradients:
         self.others = torch.bmm(self.products.mT, readers_flat).baddbmm_(columns * gates.to_end, self.grad_states)
 
     def _states_backward(self, slab: Slab, read: Tensor, carry: Tensor) -> Tensor:
-        """The gradients of the states after each chunk, [N, D gated, D plain]; read: by the chunks' own rows."""
+        """Return gradients of the states after each chunk, [N, D gated, D plain]; read: part of the chunks' rows."""
         read = read.unflatten(0, (-1, self.problem.heads))
         total = self.gates.total.unflatten(0, (-1, self.problem.heads))[..., None]
         grads = torch.empty_like(read)
@@ -219,14 +219,14 @@ class _SlabGradients:
         return grads.flatten(0, 1)
 
     def of_queries(self) -> Tensor:
-        """[N, C * G, Dk]"""
+        """Return the gradient of q, [N, C * G, Dk]."""
         if not self.problem.turned:
             return self.rows.flatten(1, 2)
         rows, _, others = self.inputs
         return _read(self.products, others, rows, self.gates, self.states)
 
     def of_gates(self) -> Tensor:
-        """[N, C, D], or [N, C, 1] for a gate per head: what decays at t is read at t or later and written before t."""
+        """Return [N, C, D], or [N, C, 1] per head; gate t decays tokens before t that are read from t on."""
         rows, columns, _ = self.inputs
         reads = (rows * self.rows_by_state).sum(2)
         writes = columns * self.columns_by_state

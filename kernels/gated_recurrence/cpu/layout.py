@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)
-# What a chunk takes beside its tokens, for its state, in tokens.
+# Cost of a chunk's state, in tokens.
 STATE_COST = 16
-# What is computed at once for each input: few enough to stay in a cache, enough to make Python's share small.
+# Elements of each input per slab: few enough for the cache, enough to hide Python's overhead.
 SLAB_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Chunks of consecutive steps, N of them times heads.
+    """Chunks of consecutive steps; N is their number times heads.
 
-    steps: of each step, or part of one, the rows in the layout's order, and their chunks in the slab.
-    index: [chunks, Hk, C] int64, where a token's head stands in [B * T * Hk]; padding: [chunks, Hk, C] bool, or None.
+    steps: for each step or part of a step, its rows in the layout's order and its chunks in the slab.
+    index: [chunks, Hk, C] int64, the position of a token's head in [B * T * Hk]; padding: [chunks, Hk, C] bool or None.
     """
 
     steps: list[tuple[slice, slice]]
@@ -30,14 +30,14 @@ class Slab:
     padding: Tensor | None
 
     def take(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B * T * Hk, n] -> [N, C, n] in dtype, with 0 for what is padding."""
+        """Gather [B * T * Hk, n] into [N, C, n] in dtype, with 0 for padding."""
         taken = rows.index_select(0, self.index.flatten()).to(dtype).unflatten(0, (-1, self.index.shape[2]))
         if self.padding is not None:
             taken.masked_fill_(self.padding.flatten(0, 1)[..., None], 0.0)
         return taken
 
     def put(self, rows: Tensor, values: Tensor) -> None:
-        """The inverse of `take`: [N, C, n] into [B * T * Hk, n]."""
+        """Scatter [N, C, n] into [B * T * Hk, n], the inverse of `take`."""
         index, values = self.index.flatten(), values.reshape(-1, rows.shape[1]).to(rows.dtype)
         if self.padding is not None:
             real = ~self.padding.flatten()
@@ -47,7 +47,7 @@ class Slab:
 
 @dataclass(frozen=True)
 class Layout:
-    """`order` [R]: the rows (of the batch, or documents) by their number of chunks, of `size` tokens each."""
+    """Division into chunks of `size` tokens; `order` [R]: rows (batch rows or documents) by number of chunks."""
 
     size: int
     order: Tensor
@@ -70,7 +70,7 @@ class Layout:
         return cls(size, order.to(device), widths.tolist(), begins.to(device), counts.to(device))
 
     def slabs(self, heads: int, channels: int) -> list[Slab]:
-        """Together, each has at most SLAB_ELEMENTS for `channels` of each head, or is one chunk."""
+        """Group the chunks into slabs of at most SLAB_ELEMENTS, with `channels` per head, or of a single chunk."""
         most = max(1, SLAB_ELEMENTS // (heads * channels * self.size))
         slabs, first, count, steps = [], 0, 0, []
         for width in self.widths:

@@ -1,14 +1,14 @@
 """Pairs of tokens within chunks, with the decay between them: exp(sum of log_decay from after the column to the row).
 
-No such factor is a quotient of two others, which would overflow. For s = 1, 2, 4, ..., half a chunk: a row in an odd
-block of s tokens and a column in the even block just before it are joined by
+No factor is computed as a quotient of two others, which would overflow. For s = 1, 2, 4, ..., half a chunk: a row in
+an odd block of s tokens and a column in the even block just before it are joined by
 
     exp(from the row's block's start to the row) * exp(from after the column to the column's block's end)
 
-and each pair of a chunk is met at exactly one s. Sums are of the tokens of one block alone, and only ever added to: a
-closed gate, -inf, makes factors of 0 and nothing else. A token's pair with itself does not decay.
+and each pair of a chunk occurs at exactly one s. Sums cover only tokens of one block and never subtract: a closed gate,
+-inf, gives factors of 0 and never NaN. A token's pair with itself does not decay.
 
-Shapes: N chunks (times heads) of C tokens; rows x [N, C, G, D], G rows to a token; columns y [N, C, D]; what joins them
+Shapes: N chunks (times heads) of C tokens; rows x [N, C, G, D], G rows per token; columns y [N, C, D]; their weights
 [N, C * G, C]. Logarithms have base 2: on CPUs exp2 is several times faster than exp.
 """
 
@@ -21,10 +21,10 @@ LOG2_E = math.log2(math.e)
 
 
 class ChannelGates:
-    """A gate for each channel of rows and columns; log_decay [N, C, D], or [N, C, 1]: the same for all channels.
+    """Gates per channel of rows and columns; log_decay [N, C, D], or [N, C, 1]: the same for all channels.
 
-    from_start [N, C, D]: decay of what precedes the chunk, up to each row; to_end: of each column, up to the chunk's
-    end; total [N, D]: of the whole chunk.
+    from_start [N, C, D]: decay from the chunk's start to each row; to_end [N, C, D]: decay from each column to the
+    chunk's end; total [N, D]: decay of the whole chunk.
     """
 
     def __init__(self, log_decay: Tensor):
@@ -42,7 +42,7 @@ class ChannelGates:
         self.total = self.from_start[:, -1]
 
     def products(self, x: Tensor, y: Tensor) -> Tensor:
-        """x_i . y_j with the decay between them, [N, C * G, C], 0 above the diagonal."""
+        """Return x_i . y_j with the decay between them, [N, C * G, C], 0 above the diagonal."""
         products = x.new_zeros(self.num_chunks, x[0, ..., 0].numel(), self.size)
         for size, (row_factors, column_factors) in self._levels():
             rows, columns = _odd(x, size) * row_factors[..., None, :], _even(y, size) * column_factors
@@ -51,7 +51,7 @@ class ChannelGates:
         return products
 
     def spread(self, weights: Tensor, y: Tensor) -> Tensor:
-        """sum_{j < i} weights_ij y_j with the decay between them, [N, C, G, D]."""
+        """Return sum_{j < i} weights_ij y_j with the decay between them, [N, C, G, D]."""
         spread = y.new_zeros(self.num_chunks, self.size, weights.shape[1] // self.size, y.shape[2])
         for size, (row_factors, column_factors) in self._levels():
             columns = _even(y, size) * column_factors
@@ -61,10 +61,10 @@ class ChannelGates:
         return spread
 
     def products_and_gradients(self, x: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`products(x, y)`, and the gradients of x, y and gates by those below the diagonal, whose own are `weights`.
+        """Return `products(x, y)` and gradients of x, y and gates; `weights`: gradients of products below the diagonal.
 
-        A gate gets of the pairs around it alone: the sums over all rows from it on, less those over all columns, would
-        be the same but for their rounding, which a gate that is nearly closed must not get.
+        A gate's gradient sums only the pairs around it. All rows from the gate on, minus all columns, would give the
+        same sum except for rounding, which would swamp the small gradient of a nearly closed gate.
         """
         products = x.new_zeros(weights.shape)
         grad_x, grad_y, grad_gates = torch.zeros_like(x), torch.zeros_like(y), torch.zeros_like(y)
@@ -87,7 +87,7 @@ class ChannelGates:
 
 
 class HeadGates(ChannelGates):
-    """One gate for all channels, log_decay [N, C, 1]: pairs are a matrix product, times a matrix of their decays."""
+    """One gate for all channels, log_decay [N, C, 1]: pairs are a matrix product times a matrix of decays."""
 
     def __init__(self, log_decay: Tensor):
         super().__init__(log_decay)
@@ -113,12 +113,12 @@ class HeadGates(ChannelGates):
 
 
 def sums_from(x: Tensor) -> Tensor:
-    """[..., C, D] to the sums from each row to the last."""
+    """Return the sums from each row to the last, for x [..., C, D]."""
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def plain_products(x: Tensor, y: Tensor) -> Tensor:
-    """x_i . y_j without decay, [N, C * G, C]; 0 above the diagonal."""
+    """Return x_i . y_j without decay, [N, C * G, C]; 0 above the diagonal."""
     products = torch.bmm(x.flatten(1, 2), y.mT)
     size = y.shape[1]
     future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu_(1)
@@ -127,12 +127,12 @@ def plain_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def self_products(x: Tensor, y: Tensor) -> Tensor:
-    """x_i . y_i, [N, C, G]."""
+    """Return x_i . y_i, [N, C, G]."""
     return (x * y[:, :, None]).sum(-1)
 
 
 def self_weights(weights: Tensor, groups: int) -> Tensor:
-    """What joins each row with its own token, [N, C, G, 1], a view."""
+    """Return the weight of each row with its own token, [N, C, G, 1], a view."""
     return _diagonal(weights, groups)[..., None]
 
 
@@ -141,7 +141,7 @@ def _diagonal(joining: Tensor, groups: int) -> Tensor:
 
 
 def _odd(x: Tensor, size: int) -> Tensor:
-    """[N, C, ...] -> [N, C / 2 size, size, ...]: the odd blocks of `size` tokens."""
+    """Return the odd blocks of `size` tokens of x [N, C, ...] as [N, C / 2 size, size, ...]."""
     return x.view(x.shape[0], -1, 2, size, *x.shape[2:])[:, :, 1]
 
 
@@ -150,7 +150,7 @@ def _even(x: Tensor, size: int) -> Tensor:
 
 
 def _blocks(joining: Tensor, size: int) -> Tensor:
-    """[N, C * G, C] -> [N, C / 2 size, size * G, size]: what joins odd blocks with the even before them, a view."""
+    """View [N, C * G, C] as [N, C / 2 size, size * G, size]: weights of odd blocks with the even block before."""
     num_chunks, num_rows, num_columns = joining.shape
     pairs = num_columns // (2 * size)
     blocks = joining.view(num_chunks, pairs, 2, num_rows // (2 * pairs), pairs, 2, size)[:, :, 1, :, :, 0]
@@ -158,15 +158,15 @@ def _blocks(joining: Tensor, size: int) -> Tensor:
 
 
 def _product(rows: Tensor, columns: Tensor) -> Tensor:
-    """[N, n, size, G, D] and [N, n, size, D] -> [N, n, size * G, size]."""
+    """Multiply [N, n, size, G, D] with [N, n, size, D] to [N, n, size * G, size]."""
     products = torch.bmm(rows.flatten(2, 3).flatten(0, 1), columns.flatten(0, 1).mT)
     return products.unflatten(0, rows.shape[:2])
 
 
 def _weighted(weights: Tensor, y: Tensor, groups: int) -> Tensor:
-    """weights [N, n, rows * G, size] times y [N, n, size, D] -> [N, n, rows, G, D]."""
+    """Multiply weights [N, n, rows * G, size] with y [N, n, size, D] to [N, n, rows, G, D]."""
     if weights.shape[2] * weights.shape[3] <= 4:
-        # Products of so few numbers that a call of BLAS for each would take longer.
+        # For such small products, BLAS calls take longer.
         product = sum(weights[..., j, None] * y[:, :, None, j] for j in range(weights.shape[3]))
     else:
         product = torch.bmm(weights.flatten(0, 1), y.flatten(0, 1)).unflatten(0, y.shape[:2])

@@ -1,1 +1,1 @@
-"""One token of the gated recurrence: the state alone, with a window, and a whole Liger layer."""
+"""Decoding steps of the gated recurrence: the state alone, state and window, and a whole Liger layer."""

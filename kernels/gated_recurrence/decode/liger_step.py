@@ -1,10 +1,10 @@
-"""One token of a Liger layer from its projections to what the output projection takes (arXiv 2503.01496, eq. 5 to 8).
+"""Decoding step of a Liger layer, from q, k, v to the output projection's input (arXiv 2503.01496, eq. 5 to 8).
 
     S_t = G_t (.) S_{t-1} + f(k_t)^T v_t        out_t = a f(q_t) S_t + b softmax(scale r(q_t) r(K)^T) V
 
-f is a map of each head's channels, r the rotation by position, and G_t comes of k_t. A late state takes in not token t
-but the one that the window loses, and so holds nothing that the window sees. Here the definition, in plain PyTorch,
-which is also the form for machines without CUDA; `windowed_step` has what follows f, r and G.
+f is the feature map of a head's channels, r the rotary embedding, and G_t is computed from k_t. A late state receives
+the token that leaves the window instead of token t, so state and window never overlap. This file has the definition in
+plain PyTorch, which also runs on machines without CUDA; `windowed_step` does what follows f, r and G.
 """
 
 import torch
@@ -44,16 +44,16 @@ def liger_step(
     sinks: int = 0,
     window_scale: float | None = None,
 ) -> Tensor:
-    """`windowed_step` of queries and keys as they are projected: maps, gates and rotation are in it.
+    """Run `windowed_step` on projected q and k, including feature map, gate and rotary embedding.
 
-    The state reads `f(q_t)` and takes in `f(k_t)` (HGRN2: 1 less its gate), neither of them rotated, and each rounded
-    to their dtype. The gate's logits are k_t, for a gate of each head their mean, plus gate_shift. The window takes q_t
-    and k_t rotated: channel c of the first R is paired with channel c +- R / 2, as Llama's are. On CUDA gates, maps and
-    rotations are computed in float32 and rounded once.
+    The state is read by `f(q_t)` and updated with `f(k_t)` (HGRN2: 1 minus its gate), both without rotation and rounded
+    to the dtype of q and k. The gate's logits are k_t, or the mean of k_t for a gate per head, plus gate_shift. The
+    window uses q_t and k_t rotated: channel c of the first R is paired with channel c +- R / 2, as in Llama. On CUDA,
+    gates, maps and rotations are computed in float32 and rounded once.
 
-    With `late_keys` the state takes in token `t - window` in the place of token t: its value is what `ring_values` has
-    of it, its key and gate come of `late_keys`, where token t is written to slot `t % (window + 1)`. Padding never
-    enters the state, nor do the first `sinks` tokens of each row, which are never lost. Until others do it is empty.
+    With `late_keys`, the state receives token `t - window` instead of token t: its value is read from `ring_values`,
+    its key and gate from `late_keys`, and k of token t is written to slot `t % (window + 1)`. Padding and the first
+    `sinks` tokens of each row, which stay visible, never enter the state.
 
     Args:
         q: [B, 1, Hq, D], float16, bfloat16, float32 or float64, any strides. k and v have its dtype and device.
@@ -63,20 +63,20 @@ def liger_step(
         sine: as cosine.
         state: [B, Hk, D, D] float32 (float64 for float64 inputs), contiguous, updated in place.
         ring_keys, ring_values, tokens, kv_start, state_weight, window_weight, sinks: as in `windowed_step`.
-        late_keys: [B, window + 1, Hk, D] in q's dtype, contiguous, updated in place: the last tokens' k. Slots that no
-            token has been written to may hold anything. None: the state takes in each token as it comes.
-        gate: "gla", "hgrn2" or "rwkv6", of each channel; "mamba2", "mlstm" or "gated_retention", of each head;
-            "fixed" or "none": `kernels.gated_recurrence.forms.liger`.
-        temperature: what log gates are divided by.
+        late_keys: [B, window + 1, Hk, D] in q's dtype, contiguous, updated in place: k of the last tokens. Unwritten
+            slots may hold anything. None: each token enters the state immediately.
+        gate: "gla", "hgrn2" or "rwkv6" (per channel); "mamba2", "mlstm" or "gated_retention" (per head); "fixed" or
+            "none". See `kernels.gated_recurrence.forms.liger`.
+        temperature: divisor of the log gates.
         feature_map: f: "softmax" over a head's channels, or "none".
         gate_shift: [Hk] in any floating dtype, for gates that have logits.
-        window_scale: of the scores; 1 / sqrt(D) when None.
+        window_scale: factor of the scores; 1 / sqrt(D) when None.
 
     Returns:
         out [B, 1, Hq, D] in q's dtype.
 
     Raises:
-        ValueError: for names that are not known, and for shapes, dtypes or devices that do not fit.
+        ValueError: for unknown names, and for shapes, dtypes or devices that do not fit.
     """
     check_liger_arguments(
         q, k, v, cosine, sine, state, gate_shift, gate=gate, temperature=temperature, feature_map=feature_map
@@ -130,7 +130,7 @@ def plain_liger_step(
     sinks: int,
     window_scale: float,
 ) -> Tensor:
-    """The arguments and the result of `liger_step`."""
+    """Run `liger_step` in plain PyTorch; same arguments and result."""
     entering_k, entering_v, enters = k, v, None
     if late_keys is not None:
         entering_k, entering_v, enters = _leaving(k, late_keys, ring_values, tokens, kv_start, sinks)
@@ -165,7 +165,7 @@ def plain_liger_step(
 def _leaving(
     k: Tensor, late_keys: Tensor, ring_values: Tensor, tokens: Tensor, kv_start: Tensor | None, sinks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The token that the window loses: key and value [B, 1, Hk, D], and which rows' [B] enter the state; k is kept."""
+    """Return key and value [B, 1, Hk, D] of the token leaving the window, and a mask [B] of rows it enters; store k."""
     window, now = late_keys.shape[1] - 1, tokens.long()
     start = now.new_zeros(len(k)) if kv_start is None else kv_start.long()
     enters = now - window >= start + sinks
@@ -179,7 +179,7 @@ def _mapped(x: Tensor, feature_map: str) -> Tensor:
 
 
 def _logits(k: Tensor, gate: str, gate_shift: Tensor | None) -> Tensor | None:
-    """[B, 1, Hk, D] or [B, 1, Hk], float32 at least."""
+    """Return the gate's logits [B, 1, Hk, D] or [B, 1, Hk], float32 or wider; None for constant gates."""
     if gate in forms.CONSTANT:
         return None
     logits = k.to(_wide(k))

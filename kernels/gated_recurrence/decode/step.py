@@ -1,4 +1,4 @@
-"""A few tokens after a state, one by one, in plain PyTorch: the form for machines without CUDA."""
+"""A few tokens after a state, one by one, in plain PyTorch, for machines without CUDA."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from kernels.operation import register_operation
 
 
 def decay_of_states(log_decay: Tensor, per_head: bool, decay_axis: str) -> Tensor:
-    """[..., H], or [..., H, D] unless per_head, -> what multiplies states [..., H, Dk, Dv]."""
+    """Return the factor of states [..., H, Dk, Dv], from log_decay [..., H, D], or [..., H] with per_head."""
     decay = log_decay.exp()
     if per_head:
         return decay[..., None, None]
@@ -26,7 +26,7 @@ def _step(
     scale: float,
     bonus: Tensor | None,
 ) -> Tensor:
-    """The arguments and the result of `gated_recurrence_step`; state is updated in place."""
+    """Run `gated_recurrence_step`; same arguments and result. Updates state in place."""
     check_values(log_decay, None)
     heads, decays = k.shape[2], decay_of_states(log_decay.to(state.dtype), log_decay.ndim == 3, decay_axis)
     queries = (q.to(state.dtype) * scale).unflatten(2, (heads, -1))

@@ -1,6 +1,6 @@
-"""What a Liger layer makes of its projections before the state and the window take them: functions of Triton kernels.
+"""Triton functions from a Liger layer's projections to the inputs of state and window.
 
-All compute in float32. Gates have all their digits however near to 1 they are: HGRN2's keys are what they lack of it.
+All compute in float32. 1 minus a gate has full precision for gates near 1 too: these are HGRN2's keys.
 """
 
 import triton
@@ -13,10 +13,10 @@ def state_inputs(
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
     PER_HEAD: tl.constexpr, GATE: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """What the state of one head takes in: its queries, each by itself, the key, and the log gate.
+    """Return one head's state inputs: a tuple of queries, the key, and the log gate.
 
-    q [BLOCK, QUERIES], a power of 2 of them, and k [BLOCK] as they are projected, zeros beyond DIM, where `used` ends.
-    The log gate is of each channel, or with PER_HEAD one number.
+    q [BLOCK, QUERIES], QUERIES a power of 2, and k [BLOCK] are projections, zero beyond DIM, where `used` ends.
+    The log gate has one value per channel, or with PER_HEAD a single value.
     """
     queries = _columns(_mapped(q, used[:, None], MAP), BLOCK, QUERIES)
     log_decay = _log_gate(k, shift, head, temperature, HEADS, DIM, PER_HEAD, GATE)
@@ -29,19 +29,19 @@ def state_inputs(
 
 @triton.jit
 def once(x):
-    """`x` [channels], computed by one thread for all that want it.
+    """Return `x` [channels], computed by one thread and shared with the threads that need it.
 
-    The compiler would have each of them compute it, from what x is made of, but for a sum in between, of one number.
+    Without this sum over a single element, the compiler makes every thread recompute x from its inputs.
     """
     return tl.sum(x[:, None], 1)
 
 
 @triton.jit
 def load_pairs(x, cosine, sine, dim, used, ROTATED: tl.constexpr):
-    """Vectors whose channels are at `x + dim`, their partners in the rotation of the first ROTATED, and its tables."""
+    """Load vectors at `x + dim`, their partners in the rotation of the first ROTATED channels, and its tables."""
     turned = dim < ROTATED
     here = tl.load(x + dim, mask=used, other=0.0)
-    # Not moved here from the thread that has it: it is in the cache.
+    # Loaded again instead of exchanged between threads: it is in the cache.
     partner = tl.load(x + (dim + ROTATED // 2) % ROTATED, mask=used & turned, other=0.0)
     cosine = tl.load(cosine + dim, mask=turned, other=1.0)
     sine = tl.load(sine + dim, mask=turned, other=0.0)
@@ -50,7 +50,7 @@ def load_pairs(x, cosine, sine, dim, used, ROTATED: tl.constexpr):
 
 @triton.jit
 def rotated(pairs):
-    """What `load_pairs` gave, turned, in the vectors' dtype."""
+    """Return the rotated result of `load_pairs`, in the vectors' dtype."""
     here, partner, cosine, sine = pairs
     turned = here.to(tl.float32) * cosine.to(tl.float32) + partner.to(tl.float32) * sine.to(tl.float32)
     return turned.to(here.dtype)
@@ -58,7 +58,7 @@ def rotated(pairs):
 
 @triton.jit
 def _mapped(x, used, MAP: tl.constexpr):
-    """The feature map of `x` [channels, vectors] in its dtype; `used` [channels, 1]."""
+    """Apply the feature map to `x` [channels, vectors], in its dtype; `used` [channels, 1]."""
     if MAP == "softmax":
         wide = tl.where(used, x.to(tl.float32), -float("inf"))
         weights = tl.exp(wide - tl.max(wide, 0)[None, :])
@@ -68,7 +68,7 @@ def _mapped(x, used, MAP: tl.constexpr):
 
 @triton.jit
 def _columns(x, ROWS: tl.constexpr, COUNT: tl.constexpr):
-    """The columns of `x` as a tuple. A thread that has one number of a row has all of it, so nothing moves."""
+    """Return the columns of `x` as a tuple. A thread holds whole rows, so no data moves between threads."""
     parts = (x,)
     for level in tl.static_range(COUNT.bit_length() - 1):
         even, odd = (), ()
@@ -108,7 +108,7 @@ def _log_gate(
 
 @triton.jit
 def _log_sigmoid(x):
-    # log(1 + y) of y from 0 to 1 as the artanh of y / (2 + y), 1/3 at most, by its series.
+    # log(1 + y) for y from 0 to 1: 2 artanh(y / (2 + y)) by its series; the argument is at most 1/3.
     y = tl.exp(-tl.abs(x))
     z = y / (2.0 + y)
     series = z * 0.0
@@ -119,7 +119,7 @@ def _log_sigmoid(x):
 
 @triton.jit
 def _one_less_gate(log_decay):
-    """`1 - exp(log_decay)`, by its series where that is near 0."""
+    """Return `1 - exp(log_decay)`, by its series where log_decay is near 0."""
     series = log_decay * 0.0 + 1.0
     for term in tl.static_range(8):
         series = 1.0 + series * log_decay / (9 - term)

@@ -1,6 +1,6 @@
-"""One token of a Liger layer from its projections, in Triton: the kernel of `triton_windowed_step`, with all before it.
+"""Decoding step of a Liger layer in Triton: the kernel of `triton_windowed_step`, starting from the projections.
 
-Each program makes what it needs of the projections anew: they are small and, but for the first time, in the cache.
+Each program recomputes its inputs from the projections: they are small and, after the first read, in the cache.
 """
 
 from torch import Tensor
@@ -31,7 +31,7 @@ def _liger_step(
     sinks: int,
     window_scale: float,
 ) -> Tensor:
-    """The arguments and the result of `kernels.gated_recurrence.liger_step`."""
+    """Run `kernels.gated_recurrence.liger_step`; same arguments and result."""
     return launch(
         q,
         k,

@@ -2,12 +2,12 @@
 
     S_t = G_t (.) S_{t-1} + k_t^T v_t        o_t = scale q_t S_t        for each query head that shares the state
 
-There is next to no arithmetic, so time is the reading and writing of the states. Columns of a state do not know each
-other: a program owns all rows of some columns of one head's state, reads that tile once, takes it through all tokens in
-registers, with out_t the sum over its rows, and writes it once. It may write where it has read, and the memory and time
-of a token do not depend on what came before it. With a bonus u (RWKV6) a token reads the state before it, and itself
+There is little arithmetic: time goes into reading and writing the states. The columns of a state are independent. A
+program owns all rows of some columns of one head's state, reads that tile once, updates it for all tokens in registers,
+with out_t the sum over its rows, and writes it once. Hence the state can be updated in place, and a token's memory and
+time do not depend on the length of its prefix. With a bonus u (RWKV6) a token reads the previous state, and itself
 through o_t = scale (q_t S_{t-1} + (sum_d q_td u_d k_td) v_t). The batch, the number of tokens and all strides are plain
-arguments: none of them compiles anew.
+arguments: changing them does not recompile.
 """
 
 import math
@@ -21,7 +21,7 @@ from kernels.operation import register_operation
 from kernels.rounding import cdiv, next_power_of_2
 
 MAX_STEPS = 16
-"""Tokens up to which these are meant."""
+"""Largest number of tokens these kernels are meant for."""
 
 
 def step(
@@ -34,15 +34,15 @@ def step(
     scale: float,
     bonus: Tensor | None = None,
 ) -> Tensor:
-    """`gated_recurrence` after `state`, which holds the final state afterwards. Without gradients.
+    """Run `gated_recurrence` after `state` and leave the final state in it. Without gradients.
 
     Args:
-        q: [B, T, Hq, Dk] float16, bfloat16 or float32, any strides; T from 1 to MAX_STEPS (more are right, but slow).
+        q: [B, T, Hq, Dk] float16, bfloat16 or float32, any strides; T from 1 to MAX_STEPS (more is correct but slow).
         k, v: [B, T, Hk, Dk], [B, T, Hk, Dv] in q's dtype, any strides; Hk divides Hq, Dk and Dv are 256 or less.
         log_decay: [B, T, Hk, Dk], [B, T, Hk, Dv] or [B, T, Hk], 0 or less.
         state: [B, Hk, Dk, Dv] float32. Updated in place where each head's matrix is contiguous; otherwise by a copy.
-        decay_axis: "key" or "value", what a gate per channel decays.
-        scale: of the output.
+        decay_axis: "key" or "value", the axis that a gate per channel decays.
+        scale: factor of the output.
         bonus: [Hq, Dk] or None, as in `gated_recurrence`.
 
     Returns:
@@ -66,7 +66,7 @@ def short_recurrence(
     bonus: Tensor | None = None,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`step` that leaves the state it starts from (None: zeros) and returns (out, final_state).
+    """Run `step` without changing the initial state (None: zeros) and return (out, final_state).
 
     wide: out in float32.
     """
@@ -86,7 +86,7 @@ def _step_in_place(
     out = _empty_out(q, v)
     _launch(q, k, v, log_decay, bonus, state, state, out, decay_axis, scale)
     if not state.is_inference():
-        # Torch cannot see that the kernel writes, and a graph that has saved the state must refuse to use it.
+        # Torch cannot see the kernel's write; a graph that saved the state must refuse to use it.
         torch.autograd.graph.increment_version(state)
     return out
 
@@ -133,7 +133,7 @@ def _empty_state(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _holds_matrices(state: Tensor) -> bool:
-    """Whether each head's matrix is contiguous, and no two of them are one (as where a state was expanded)."""
+    """Return whether each head's matrix is contiguous and none share memory (as in an expanded state)."""
     batch, heads, key_dim, value_dim = state.shape
     columns = value_dim == 1 or state.stride(3) == 1
     rows = key_dim == 1 or state.stride(2) == value_dim
@@ -153,15 +153,15 @@ def _launch(
     scale: float,
     from_zeros: bool = False,
 ) -> None:
-    """source and destination have the same strides, or are the same; with from_zeros the source is not read."""
+    """Launch the kernel; source and destination have equal strides or are one tensor; from_zeros skips the source."""
     batch, heads, key_dim, value_dim = destination.shape
     if batch == 0:
         return
     block_keys, block_values, num_warps = _tile(key_dim, value_dim)
     slices = cdiv(value_dim, block_values)
     decay_strides = log_decay.stride() if log_decay.ndim == 4 else (*log_decay.stride(), 0)
-    # The stride of an axis of one is arbitrary. What divides the others is a constant of the kernel, and tells it how
-    # wide it may load; the strides themselves are not.
+    # The stride of an axis of size 1 is arbitrary. The common divisor of the others is a kernel constant, which shows
+    # the compiler how wide it may load; the strides themselves are not constants.
     state_strides = [0 if size == 1 else destination.stride(axis) for axis, size in enumerate((batch, heads))]
     unit = math.gcd(4, key_dim * value_dim, *state_strides)
     with torch.cuda.device_of(q):
@@ -197,10 +197,10 @@ def _launch(
 
 
 def _tile(key_dim: int, value_dim: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program; the sizes of the model alone decide, so that no batch compiles anew.
+    """Return (rows, columns, warps) of a program; only the model's sizes decide, so that no batch recompiles.
 
-    Rows of 128 bytes or more, and up to 128 numbers a thread. More warps would wait for one another in every sum over
-    the rows: on an H200, four in place of one took a third longer for 16 tokens, and twice as long with grouped heads.
+    Rows have 128 bytes or more, and a thread up to 128 elements. More warps would synchronize in every sum over the
+    rows: on an H200, four instead of one took a third longer for 16 tokens, and twice as long with grouped heads.
     """
     rows = next_power_of_2(key_dim)
     return rows, min(next_power_of_2(value_dim), 64 if rows <= 64 else 32), max(1, rows // 128)
@@ -226,17 +226,17 @@ def _take_steps(
     BLOCK_KEYS: tl.constexpr, BLOCK_VALUES: tl.constexpr, SLICES: tl.constexpr, GATE: tl.constexpr,
     STATE_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one head's state in one batch row; bonus may be None."""
+    """Update some columns of one head's state in one batch row; bonus may be None."""
     program = tl.program_id(0)
     head = program // SLICES % HEADS
-    # States and inputs may hold more than 2^31 numbers.
+    # States and inputs may have more than 2^31 elements.
     batch = (program // SLICES // HEADS).to(tl.int64)
     key, value = tl.arange(0, BLOCK_KEYS), program % SLICES * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
     key_used, value_used = key < KEY_DIM, value < VALUE_DIM
     tile = (batch * state_stride_b + head.to(tl.int64) * state_stride_h) * STATE_UNIT
     tile_offset = key[:, None] * VALUE_DIM + value
     tile_used = key_used[:, None] & value_used
-    # Zeros, too, come from a load, of nothing: it gives the tile the layout of its store.
+    # Zeros come from a fully masked load, which gives the tile the layout of its store.
     state = tl.load(source + tile + tile_offset, mask=tile_used & (from_zeros == 0), other=0.0)
 
     key_wide, value_wide = key.to(tl.int64), value.to(tl.int64)
@@ -257,7 +257,7 @@ def _take_steps(
     else:
         decay_offset, decay_used = 0, exists
 
-    # What comes next is loaded before the output is stored: no load moves up across a store by itself.
+    # Load the next token before storing the output: the compiler does not move loads above a store.
     q_next = tl.load(q + q_offset, mask=key_used & exists, other=0.0)
     k_next = tl.load(k + k_offset, mask=key_used & exists, other=0.0)
     v_next = tl.load(v + v_offset, mask=value_used & exists, other=0.0)

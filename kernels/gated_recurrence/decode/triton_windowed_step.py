@@ -1,22 +1,22 @@
-"""One token of a recurrence with a sliding window beside it, in Triton: all that a layer does between its projections.
+"""Decoding step of a recurrence with a sliding window, in Triton: everything between a layer's projections.
 
     S_t = G_t (.) S_{t-1} + k_t^T v_t        out_t = a q_t S_t + b softmax(scale q'_t K'^T) V
 
-`launch` takes q, k, G, q' and k' as they are, or makes them of what a Liger layer projects.
+`launch` takes q, k, G, q' and k' as arguments, or computes them from a Liger layer's projections.
 
-Time is the reading and writing of the states and the reading of the ring, once each. A program owns some value columns
-of one key head in one row of the batch: that tile [Dk, columns] of the state, which it updates and reads with all query
-heads of the group in one product; and the same columns of the ring's values. The scores are the same for all columns:
-each program takes them anew, from keys that the first of them has brought into the cache.
+Time goes into reading and writing the states and reading the ring, once each. A program owns some value columns of one
+key head in one row of the batch: that tile [Dk, columns] of the state, which it updates and reads with all query heads
+of the group, and the same columns of the ring's values. The scores are the same for all columns: each program
+recomputes them, from keys that the first program has brought into the cache.
 
-The new token's key and value come from the arguments, never from the ring, and the softmax starts with them. So of the
-slot that is written no program uses what it has read, and the order of the programs does not matter: the program of the
-first columns writes the key, each its own columns of the value. A sink is written while its token is in the window,
-where it is seen as such.
+The new token's key and value come from the arguments, never from the ring, and the softmax starts with them. Hence no
+program uses the old content of the written slot, and programs may run in any order: the program of the first columns
+writes the key, and each program its own columns of the value. A sink's slot is written while its token is in the
+window, and read only after the token has left it.
 
-With late keys the state takes in the token that the window loses. Its value is still in the slot that the new one is
-written to, where each program reads its own columns before it writes them. Its key all programs read: it is in a ring
-of one slot more than the window is long, so that the slot that the first of them writes is one that no other reads.
+With late keys the state receives the token that leaves the window. Its value is still in the slot of the new token:
+each program reads its own columns there before it writes them. Its key is read by all programs, from a ring with one
+slot more than the window, so that the slot that the first program writes is never read by another.
 """
 
 import math
@@ -35,7 +35,7 @@ LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 # The smallest matrix product that tensor cores take.
 SMALLEST_PRODUCT = 16
 VALUE_COLUMNS = 32
-RING_BYTES = 16 * 1024  # of a tile of keys
+RING_BYTES = 16 * 1024  # of one tile of keys
 NUM_WARPS = 4
 
 
@@ -57,7 +57,7 @@ def _windowed_step(
     state_scale: float,
     window_scale: float,
 ) -> Tensor:
-    """The arguments and the result of `kernels.gated_recurrence.windowed_step`."""
+    """Run `kernels.gated_recurrence.windowed_step`; same arguments and result."""
     return launch(
         q,
         k,
@@ -106,7 +106,7 @@ triton_windowed_step = register_operation(
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """What a step returns, not yet written."""
+    """Allocate the output of a step."""
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
@@ -137,9 +137,9 @@ def launch(
     temperature: float = 1.0,
     feature_map: str = "none",
 ) -> Tensor:
-    """One step, with the arguments of `windowed_step`, or with a gate those of `liger_step`.
+    """Launch one step, with the arguments of `windowed_step`, or with a gate those of `liger_step`.
 
-    per_head: whether a head has one gate, not each of its channels one.
+    per_head: whether there is one gate per head instead of one per channel.
     """
     out = empty_out(q, v)
     batch, heads, key_dim, value_dim = state.shape
@@ -191,7 +191,7 @@ def launch(
             BLOCK_DIM=_block(value_dim),
             BLOCK_VALUES=block_values,
             BLOCK_RING=min(ring_tile, _block(slots)),
-            # Three products in tf32 for one in float32: tf32 alone has 10 bits.
+            # Three tf32 products per float32 product: tf32 alone has a mantissa of 10 bits.
             PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
             PER_HEAD=per_head,
             GATE=gate,
@@ -200,13 +200,13 @@ def launch(
         )
     for x in (state, ring_keys, ring_values, late_keys):
         if x is not None and not x.is_inference():
-            # Torch cannot see that the kernel writes, and a graph that has saved x must refuse to use it.
+            # Torch cannot see the kernel's write; a graph that saved x must refuse to use it.
             torch.autograd.graph.increment_version(x)
     return out
 
 
 def _strides(x: Tensor | None) -> tuple[int, int]:
-    """Of rows and of heads."""
+    """Return the strides of rows and of heads."""
     return (0, 0) if x is None else (x.stride(0), x.stride(2))
 
 
@@ -230,9 +230,9 @@ def _take_step(
     BLOCK_DIM: tl.constexpr, BLOCK_VALUES: tl.constexpr, BLOCK_RING: tl.constexpr, PRECISION: tl.constexpr,
     PER_HEAD: tl.constexpr, GATE: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Some value columns of one key head in one row of the batch; kv_start may be None.
+    """Compute some value columns of one key head in one row of the batch; kv_start may be None.
 
-    With a GATE q and k are what a layer projects, and log_decay, q_window and k_window None; without it late_keys is.
+    With a GATE, q and k are projections, and log_decay, q_window and k_window are None; without it, late_keys is None.
     """
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = row.to(tl.int64)
@@ -240,11 +240,11 @@ def _take_step(
     value = block * BLOCK_VALUES + tl.arange(0, BLOCK_VALUES)
     group_used, key_used, dim_used, value_used = group < GROUPS, key < KEY_DIM, dim < VALUE_DIM, value < VALUE_DIM
 
-    # All programs run at once, and together they read, calculate and write. So what is large is loaded first, the ring
-    # too, of which what is not visible is left out afterwards; and the state is written before the ring is attended to.
-    # Small vectors change their layout as they come, for which a program waits.
+    # All programs run at once, in the same phase: read, compute, write. Hence large tiles are loaded first, also the
+    # ring, whose invisible slots are masked later; and the state is written before attention over the ring.
+    # Small vectors change their layout after the load, and the program waits for that.
     if late_keys is not None:
-        token, start = _place_in_row(tokens, kv_start, row)  # which say where the late token is
+        token, start = _place_in_row(tokens, kv_start, row)  # which locate the late token
     state += (batch * HEADS + head) * (KEY_DIM * VALUE_DIM)
     tile_offset, tile_used = key[:, None] * VALUE_DIM + value, key_used[:, None] & value_used
     tile = tl.load(state + tile_offset, mask=tile_used, other=0.0)
@@ -253,7 +253,7 @@ def _take_step(
     slot = tl.arange(0, BLOCK_RING)
     place, held = slot * (HEADS * VALUE_DIM), slot < SINKS + WINDOW
     values = tl.load(ring_values + place[:, None] + value, mask=held[:, None] & value_used, other=0.0)
-    tl.debug_barrier()  # over which the assembler moves no load to where its result is wanted
+    tl.debug_barrier()  # keeps the assembler from moving loads down to their first use
     keys = tl.load(ring_keys + place[None, :] + dim[:, None], mask=held[None, :] & dim_used[:, None], other=0.0)
     if late_keys is None:
         token, start = _place_in_row(tokens, kv_start, row)
@@ -261,12 +261,12 @@ def _take_step(
     if late_keys is None:
         k_t = tl.load(k + key, mask=key_used, other=0.0)
     else:
-        # Padding, and sinks, which are never lost, do not enter the state; nor does what a ring holds before any token.
+        # Padding, sinks (which are never lost) and unwritten slots of the ring do not enter the state.
         enters = token - WINDOW >= start + SINKS
         late_keys += batch * ((WINDOW + 1) * HEADS * KEY_DIM) + head * KEY_DIM
         oldest = (token + 1) % (WINDOW + 1) * (HEADS * KEY_DIM)
         k_t = tl.load(late_keys + oldest + key, mask=key_used & enters, other=0.0)
-        lost = (SINKS + token % WINDOW) * (HEADS * VALUE_DIM)  # where the new token will be
+        lost = (SINKS + token % WINDOW) * (HEADS * VALUE_DIM)  # the new token's slot
         late_v = tl.load(ring_values + lost + value, mask=value_used & enters, other=0.0)
     v_t = tl.load(v + batch * v_stride_b + head * v_stride_h + value, mask=value_used, other=0.0)
     first = head * GROUPS
@@ -308,7 +308,7 @@ def _take_step(
     if not PER_HEAD:
         decay = once(decay)[:, None]
 
-    # Padding adds no value, and sees none.
+    # Padding adds no value and sees none.
     v_real = tl.where(token >= start, v_t.to(tl.float32), 0.0)
     if late_keys is None:
         late_v = v_real
@@ -316,17 +316,17 @@ def _take_step(
     tl.store(state + tile_offset, tile, mask=tile_used)
     read = tl.zeros((BLOCK_QUERIES, BLOCK_VALUES), tl.float32)
     for query in tl.static_range(GROUPS):
-        # Sums of float32: as a product, the state's digits would have to be split, and more registers be held.
+        # float32 sums: a tensor-core product would have to split the state's mantissa and need more registers.
         of_query = tl.sum(queries[query].to(tl.float32)[:, None] * tile, 0)
         read += tl.where((group == query)[:, None], of_query, 0.0)
 
-    # Softmax over the ring, in powers of 2, which begins with the token itself.
+    # Online softmax over the ring, in powers of 2, starting with the token itself.
     scale = window_scale * LOG2_E
     row_max = tl.sum(q_here.to(tl.float32) * k_here.to(tl.float32), 1) * scale
     row_sum = tl.full((BLOCK_QUERIES,), 1.0, tl.float32)
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_VALUES), tl.float32) + v_real
     for _ in tl.range(0, SINKS + WINDOW, BLOCK_RING):
-        # The newest token before this one in each slot: 1 to WINDOW before it, the last of which is not seen any more.
+        # Age of the newest earlier token in each slot: 1 to WINDOW; age WINDOW is outside the window.
         since = (token - 1 - (slot - SINKS) % WINDOW + WINDOW) % WINDOW + 1
         visible = (slot < SINKS + WINDOW) & (since < WINDOW) & (token - since >= start)
         if SINKS > 0:
@@ -350,7 +350,7 @@ def _take_step(
     tl.store(out, result.to(out.dtype.element_ty), mask=group_used[:, None] & value_used)
 
     if late_keys is not None:
-        tl.debug_barrier()  # all threads have read the value that is written over
+        tl.debug_barrier()  # all threads have read the value that is overwritten
         now = token % (WINDOW + 1) * (HEADS * KEY_DIM)
         tl.store(late_keys + now + dim, k_pairs[0], mask=dim_used & (block == 0))
     newest = (SINKS + token % WINDOW) * (HEADS * VALUE_DIM)
@@ -365,7 +365,7 @@ def _take_step(
 
 @triton.jit
 def _place_in_row(tokens, kv_start, row):
-    """How many tokens came before this one, and the first of them in this row that is not padding."""
+    """Return the token's position and the position of this row's first token that is not padding."""
     token, start = tl.load(tokens), 0
     if kv_start is not None:
         start = tl.load(kv_start + row)

@@ -1,9 +1,9 @@
-"""One token of a recurrence with a sliding window beside it: the state's part and the window's part in one operation.
+"""Decoding step of a recurrence with a sliding window: the sum of both outputs in one operation.
 
     S_t = G_t (.) S_{t-1} + k_t^T v_t        out_t = a q_t S_t + b softmax(scale q'_t K'^T) V
 
-K' and V are a ring of the last tokens' keys and values, and of the first few (sinks). Here the definition, in plain
-PyTorch, which is also the form for machines without CUDA.
+K' and V are a ring of keys and values of the last tokens and of the first few (sinks). This file has the definition in
+plain PyTorch, which also runs on machines without CUDA.
 """
 
 import torch
@@ -41,35 +41,34 @@ def windowed_step(
     state_scale: float = 1.0,
     window_scale: float | None = None,
 ) -> Tensor:
-    """`state_weight q_t S_t + window_weight softmax(window_scale q'_t . k'_j) v_j` of one token for each row.
+    """Compute `state_weight q_t S_t + window_weight softmax(window_scale q'_t . k'_j) v_j` for one token per row.
 
-    `S_t` is that of `gated_recurrence`; j runs over the window and the sinks. The state and the ring are updated in
-    place. Without gradients. Nothing waits for the device, and no number on the host changes from token to token, so
-    that a CUDA graph of one call is right for every token.
+    `S_t` is the state of `gated_recurrence`; j runs over the window and the sinks. The state and the ring are updated
+    in place. Without gradients. There is no synchronization and no host value changes between tokens, so a CUDA graph
+    of one call is valid for every token.
 
-    With a ring of `sinks + window` slots, token t is written to slot `sinks + t % window`, and to slot `t - kv_start`
-    too where that is less than `sinks`. It sees the tokens `t - window + 1` to t, from `kv_start` on, and the sinks
-    that are before them. Softmax does not ask for an order: what is rotated by position is rotated before it is
-    written.
+    With a ring of `sinks + window` slots, token t is written to slot `sinks + t % window`, and also to slot
+    `t - kv_start` if that is less than `sinks`. It attends to tokens `t - window + 1` to t, from `kv_start` on, and to
+    earlier sinks. Softmax does not depend on the order of slots: rotate keys by position before the call.
 
     Args:
-        q: [B, 1, Hq, Dk], float16, bfloat16, float32 or float64: what reads the state. All that follows has its device,
-            and its dtype unless said otherwise.
+        q: [B, 1, Hq, Dk], float16, bfloat16, float32 or float64: reads the state. All other tensors have its device,
+            and its dtype unless stated otherwise.
         k: [B, 1, Hk, Dk]; Hk divides Hq: head h of q reads the state h // (Hq / Hk).
         v: [B, 1, Hk, D].
         log_decay: [B, 1, Hk, Dk] or [B, 1, Hk], 0 or less, float32 or float64.
         state: [B, Hk, Dk, D] float32 (float64 for float64 inputs), contiguous.
-        q_window: [B, 1, Hq, D], q' as attention takes it.
+        q_window: [B, 1, Hq, D], q', the queries of the attention.
         k_window: [B, 1, Hk, D].
-        ring_keys: [B, sinks + window, Hk, D], contiguous. Slots that no token has been written to may hold anything.
+        ring_keys: [B, sinks + window, Hk, D], contiguous. Unwritten slots may hold anything.
         ring_values: [B, sinks + window, Hk, D], contiguous.
-        tokens: int32 [1], t: how many tokens came before this one, padding included. It is not changed.
+        tokens: int32 [1], t: number of tokens before this one, including padding. It is not changed.
         kv_start: int32 [B], the first token of each row that is not padding. Padding adds nothing to the state.
         state_weight: float32 [Hq] (float64 for float64 inputs).
         window_weight: float32 [Hq] (float64 for float64 inputs).
-        sinks: slots at the start of the ring for each row's first tokens.
-        state_scale: of q S.
-        window_scale: of the scores; 1 / sqrt(D) when None.
+        sinks: slots at the start of the ring that keep each row's first tokens.
+        state_scale: factor of q S.
+        window_scale: factor of the scores; 1 / sqrt(D) when None.
 
     Returns:
         out [B, 1, Hq, D] in q's dtype.
@@ -104,7 +103,7 @@ def windowed_step(
 
 
 def take_in(state: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, written: Tensor) -> None:
-    """`state` after one token of each row, in place; of rows that are not `written` [B] no value is added."""
+    """Update `state` in place with one token per row; rows not `written` [B] decay but add no value."""
     dtype = state.dtype
     decays = decay_of_states(log_decay.to(dtype), log_decay.ndim == 3, "key")[:, 0]
     values = v[:, 0].to(dtype).masked_fill(~written[:, None, None], 0)
@@ -130,7 +129,7 @@ def _plain(
     state_scale: float,
     window_scale: float,
 ) -> Tensor:
-    """The arguments and the result of `windowed_step`; without k and log_decay the state is read as it is."""
+    """Run `windowed_step`; same arguments and result. Without k and log_decay the state is only read."""
     batch, slots, heads, _ = ring_keys.shape
     window, dtype = slots - sinks, state.dtype
     now = tokens.long()
@@ -148,14 +147,14 @@ def _plain(
     torch.where(becomes_sink, k_window, ring_keys, out=ring_keys)
     torch.where(becomes_sink, v, ring_values, out=ring_values)
 
-    held = now - (now - (slot - sinks)) % window  # the newest token of each slot of the window
+    held = now - (now - (slot - sinks)) % window  # the newest token in each slot of the window
     in_window = held >= start[:, None]
     is_sink = start[:, None] + slot <= now - window
     visible = torch.where(slot < sinks, is_sink, in_window)
     queries = q_window[:, 0].to(dtype).unflatten(1, (heads, -1)) * window_scale
     scores = torch.einsum("bhgd,bshd->bhgs", queries, ring_keys.to(dtype))
     weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
-    # A row of padding sees nothing, and 0 times what an empty slot holds may be NaN.
+    # A row of padding sees no token, and 0 times the content of an unwritten slot may be NaN.
     weights = weights.masked_fill(~visible[:, None, None], 0)
     seen = ring_values.to(dtype).masked_fill(~visible[..., None, None], 0)
     from_window = torch.einsum("bhgs,bshd->bhgd", weights, seen)

@@ -1,4 +1,4 @@
-"""The backward pass with a gate per head on Hopper, in Gluon: everything in one scan.
+"""Backward pass with a gate per head on Hopper, in Gluon, in a single scan.
 
 With x, y, z, w = q, k, v and the output's gradient, D_ij = exp(before_i - before_j) for j <= i, P_ij = scale w_i . z_j
 D_ij, w~ = scale exp(before) (.) w, S the state at a chunk's start and dS the gradient at its end:
@@ -7,8 +7,8 @@ D_ij, w~ = scale exp(before) (.) w, S the state at a chunk's start and dS the gr
     dy = exp(after) (.) (z dS^T) + P^T x          dz = exp(after) (.) (y dS) + scale ((y x^T) (.) D^T) w
 
 One program carries a whole dS, in the registers of two warpgroups, through one segment of a sequence: the gradients of
-the states are never written. Tiles come and go through the tensor memory accelerator, and come a chunk ahead. The
-products of a chunk that do not depend on each other are in flight together, while P and the scores are decayed.
+the states are never written to memory. The tensor memory accelerator loads tiles a chunk ahead and stores the results.
+Independent products of a chunk run concurrently, while P and the scores are multiplied by their decays.
 """
 
 import torch
@@ -36,7 +36,7 @@ from kernels.gated_recurrence.triton.decays import CHUNK
 from kernels.gated_recurrence.triton.plan import FIELDS, FIRST, Plan
 from kernels.gated_recurrence.triton.scan import strides_of_state
 
-HALVES = 2  # parts in which what the gates need is left: to gather it, all warps would wait for each other
+HALVES = 2  # partial sums for the gates: adding them here would synchronize all warps
 
 
 def backward_in_one_scan(
@@ -51,14 +51,14 @@ def backward_in_one_scan(
     scale: float,
     end: bool,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, None, Tensor, Tensor], Tensor | None]:
-    """dq, dk, dv; what the gates' gradients are made of; with `end` the gradient of the first states.
+    """Return dq, dk, dv, the partial sums for `gate_gradients`, and with `end` the gradient of the first states.
 
-    q, k: [B, T, H, D]. v, grad_out: [B, T, H, E]. before: the gates' sums [num_chunks, H, 64] float32. states:
-    [num_chunks, H, D, E]. start: the gradient of the state that each segment ends with, [segments, H, D, E], or
-    [N, H, D, E] where none is cut, or None for zeros.
+    q, k: [B, T, H, D]. v, grad_out: [B, T, H, E]. before: sums of log gates [num_chunks, H, 64] float32. states:
+    [num_chunks, H, D, E]. start: gradient of the state at each segment's end, [segments, H, D, E], or [N, H, D, E] if
+    no sequence is cut, or None for zeros.
 
-    For the gates, float32 and in parts: of dx less that of dy within the chunk, and of dy from after it, [B, T, H, 2];
-    of the states [num_chunks, H, D / 16].
+    Partial sums, float32: x . dx minus y . dy within the chunk, and y . dy from after the chunk, [B, T, H, 2]; products
+    of the states with their gradients [num_chunks, H, D / 16].
     """
     batch, length, heads, width_e = v.shape
     width = k.shape[3]
@@ -112,7 +112,7 @@ def _fetch(
 
 @gluon.jit
 def _by_halves(products):
-    """[CHUNK, D] to sums over each half of the channels, [CHUNK, 2]: no warpgroup has of both, if there are two."""
+    """Sum [CHUNK, D] over each half of the channels to [CHUNK, 2]: with two warpgroups, each has one half."""
     return gl.sum(products.reshape([products.type.shape[0], 2, products.type.shape[1] // 2]), 2)
 
 
@@ -150,7 +150,7 @@ def _backward(
     v_smem = gl.allocate_shared_memory(dtype, [2, CHUNK, E], SHARED)
     w_smem = gl.allocate_shared_memory(dtype, [2, CHUNK, E], SHARED)
     state_smem = gl.allocate_shared_memory(dtype, [D, E], SHARED)
-    # Each of these holds a result when its own content has been read: dS dz, the scaled w dy, P and the scores dx.
+    # Reused for results after their content was read: dS for dz, the scaled w for dy, P and the scores for dx.
     grad_smem = gl.allocate_shared_memory(dtype, [D, E], SHARED)
     scaled_smem = gl.allocate_shared_memory(dtype, [CHUNK, D], SHARED)
     inner_smem = gl.allocate_shared_memory(dtype, [CHUNK, 2 * CHUNK], SHARED)
@@ -196,7 +196,7 @@ def _backward(
     no_pairs = gl.zeros([CHUNK, CHUNK], gl.float32, PAIRS)
     nothing_d = gl.zeros([CHUNK, D], gl.float32, BY_D)
     nothing_e = gl.zeros([CHUNK, E], gl.float32, BY_E)
-    # Read a chunk ahead, as the tiles are.
+    # Loaded a chunk ahead, like the tiles.
     address = before_in + ((first_chunk + last).to(gl.int64) * heads + head) * CHUNK
     next_i = gl.load(address + i, mask=exists & (i >= 0), other=0.0)
     next_j = gl.load(address + j, mask=exists & (j >= 0), other=0.0)
@@ -265,7 +265,7 @@ def _backward(
         dx = dx + diagonal[:, None] * y
         dy = dy + diagonal[:, None] * x
         thread_barrier()
-        # All have read this chunk's tiles.
+        # All warps have read this chunk's tiles.
         if number > 0:
             mbarrier.expect(state_full, s_tiles.block_type.nbytes)
             load_tile(s_tiles, [first_chunk + number - 1, head, 0, 0], state_full, state_smem)

@@ -1,7 +1,7 @@
-"""The forward pass with a gate per head on Hopper, in Gluon: triton/per_head.py has the mathematics.
+"""Forward pass with a gate per head on Hopper, in Gluon: triton/per_head.py has the mathematics.
 
-One program carries a whole state, in the registers of two warpgroups, through one segment of a sequence. Tiles come and
-go through the tensor memory accelerator, and come a chunk ahead; the state leaves as the tile that it is multiplied as.
+One program carries a whole state, in the registers of two warpgroups, through one segment of a sequence. The tensor
+memory accelerator loads tiles ahead and stores the results; the state is stored from the tile used in the product.
 """
 
 import torch
@@ -34,7 +34,7 @@ from kernels.gated_recurrence.triton.scan import strides_of_state
 def forward_in_one_scan(
     q: Tensor, k: Tensor, v: Tensor, before: Tensor, plan: Plan, start: Tensor | None, scale: float, *, states: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """As `triton_per_head.forward_scan`, for what `hopper_per_head.supports`; start: of each segment where cut."""
+    """Run `forward_scan` of triton/per_head.py for `supports` inputs; start: per segment if sequences are cut."""
     batch, length, heads, width_e = v.shape
     width = k.shape[3]
     warps = width // 16
@@ -100,7 +100,7 @@ def _forward(
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, E], SHARED)
     state_smem = gl.allocate_shared_memory(dtype, [D, E], SHARED)
     scores_smem = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SHARED)
-    scaled_smem = gl.allocate_shared_memory(dtype, [CHUNK, E], SHARED)  # v, and when that has been read the output
+    scaled_smem = gl.allocate_shared_memory(dtype, [CHUNK, E], SHARED)  # scaled v, then the output
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIERS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -125,7 +125,7 @@ def _forward(
     j = gl.arange(0, CHUNK, gl.SliceLayout(0, SCORES))
     nothing = gl.zeros([CHUNK, CHUNK], gl.float32, SCORES)
     nothing_e = gl.zeros([CHUNK, E], gl.float32, BY_E)
-    # Read a chunk ahead, as the tiles are.
+    # Loaded a chunk ahead, like the tiles.
     address = before_in + (first_chunk.to(gl.int64) * heads + head) * CHUNK
     next_i = gl.load(address + i, mask=exists & (i >= 0), other=0.0)
     next_j = gl.load(address + j, mask=exists & (j >= 0), other=0.0)
@@ -167,7 +167,7 @@ def _forward(
         result = warpgroup_mma(scores_smem, v, result * weight[:, None], is_async=True)
         state, result = warpgroup_mma_wait(0, deps=(state, result))
         thread_barrier()
-        # All have read this chunk's tiles.
+        # All warps have read this chunk's tiles.
         if number < num_chunks - STAGES:
             _fetch(
                 q_tiles, k_tiles, v_tiles, q_smem, k_smem, v_smem, full, buffer, row, head, first + STAGES * CHUNK

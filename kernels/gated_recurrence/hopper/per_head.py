@@ -1,4 +1,4 @@
-"""What the two Hopper scans with a gate per head share: which problems they take, and tiles in memory."""
+"""Shared code of the two Hopper scans with a gate per head: supported inputs, and tiles in memory."""
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ from kernels.gated_recurrence.triton.decays import CHUNK
 
 WIDTHS = (64, 64), (128, 64), (128, 128)  # of k and v
 SWIZZLED_TILE = gl.NVMMASharedLayout(128, 16, 4)
-# Triton 3.7 renamed the one, 3.9 the other.
+# Renamed in Triton 3.7 and 3.9.
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether these kernels can: bfloat16 on Hopper, heads of some WIDTHS, a state for each head."""
+    """Return whether these kernels support the inputs: bfloat16 on Hopper, WIDTHS, one state per head of q."""
     alike = q.dtype == torch.bfloat16 and q.shape == k.shape
     return alike and (k.shape[3], v.shape[3]) in WIDTHS and _is_hopper(q.device)
 
@@ -28,26 +28,26 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, copied where the tensor memory accelerator cannot read it: it wants strides in units of 16 bytes."""
+    """Return x, copied if unreadable for the tensor memory accelerator, which needs strides of 16-byte units."""
     if x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(step > 0 and step % 8 == 0 for step in x.stride()[:3]):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def tiles(x: Tensor) -> TensorDescriptor:
-    """Tiles [1, 1, 64, D] of x [B, T, H, D]; what lies outside reads as 0."""
+    """Describe tiles [1, 1, 64, D] of x [B, T, H, D]; elements outside read as 0."""
     x = x.transpose(1, 2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, CHUNK, x.shape[3]], SWIZZLED_TILE)
 
 
 def state_tiles(states: Tensor) -> TensorDescriptor:
-    """The states [D, E] of states [num_chunks, H, D, E]."""
+    """Describe tiles [D, E] of states [num_chunks, H, D, E]."""
     return TensorDescriptor(states, list(states.shape), list(states.stride()), [1, 1, *states.shape[2:]], SWIZZLED_TILE)
 
 
 @gluon.jit
 def clear_rows(smem, held, CHUNK: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr):
-    """Rows of tokens that are not of this chunk: whatever lies there, not even NaN may pass."""
+    """Zero the rows of tokens outside this chunk, which may hold anything, even NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
     token = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))
     tile = smem.load(LAYOUT)
@@ -59,7 +59,7 @@ def store_rows(
     smem, tile, out, row, head, heads, length, first, held,
     CHUNK: gl.constexpr, WIDTH: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """A tile in shared memory to the rows of out [B, T, H, WIDTH]; tile: its descriptor, for whole chunks."""
+    """Store a tile from shared memory to out [B, T, H, WIDTH]; tile: its descriptor, for whole chunks."""
     if held == CHUNK:
         store_tile(tile, [row, head, first, 0], smem)
     else:

@@ -1,22 +1,22 @@
-"""Sums of log decays over parts of a chunk, and which parts a chunk is cut into, so that no exponent overflows.
+"""Sums of log decays over parts of a chunk, and the division of a chunk into parts so that no exponent overflows.
 
-Decays are kept in units of log 2. Over a chunk of C = 64 tokens, for each channel of the decaying axis:
+Log decays are in base 2. Over a chunk of C = 64 tokens, for each channel of the decaying axis:
 
     before_i = sum_{t <= i} g_t           from the chunk's start to token i
     after_i  = sum_{t > i} g_t            from token i to the chunk's end
-    pairs (i, j), i > j: exp2(before_i - before_j), the decay between them, as a product of a factor of i and one of j:
+    pairs (i, j), i > j: exp2(before_i - before_j), the decay between them, as a factor of i times a factor of j:
 
-- Weak chunks, neither half of which decays by more than 2^-60 in any channel (less where it holds fewer tokens): with
+- Weak chunks: neither half decays below 2^-60 in any channel (the limit is tighter with fewer tokens). With
   c_i = before_i - before_middle, exp2(c_i) exp2(-c_j).
-- Strong ones: for levels s = C/2, C/4, ..., w, the pairs of neighbouring blocks of s tokens, i in an odd block and j in
-  the even one before it: exp2(sum from the block's start to i) exp2(sum from j to the block's end). No exponent is
-  above 0. Pairs inside blocks of w tokens are left, and for these |c| is small again. Between tokens of a strong chunk
-  a gate under 2^-25 counts as 2^-25, of which nothing is seen beside the token itself; then |c| <= 100 at w = 8 at the
-  latest. With bfloat16 that is 2^-12, and w = 16. Only closed gates stay closed, and take levels down to w = 1. Gates
-  between chunks are not bounded so, and a gate's own gradient takes the factor that this leaves out.
+- Strong chunks: for levels s = C/2, C/4, ..., w, the pairs of neighbouring blocks of s tokens, i in an odd block and j
+  in the even one before it: exp2(sum from the block's start to i) exp2(sum from j to the block's end). No exponent is
+  above 0. Pairs inside blocks of w tokens remain, where |c| is small. Between tokens of a strong chunk, a gate below
+  2^-25 is raised to 2^-25, which is negligible next to the token's own term; then |c| <= 100 at w = 8 or before. With
+  bfloat16 the bound is 2^-12, and w = 16. Closed gates stay closed and need levels down to w = 1. Gates between chunks
+  are not raised, and a gate's own gradient is multiplied by the factor that raising leaves out.
 
-Each sum is a product with a matrix of ones, and adds only what lies between: never the difference of long sums. A log
-decay under CLOSED counts as CLOSED, of which exp2 is 0.
+Each sum is a product with a 0-1 matrix over exactly the tokens in between, never a difference of long sums. A log decay
+below CLOSED is replaced by CLOSED, whose exp2 is 0.
 """
 
 import torch
@@ -26,25 +26,25 @@ from torch import Tensor
 
 CHUNK = 64  # tokens
 MOST_LEVELS = CHUNK.bit_length() - 1
-LEVELS_OF_OPEN, LEVELS_OF_OPEN_IN_HALVES = 3, 2  # enough without closed gates: blocks have 8 and 16 tokens then
+LEVELS_OF_OPEN, LEVELS_OF_OPEN_IN_HALVES = 3, 2  # enough without closed gates: blocks of 8 and 16 tokens
 LOG2_E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-160.0)
 FAINTEST, FAINTEST_IN_HALVES = tl.constexpr(-25.0), tl.constexpr(-12.0)
 LARGEST_WEAK, LARGEST_STRONG = tl.constexpr(60.0), tl.constexpr(100.0)
 
 
-# Which of `sum_matrices` holds what; of CENTRED and LEVEL there is one for each number of halvings.
+# Indices into `sum_matrices`; CENTRED and LEVEL have one matrix per number of halvings.
 UNTIL, AFTER, FROM, BEFORE, CENTRED, CENTRED_TRANSPOSED, LEVEL, LEVEL_TRANSPOSED = map(
     tl.constexpr, (0, 1, 2, 3, 4, 11, 18, 24)
 )
 
 
 def sum_matrices(device: torch.device) -> Tensor:
-    """[30, C, C] bfloat16 of -1, 0 and 1, which times g give the sums above. Made once a device.
+    """Return [30, C, C] bfloat16 matrices of -1, 0 and 1; their products with g are the sums above. Cached per device.
 
-    Row i of UNTIL holds the tokens up to i, of AFTER those after it; FROM and BEFORE are their transposes. CENTRED + n:
-    the signed tokens between i and the middle of its block of C / 2^n tokens. LEVEL + n, with blocks of C / 2^(n + 1):
-    the tokens from the block's start to i in odd blocks, those after i to the block's end in even ones.
+    Row i of UNTIL selects the tokens up to i, of AFTER those after i; FROM and BEFORE are their transposes. CENTRED +
+    n: tokens between i and the middle of its block of C / 2^n tokens, signed. LEVEL + n, with blocks of C / 2^(n + 1):
+    tokens from the block's start to i in odd blocks, tokens after i to the block's end in even ones.
     """
     if device not in _MATRICES:
         row, column = torch.arange(CHUNK, device=device)[:, None], torch.arange(CHUNK, device=device)
@@ -60,7 +60,7 @@ def sum_matrices(device: torch.device) -> Tensor:
         groups = [until, after], [until.mT, after.mT], centred, [m.mT for m in centred], levels, [m.mT for m in levels]
         matrices = torch.stack([m.bfloat16() for group in groups for m in group])
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return matrices  # which holds nothing before the graph is replayed
+            return matrices  # not cached: its memory is unset until the graph is replayed
         _MATRICES[device] = matrices
     return _MATRICES[device]
 
@@ -70,15 +70,15 @@ _MATRICES: dict[torch.device, Tensor] = {}
 
 @triton.jit
 def in_log2(log_decay):
-    """Natural logs to units of log 2, none under CLOSED."""
+    """Convert natural logs to base 2, with CLOSED as lower bound."""
     return tl.maximum(log_decay.to(tl.float32) * LOG2_E, CLOSED)
 
 
 @triton.jit
 def weighted_sums(weights, x, IN_HALVES: tl.constexpr):
-    """weights [C, C] of -1, 0 and 1 times x [C, D] float32.
+    """Multiply weights [C, C] of -1, 0 and 1 with x [C, D] float32.
 
-    IN_HALVES: on tensor cores, x as the sum of two bfloat16 (16 bits of its mantissa).
+    IN_HALVES: on tensor cores, with x as the sum of two bfloat16 (16 bits of its mantissa).
     """
     if IN_HALVES:
         weights = weights.to(tl.bfloat16)
@@ -90,55 +90,55 @@ def weighted_sums(weights, x, IN_HALVES: tl.constexpr):
 
 @triton.jit
 def sums_until(x, IN_HALVES: tl.constexpr):
-    """[C] to the sums up to each: their differences are to be right, in float64 where bfloat16 does not hide that."""
+    """Return the cumulative sums of x; float64 unless bfloat16 hides the rounding of their differences."""
     return tl.cumsum(x if IN_HALVES else x.to(tl.float64), 0)
 
 
 @triton.jit
 def matrix(matrices, index, row, column):
-    """One of `sum_matrices`, [C, C]. row [C, 1], column [1, C]."""
+    """Load one of `sum_matrices`, [C, C]. row [C, 1], column [1, C]."""
     SIZE: tl.constexpr = row.shape[0]
     return tl.load(matrices + (index * SIZE + row) * SIZE + column)
 
 
 @triton.jit
 def same_block(row, column, size):
-    """[C, C] bool: row and column in one block of `size`, a power of two."""
+    """Return [C, C] bool: row and column are in one block of `size`, a power of two."""
     return (row ^ column) < size
 
 
 @triton.jit
 def neighbours(row, column, size):
-    """[C, C] bool: of two blocks of `size`, an even and the odd one after it, one holds row and the other column."""
+    """Return [C, C] bool: row and column are in two blocks of `size`, an even one and the odd one after it."""
     return ((row ^ column) >= size) & ((row ^ column) < 2 * size)
 
 
 @triton.jit
 def bounded(log_decay, IN_HALVES: tl.constexpr):
-    """Gates between the tokens of a strong chunk: FAINTEST at least, or closed."""
+    """Raise gates between tokens of a strong chunk to FAINTEST; closed gates stay closed."""
     least: tl.constexpr = FAINTEST_IN_HALVES if IN_HALVES else FAINTEST
     return tl.where(log_decay <= CLOSED, CLOSED, tl.maximum(log_decay, least))
 
 
 @triton.jit
 def left_out(log_decay, IN_HALVES: tl.constexpr):
-    """The factor that `bounded` leaves out."""
+    """Return the factor that `bounded` leaves out."""
     least: tl.constexpr = FAINTEST_IN_HALVES if IN_HALVES else FAINTEST
     return tl.exp2(tl.minimum(log_decay - least, 0.0))
 
 
 @triton.jit
 def fewest_levels(matrices, log_decay, row, column, IN_HALVES: tl.constexpr, MOST: tl.constexpr, OPEN: tl.constexpr):
-    """How many levels a strong chunk needs before |c| of what is left is small. log_decay: `bounded`."""
+    """Return the number of levels after which |c| is small in a strong chunk. log_decay: from `bounded`."""
     levels = tl.where(tl.min(tl.min(log_decay, 1), 0) <= CLOSED, MOST, OPEN)
-    # Half precision is enough; of the gates as they are, Triton 3.6 with TF32 cannot compile what follows the loop.
+    # Half precision is enough; with float32 gates and TF32, Triton 3.6 cannot compile the code after the loop.
     narrow = log_decay.to(tl.bfloat16 if IN_HALVES else tl.float16)
     most = levels
     for step in range(most - 1):
         halvings = most - 1 - step
         weights = matrix(matrices, CENTRED + halvings, row, column).to(narrow.dtype)
         centred = tl.dot(weights, narrow, input_precision="ieee")
-        # Of rounded gates: within a hundredth, which is left for it.
+        # The sums of rounded gates may be off by one percent: leave that margin.
         fits = tl.max(tl.max(tl.abs(centred), 1), 0) <= 0.99 * LARGEST_STRONG
         levels = tl.where(fits, halvings, levels)
     return levels

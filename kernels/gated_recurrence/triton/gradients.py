@@ -1,30 +1,30 @@
-"""Gradients of what decays, and of the gates, chunk by chunk from the states and their gradients.
+"""Gradients of the decayed inputs and of the gates, chunk by chunk, from the states and their gradients.
 
 With P_ij = scale w_i . z_j for j <= i, over a chunk's tokens, S the state at its start and dS the gradient at its end:
 
     dx_i = sum_{j <= i} P_ij y_j exp(before_i - before_j) + scale exp(before_i) (w_i S^T)
     dy_j = sum_{i >= j} P_ij x_i exp(before_i - before_j) + exp(after_j) (z_j dS^T)
 
-A gate g_t lies between all pairs i >= t > j, the tokens i >= t and the state before, the tokens j < t and the state
-after, and the two states:
+A gate g_t decays all pairs i >= t > j, the reads of the start state S by tokens i >= t, the writes of tokens j < t
+to the end state, and the start state itself:
 
     dg_t = sum_{i >= t > j} (pairs' part) + sum_{i >= t} x_i dx_i(state's part) + sum_{j < t} y_j dy_j(state's part)
            + exp(total) sum_e S dS
 
-Pairs' parts follow from x_i dx_i and y_j dy_j by the transposes of the sums of triton_decays.py.
+The pairs' parts follow from x_i dx_i and y_j dy_j by the transposed sums of triton/decays.py.
 
 With x, y, z, w = q, k, v and the output's gradient these are dq, dk and dlog_decay for gates on the key axis. For gates
 on the value axis x, y, z, w are the output's gradient, v, k and q: dx is then the output itself, and dy is dv.
 
-Weak chunks are computed here, from the decayed x~ = scale x exp(before) and y^ = y exp(after): with the sums `middle`
-and `total` of a channel's gates, and c = before - middle,
+This file computes weak chunks, from the decayed x~ = scale x exp(before) and y^ = y exp(after). With the sums `middle`
+and `total` of a channel's log gates, and c = before - middle,
 
     dx = exp(c) U,    U = scale exp(middle) w S^T + exp(middle - total) P y^
     dy = exp(-c) V,   V = exp(total - middle) z dS^T + exp(-middle) / scale P^T x~
     dg_t = sum_{i >= t} (exp(-middle) / scale x~_i U_i - exp(middle - total) y^_i V_i) + sum_j y^_j z_j dS^T + ...
 
-so that nothing is exponentiated before the products. i = j, which no gate lies between, cancels exactly. One program
-computes one chunk of one head of y, for a slice of the decaying axis.
+so that no input of a product needs an exponential. The terms i = j, which no gate decays, cancel exactly. One
+program computes one chunk of one head of y, for a slice of the decaying axis.
 """
 
 import torch
@@ -61,15 +61,15 @@ def gradients(
     *,
     dx_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx [B, T, Hx, D], dy [B, T, Hy, D] and the gradient of log_decay, float32; dx alone without x and grad_states.
+    """Return dx [B, T, Hx, D], dy [B, T, Hy, D], dlog_decay in float32; only dx without x and grad_states.
 
-    chunks: of x and y. x: [B, T, Hx, D]. y: [B, T, Hy, D]. z: [B, T, Hy, E]. w: [B, T, Hx, E]. log_decay:
+    chunks: for x and y. x: [B, T, Hx, D]. y: [B, T, Hy, D]. z: [B, T, Hy, E]. w: [B, T, Hx, E]. log_decay:
     [B, T, Hy, D]. states, grad_states: [num_chunks, Hy, D stored, E]. dx_dtype: y's when None.
     """
     batch, length, heads_y, width = y.shape
     heads_x, width_e = w.shape[2:]
     in_bfloat16 = stored_dtype(y.dtype) == torch.bfloat16
-    # Products of float32 are unrolled: tiles twice as wide take the compiler several times as long.
+    # float32 products are unrolled: tiles of twice the width multiply the compile time.
     block = 64 if in_bfloat16 else 16
     slices = cdiv(width, block)
     parts = cdiv(width_e, 128 if in_bfloat16 else 16)
@@ -106,7 +106,7 @@ def gradients(
     )  # fmt: skip
     outer = (*x_strides[:3], *y_strides[:3], *inner)
     units |= {"X_UNIT": x_strides[3], "Y_UNIT": y_strides[3]}
-    # With narrow heads, to launch programs that find nothing costs more than that those which find something wait.
+    # With narrow heads, launching programs without work costs more than queueing chunks in fewer programs.
     run = RUN if width <= 64 else 1
     for of_x, of_y in [(True, False)] if x is None else [(True, False), (False, True)]:
         on_grid(gradients_of_strong, (slices, heads_y, cdiv(plan.chunks.shape[0], run)))(
@@ -161,7 +161,7 @@ def _gradients_of_weak(
             state = tile_of_state(states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
             grad_state = tile_of_state(grad_states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
             dy = tl.dot(z, tl.trans(grad_state), dy, input_precision=PRECISION)
-            # As a product, of which the diagonal is wanted: elementwise, two tiles would fill the registers.
+            # Diagonal of a product: elementwise, two tiles would fill the registers.
             between = tl.dot(state, tl.trans(grad_state), between, input_precision=PRECISION)
         of_channel = diagonal_of(between, BLOCK) * tl.exp2(total) + tl.sum(y * dy, 0)
         dy = dy * tl.exp2(total - middle)[None, :]
@@ -181,13 +181,13 @@ def _gradients_of_weak(
             dx = tl.dot(w, tl.trans(state), dx, input_precision=PRECISION)
             pairs = tl.dot(w, tl.trans(z), pairs, input_precision=PRECISION)
             if GRADIENTS:
-                # Not the transpose of `pairs`: some compilers make a wrong product of a transposed accumulator.
+                # Not the transpose of `pairs`: some compilers multiply a transposed accumulator wrongly.
                 transposed = tl.dot(z, tl.trans(w), transposed, input_precision=PRECISION)
         if GRADIENTS:
             pairs = tl.where(row >= column, pairs * scale, 0.0).to(dtype)
             near = tl.dot(pairs, y, input_precision=PRECISION)
         else:
-            # i = j, of a few tokens most of what there is, without rounding. With gradients registers are too few.
+            # i = j without rounding: it dominates for few tokens. With gradients there are too few registers for this.
             own = tl.sum(tl.where(row == column, pairs, 0.0), 1)[:, None] * scale
             pairs = tl.where(row > column, pairs * scale, 0.0).to(dtype)
             near = tl.dot(pairs, y, input_precision=PRECISION) + own * y
@@ -212,7 +212,7 @@ def _gradients_of_weak(
 
 @triton.jit
 def _decayed(base, row, channel, STORED: tl.constexpr, BLOCK: tl.constexpr):
-    """[CHUNK, BLOCK] of what triton/scores.py stored."""
+    """Load [CHUNK, BLOCK] of a decayed tile from triton/scores.py."""
     address = base + row * STORED + channel[None, :]
     if STORED % BLOCK == 0:
         return tl.load(address)

@@ -1,18 +1,18 @@
 """Gradients of q and k, and of the gates, with a gate per head: triton/gradients.py has the mathematics.
 
-The decays between the tokens of a chunk are one matrix D_ij = exp(before_i - before_j), j <= i, whose exponents are not
-above 0 whatever the gates, and
+The decays between the tokens of a chunk are one matrix D_ij = exp(before_i - before_j), j <= i. Its exponents are never
+above 0, for any gates, and
 
     dx = scale exp(before) (.) (w S^T) + (P (.) D) y,    dy = exp(after) (.) (z dS^T) + (P (.) D)^T x
     dg_t = sum_{i >= t > j} P_ij D_ij x_i . y_j + scale sum_{i >= t} exp(before_i) x_i . (w_i S^T)
            + sum_{j < t} exp(after_j) y_j . (z_j dS^T) + exp(total) sum S dS
 
-Of these sums no term cancels another. sum_{i >= t} (x_i . dx_i - y_i . dy_i) is the pairs' part, too, but holds each
-pair of tokens after t twice: where tokens are alike, what rounding leaves of those is the same at every t, and adds up.
+No terms of these sums cancel. sum_{i >= t} (x_i . dx_i - y_i . dy_i) equals the pairs' part too, but contains each
+pair of tokens after t twice, with opposite signs: for similar tokens the rounding errors agree at every t and add up.
 
-One program computes dx of one chunk and head of x, or dy of one head of y, for a slice of the channels: apart they need
-half the registers, and side by side they find what they share in the cache. What they find for the gates, slice by
-slice, `_gate_gradients` adds up.
+One program computes dx of one chunk and head of x, or dy of one head of y, for a slice of the channels: separately they
+need half the registers, and when run together they share inputs in the cache. `_gate_gradients` adds up the gates'
+parts of all slices.
 """
 
 import torch
@@ -39,20 +39,20 @@ def gradients_per_head(
     plan: Plan,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [B, T, Hx, D], dy [B, T, Hy, D] and the gradient of log_decay [B, T, Hy] float32.
+    """Return dx [B, T, Hx, D], dy [B, T, Hy, D] and dlog_decay [B, T, Hy] float32.
 
-    x: [B, T, Hx, D]. y: [B, T, Hy, D]. z: [B, T, Hy, E]. w: [B, T, Hx, E]. before: the sums of gates
+    x: [B, T, Hx, D]. y: [B, T, Hy, D]. z: [B, T, Hy, E]. w: [B, T, Hx, E]. before: the sums of log gates
     [num_chunks, Hy, 64]. states, grad_states: [num_chunks, Hy, D stored, E].
     """
     batch, length, heads, width = y.shape
     width_e = z.shape[3]
     group = x.shape[2] // heads
-    in_bfloat16 = stored_dtype(y.dtype) == torch.bfloat16  # float32 is there for tests: tiles that fit
+    in_bfloat16 = stored_dtype(y.dtype) == torch.bfloat16  # float32 serves tests only: tiles that fit
     block = 64 if in_bfloat16 else min(padded(width), 32)
     block_e = 64 if in_bfloat16 else min(padded(width_e), 32)
     slices = cdiv(width, block)
     dx, dy = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, y))
-    # For every token and head, from each of the slices: of dx by the state and of its pairs; of dy by the state.
+    # Per token, head and slice: dx's part from the state and from pairs; dy's part from the state.
     of_later, of_pairs = torch.empty(2, batch, length, heads, group * slices, dtype=torch.float32, device=x.device)
     of_earlier = torch.empty(batch, length, heads, slices, dtype=torch.float32, device=x.device)
     of_states = torch.empty(before.shape[0], heads, slices, dtype=torch.float32, device=x.device)
@@ -92,7 +92,7 @@ def gradients_per_head(
         FIELDS=FIELDS,
         NUM_STAGES=2 if in_bfloat16 else 1,
         num_warps=4,
-        # Three programs at once on a multiprocessor are worth the few registers that then spill.
+        # Three programs per multiprocessor are worth the few spilled registers.
         **({"maxnreg": 168} if x.is_cuda else {}),
     )
     return dx, dy, gate_gradients(of_later, of_pairs, of_earlier, of_states, log_decay, plan)
@@ -101,11 +101,11 @@ def gradients_per_head(
 def gate_gradients(
     of_later: Tensor, of_pairs: Tensor | None, of_earlier: Tensor, of_states: Tensor, log_decay: Tensor, plan: Plan
 ) -> Tensor:
-    """The gradient of log_decay [B, T, H] float32, from what was found on the way to those of q and k, in parts.
+    """Return dlog_decay [B, T, H] float32, from the partial sums computed with the gradients of q and k.
 
-    of_later, of_earlier: [B, T, H, any number], what a token gives to the gates before it and after it in its chunk.
-    of_pairs: [B, T, H, any number], what a gate gets from pairs of tokens around it; None where of_later has it.
-    of_states: [num_chunks, H, any number], what all gates of a chunk get.
+    of_later, of_earlier: [B, T, H, parts], a token's contribution to the gates before it and after it in its chunk.
+    of_pairs: [B, T, H, parts], contribution of the pairs of tokens around a gate; None if of_later includes it.
+    of_states: [num_chunks, H, parts], contribution to all gates of a chunk.
     """
     _, length, heads, _ = of_later.shape
     grad_gates = torch.empty(of_later.shape[:3], dtype=torch.float32, device=of_later.device)
@@ -166,7 +166,7 @@ def _gradients(
     mask = held[:, None] & (channel < WIDTH)[None, :]
     before = tl.load(before_in + index * CHUNK + token)
     total = tl.load(before_in + index * CHUNK + CHUNK - 1)
-    position = (batch_row * length + begin + token) * heads + head  # of a token of a head of y
+    position = (batch_row * length + begin + token) * heads + head  # of a token and a head of y
     y = tokens_of(y_in, y_t * Y_UNIT, token, held, channel, WIDTH)
 
     if member < GROUP:  # dx
@@ -199,7 +199,7 @@ def _gradients(
         between = tl.zeros((BLOCK,), tl.float32)
         for other in tl.static_range(GROUP):
             x = tokens_of(x_in + other * (x_h * X_UNIT), x_t * X_UNIT, token, held, channel, WIDTH)
-            # Not the transpose of dx's pairs: some compilers make a wrong product of a transposed accumulator.
+            # Not the transpose of dx's pairs: some compilers multiply a transposed accumulator wrongly.
             pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
             for step in tl.range(0, PARTS, num_stages=NUM_STAGES):
                 e = step * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -231,7 +231,7 @@ def _gate_gradients(
     OF_LATER: tl.constexpr, OF_PAIRS: tl.constexpr, OF_EARLIER: tl.constexpr, OF_STATES: tl.constexpr,
     CHUNK: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a chunk's tokens, for a block of heads."""
+    """Sum over a chunk's tokens, for a block of heads."""
     chunk = tl.program_id(0).to(tl.int64)
     line = chunks + chunk * FIELDS
     row, begin, count = tl.load(line + 1).to(tl.int64), tl.load(line + 2).to(tl.int64), tl.load(line + 3)
@@ -247,7 +247,7 @@ def _gate_gradients(
     for number in tl.static_range(OF_LATER):
         later += tl.load(of_later + position * OF_LATER + number, mask=mask, other=0.0)
     for number in tl.static_range(OF_EARLIER):
-        # Of the token before: a sum of all less the token's own would not be right where that is far larger.
+        # Load the previous token: subtracting a much larger own part from the sum would lose precision.
         before = of_earlier + (position - heads) * OF_EARLIER + number
         earlier += tl.load(before, mask=mask & (token > 0), other=0.0)
     for number in tl.static_range(OF_STATES):

@@ -1,8 +1,8 @@
-"""Gradients of what decays, and of the gates, for strong chunks: triton/gradients.py has the mathematics.
+"""Gradients of the decayed inputs and the gates in strong chunks: triton/gradients.py has the mathematics.
 
-They are taken level by level, as triton_decays.py cuts them. Here x and y are as they came: of the decayed ones, strong
-gates have left nothing. x and y have a launch each, the second of which adds to what the first found for the gates:
-together they would not fit into the registers.
+They are computed level by level, as triton/decays.py divides the chunk. x and y are read without decay: strong gates
+would round the decayed ones to 0. x and y have separate launches, because one kernel for both does not fit into the
+registers; the second launch adds to the first one's gradient of the gates.
 """
 
 import triton
@@ -30,7 +30,7 @@ from kernels.gated_recurrence.triton.decays import (
 
 @triton.jit
 def tokens_of(base, stride, position, held, column, width: tl.constexpr):
-    """[CHUNK, BLOCK] of a tensor whose tokens are `stride` apart."""
+    """Load [CHUNK, BLOCK] of a tensor whose tokens are `stride` apart."""
     address = base + position[:, None] * stride + column[None, :]
     return tl.load(address, mask=held[:, None] & (column < width)[None, :], other=0.0)
 
@@ -39,7 +39,7 @@ def tokens_of(base, stride, position, held, column, width: tl.constexpr):
 def tile_of_state(
     base, channel, e, STORED: tl.constexpr, BLOCK: tl.constexpr, WIDTH_E: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
-    """[BLOCK, BLOCK_E] of a state [STORED, WIDTH_E]."""
+    """Load [BLOCK, BLOCK_E] of a state [STORED, WIDTH_E]."""
     address = base + channel[:, None] * WIDTH_E + e[None, :]
     if STORED % BLOCK == 0 and WIDTH_E % BLOCK_E == 0:
         return tl.load(address)
@@ -48,14 +48,14 @@ def tile_of_state(
 
 @triton.jit
 def diagonal_of(square, SIZE: tl.constexpr):
-    """[SIZE] of a [SIZE, SIZE], by columns."""
+    """Return the diagonal [SIZE] of a matrix [SIZE, SIZE], indexed by column."""
     index = tl.arange(0, SIZE)
     return tl.sum(tl.where(index[:, None] == index[None, :], square, 0.0), 0)
 
 
 @triton.jit
 def rough_sums(weights, x, dtype: tl.constexpr):
-    """Sums of x to the precision of dtype."""
+    """Return weighted sums of x in the precision of dtype."""
     return tl.dot(weights.to(dtype), x.to(dtype), input_precision="ieee")
 
 
@@ -75,7 +75,7 @@ def gradients_of_strong(
 ):  # fmt: skip
     head, first_chunk = tl.program_id(1), tl.program_id(2).to(tl.int64) * RUN
     heads = tl.num_programs(1)
-    # Mostly no chunk is strong: all is read at once that decides it. Where there is no chunk, levels hold anything.
+    # Strong chunks are rare: one load decides for the whole run. Levels of unused lines may hold anything.
     of_run = first_chunk + tl.arange(0, RUN)
     found = tl.load(levels_in + of_run * heads + head, mask=of_run < num_chunks, other=0)
     counts = tl.load(chunks + of_run * FIELDS + 3, mask=of_run < num_chunks, other=0)
@@ -112,7 +112,7 @@ def _of_chunk_called(
     BLOCK_E: tl.constexpr, PARTS: tl.constexpr, OF_X: tl.constexpr, OF_Y: tl.constexpr,
     IN_HALVES: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """In a loop, a call: else addresses are computed once for all chunks, and there are no registers for them."""
+    """Run `_of_chunk` as a call: inlined into the loop, hoisted addresses would exceed the registers."""
     _of_chunk(
         x_in, y_in, z_in, w_in, gates, levels_in, states, grad_states, dx_out, dy_out, grad_gates_out,
         matrices, chunks, scale, chunk, head, heads,
@@ -131,7 +131,7 @@ def _of_chunk(
     BLOCK_E: tl.constexpr, PARTS: tl.constexpr, OF_X: tl.constexpr, OF_Y: tl.constexpr,
     IN_HALVES: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head of y, for a slice of the decaying axis."""
+    """Compute one chunk of one head of y, for a slice of the decaying axis."""
     index = chunk * heads + head
     levels = tl.load(levels_in + index)
     line = chunks + chunk * FIELDS
@@ -162,7 +162,7 @@ def _of_chunk(
     centred = weighted_sums(matrix(matrices, CENTRED + levels, row, column), faint, IN_HALVES)
     if GRADIENTS:
         dy = tl.zeros((CHUNK, BLOCK), tl.float32)
-        # What reads the state gives to the gates before it, what is kept to those after it, pairs to those between.
+        # Reads contribute to the gates before them, writes to the gates after them, pairs to the gates between.
         of_gate = tl.zeros((CHUNK, BLOCK), tl.float32)
         of_pairs = tl.zeros((CHUNK, BLOCK), tl.float32)
 
@@ -206,7 +206,7 @@ def _of_chunk(
             tl.store(address, dx.to(dx_out.dtype.element_ty), mask=mask)
 
         if OF_Y:
-            # Not the transpose of `pairs`: some compilers make a wrong product of a transposed accumulator.
+            # Not the transpose of `pairs`: some compilers multiply a transposed accumulator wrongly.
             transposed = tl.zeros((CHUNK, CHUNK), tl.float32)
             between = tl.zeros((BLOCK, BLOCK), tl.float32)
             for number in tl.range(0, PARTS, num_stages=1):
@@ -218,7 +218,7 @@ def _of_chunk(
                     state = tile_of_state(states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
                     grad_state = tile_of_state(grad_states, channel, e, STORED, BLOCK, WIDTH_E, BLOCK_E)
                     dy = tl.dot(z, tl.trans(grad_state), dy, input_precision=PRECISION)
-                    # As a product, of which the diagonal is wanted: elementwise, two tiles would fill the registers.
+                    # Diagonal of a product: elementwise, two tiles would fill the registers.
                     between = tl.dot(state, tl.trans(grad_state), between, input_precision=PRECISION)
             transposed = transposed * scale
             diagonal = tl.sum(tl.where(row == column, transposed, 0.0), 1)[:, None]

@@ -1,14 +1,14 @@
-"""The recurrence with a gate per head: the scans read q, k and v as they are.
+"""The recurrence with a gate per head: the scans read q, k and v without decay.
 
-A gate per head scales rows, before or after a product, so nothing that decays need be stored: with before_i the sum of
-a chunk's gates up to token i, after_i that of those after it, S the state at its start, dS the gradient at its end, and
-dout that of the output,
+A gate per head scales rows, before or after a product, so no decayed tensor is stored. With before_i the sum of a
+chunk's log gates up to token i, after_i the sum after i, S the state at its start, dS the state's gradient at its end,
+and dout the output's gradient,
 
     out_i = scale exp(before_i) q_i S + scale sum_{j <= i} (q_i . k_j) exp(before_i - before_j) v_j
     dv_j = exp(after_j) k_j dS + scale sum_{i >= j} (q_i . k_j) exp(before_i - before_j) dout_i
 
-(triton_scan_per_head.py); the other gradients follow from the states (triton_gradients_per_head.py). Where sequences
-are cut into segments, `_segment_sums` finds what each adds to the state, and triton/scan.py joins them.
+(triton/scan_per_head.py); the other gradients follow from the states (triton/gradients_per_head.py). If sequences are
+cut into segments, `_segment_sums` computes each segment's contribution to the state, and triton/scan.py joins them.
 """
 
 import torch
@@ -27,9 +27,9 @@ from kernels.rounding import cdiv, next_power_of_2
 
 
 def segment_per_head(k: Tensor, v: Tensor) -> int:
-    """Tokens of a segment: so many that all the programs of a scan run at once. k: [B, T, H, Dk]. v: [B, T, H, Dv]."""
+    """Return the tokens per segment so that all programs of a scan run at once. k: [B, T, H, Dk]. v: [B, T, H, Dv]."""
     batch, length, heads, width = k.shape
-    processors = 132  # of an H200, where there is no GPU to ask
+    processors = 132  # of an H200, if there is no GPU to query
     if k.is_cuda:
         processors = torch.cuda.get_device_properties(k.device).multi_processor_count
     slices = 1 if supports(k, k, v) else cdiv(v.shape[3], 64)
@@ -40,7 +40,7 @@ def segment_per_head(k: Tensor, v: Tensor) -> int:
 
 
 def sum_gates(log_decay: Tensor, plan: Plan, dtype: torch.dtype) -> Tensor:
-    """before_i of every chunk, [num_chunks, heads, 64], in log 2; float64 where bfloat16 does not hide the rounding.
+    """Return before_i of every chunk, [num_chunks, heads, 64], in log2; float64 unless bfloat16 hides the rounding.
 
     log_decay: [B, T, heads] float32. dtype: of q.
     """
@@ -82,10 +82,10 @@ def forward_scan(
     states: bool = True,
     end: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """out [B, T, Hq, Dv]; the states at the chunks' starts [num_chunks, Hk, Dk stored, Dv]; the last states.
+    """Return out [B, T, Hq, Dv], the states at the chunks' starts [num_chunks, Hk, Dk stored, Dv], and the last states.
 
-    q: [B, T, Hq, Dk]. k: [B, T, Hk, Dk]. v: [B, T, Hk, Dv]. before: `sum_gates`. start: [N, Hk, Dk stored, Dv] float32
-    or None. out, states, end: which results are wanted; None for the others.
+    q: [B, T, Hq, Dk]. k: [B, T, Hk, Dk]. v: [B, T, Hk, Dv]. before: from `sum_gates`. start: [N, Hk, Dk stored, Dv]
+    float32 or None. out, states, end: which results to compute; the others are None.
     """
     _, length, heads, width = k.shape
     width_e = v.shape[3]
@@ -134,9 +134,9 @@ def backward_scan(
     *,
     end: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dv [B, T, Hk, Dv]; the states' gradients at the chunks' ends; with `end` that of the first states, float32.
+    """Return dv [B, T, Hk, Dv], the states' gradients at the chunks' ends, and with `end` the first states', float32.
 
-    grad_out: [B, T, Hq, Dv]. start: the gradient of the last states, or None. The rest is as in `forward_scan`.
+    grad_out: [B, T, Hq, Dv]. start: the gradient of the last states, or None. Other arguments as in `forward_scan`.
     """
     batch, length, heads, width = k.shape
     width_e = grad_out.shape[3]
@@ -179,7 +179,7 @@ def _programs(width_e: int, sizes: dict) -> int:
 
 
 def _in_slices(shape: tuple[int, ...], q: Tensor, sizes: dict) -> Tensor:
-    """[SLICES, *shape]: what each slice of the keys' channels gives; float32 where these are still to be added."""
+    """Allocate [SLICES, *shape], one part per slice of the key channels; float32 if parts have to be summed."""
     return q.new_empty(sizes["SLICES"], *shape, dtype=q.dtype if sizes["SLICES"] == 1 else torch.float32)
 
 
@@ -188,17 +188,17 @@ def _whole(slices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sizes(k: Tensor, z: Tensor, group: int, *others: Tensor) -> dict:
-    """What the scans are compiled for; others: what they read besides k and z. float32 is there for tests."""
+    """Return the constants of the scans; others: inputs besides k and z. float32 serves tests only."""
     in_bfloat16 = stored_dtype(k.dtype) == torch.bfloat16
     width, width_e = k.shape[3], z.shape[3]
-    # Matrix instructions have 64 rows; with fewer, Triton 3.6 makes kernels that read out of bounds.
+    # Matrix instructions have 64 rows; with fewer, Triton 3.6 generates kernels that read out of bounds.
     block_d = min(max(64, next_power_of_2(width)), 128) if in_bfloat16 else min(max(16, next_power_of_2(width)), 64)
     block_e = min(64 if in_bfloat16 else 32, max(16, next_power_of_2(width_e)))
-    # Rows that are not aligned to 16 bytes cannot be copied ahead: all tiles then lie at fixed addresses. With narrow
-    # tiles these are more than the uniform registers hold, and ptxas computes some from a register that nothing sets.
+    # Rows not aligned to 16 bytes cannot be prefetched: all tiles then have fixed addresses. Narrow tiles have too many
+    # for the uniform registers, and ptxas computes some from an uninitialized register.
     if in_bfloat16 and any(strides_in_units(x)[3] == 1 for x in (k, z, *others)):
         block_e = 64
-    # As many stages, up to 3, as fit into shared memory beside the state and what leaves.
+    # As many stages, up to 3, as fit into shared memory with the state and the outputs.
     stage = 2 * CHUNK * ((1 + group) * block_d + group * block_e)
     own = 4 * (block_d + CHUNK) * block_e + 2 * CHUNK * CHUNK
     stages = min(max((shared_memory(k.device) - own) // stage, 1), 3)
@@ -228,9 +228,9 @@ def joined_states(
     *,
     backward: bool,
 ) -> Tensor | None:
-    """The state that each segment begins with [segments, heads, D stored, E]; `start` where none is cut.
+    """Return the state at each segment's start [segments, heads, D stored, E]; `start` if no sequence is cut.
 
-    a, b: k and v, or backward q and the output's gradient.
+    a, b: k and v; backward, q and the output's gradient.
     """
     if not plan.in_segments:
         return start
@@ -284,7 +284,7 @@ def _segment_sums(
     BLOCK_D: tl.constexpr, SLICES: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """What a segment adds to the state: k and v with what they decay by after; backward, q and grad_out, by before."""
+    """Compute a segment's part of the state: from k and v, decayed by after; backward, q and grad_out, by before."""
     part, head, segment = tl.program_id(0) // SLICES, tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     line = segment_table + segment * FIELDS

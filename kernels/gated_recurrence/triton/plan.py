@@ -1,8 +1,8 @@
-"""Which tokens each chunk and each segment holds: tables that the kernels read, made on the device.
+"""Tables of the tokens of each chunk and segment, built on the device and read by the kernels.
 
-A sequence is a row of the batch or a packed document. It is cut into chunks of 64 tokens, and these are joined to
-segments, through which a state is carried. The last of each may be short. A sequence without tokens has one segment of
-no chunks.
+A sequence is a row of the batch or a packed document. It is cut into chunks of 64 tokens, and consecutive chunks form
+segments, through which one program carries a state. The last chunk and the last segment may be short. An empty sequence
+has one segment without chunks.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from kernels.gated_recurrence.triton.decays import CHUNK
 from kernels.launching import on_grid
 from kernels.rounding import cdiv
 
-FIRST, LAST = 1, 2  # flags of a segment: of its sequence's segments
+FIRST, LAST = 1, 2  # flags of a segment: the first or last of its sequence
 FIELDS = 6
-RUN = 4  # chunks that a program looks at for strong ones
-LEAST_SEGMENT = 256  # tokens, of a sequence that is cut
+RUN = 4  # chunks that one program searches for strong ones
+LEAST_SEGMENT = 256  # tokens, if a sequence is cut
 
 
 @dataclass(frozen=True)
 class Plan:
-    """segments, chunks [any number, 6] int32: sequence, row, first token, number of tokens, first chunk, flags.
+    """Tables segments, chunks [lines, 6] int32: sequence, row, first token, number of tokens, first chunk, flags.
 
-    Flags are 0 and the number of tokens is -1 where there is no such segment or chunk.
+    Unused lines have 0 as flags and -1 as number of tokens.
 
     offsets: [2, num_sequences + 1] int32, the first segment and the first chunk of each sequence; empty for batch rows.
-    in_segments: whether any sequence may have more than one segment.
+    in_segments: whether a sequence may have more than one segment.
     """
 
     segments: Tensor
@@ -41,9 +41,9 @@ class Plan:
 
 
 def make_plan(batch: int, length: int, cu_seqlens: Tensor | None, segment: int, device: torch.device) -> Plan:
-    """The tables for batch rows of `length` tokens, or documents packed in one row. segment: tokens, whole chunks.
+    """Build the tables for batch rows of `length` tokens, or packed documents. segment: tokens, in whole chunks.
 
-    Documents' numbers are not known to the host: tables have as many lines as there can be.
+    The host does not know the documents' lengths: the tables have the largest possible number of lines.
     """
     sizes = segment, CHUNK
     if cu_seqlens is None:
@@ -79,7 +79,7 @@ def make_plan(batch: int, length: int, cu_seqlens: Tensor | None, segment: int, 
 
 @triton.jit
 def _last_at_or_before(index, offsets, num_sequences, num_steps):
-    """The last sequence whose offset is at most index; num_sequences beyond the end."""
+    """Return the last sequence whose offset is at most index; num_sequences beyond the end."""
     low = tl.zeros_like(index)
     high = tl.full(index.shape, 0, tl.int32) + num_sequences + 1
     for _ in range(num_steps):
@@ -112,7 +112,7 @@ def _fill_table(
     table, index, num_lines, size, cu_seqlens, chunk_offsets, piece_offsets, num_sequences, length, num_steps,
     CHUNK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One line for each piece of `size` tokens."""
+    """Write one line for each piece of `size` tokens."""
     if cu_seqlens is None:
         per_row = tl.maximum(tl.cdiv(length, size), 1)
         sequence = index // per_row

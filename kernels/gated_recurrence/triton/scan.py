@@ -1,13 +1,13 @@
-"""The states from chunk to chunk, forward and backward in time, with what reads them on the way.
+"""Scan of the states over chunks, forward and backward in time, including the outputs that read them.
 
-With the decayed x~, y^ and scores A of triton/scores.py, and z that does not decay, over the chunks of a sequence:
+With the decayed x~, y^ and scores A of triton/scores.py, and z on the axis without decay, over a sequence's chunks:
 
     forward   S_end = exp(total) (.) S_start + y^^T z           out_i = x~_i S_start + sum_{j <= i} A_ij z_j
     backward  dS_start = exp(total) (.) dS_end + x~^T w         dz_j = y^_j dS_end + sum_{i >= j} A_ij w_i
 
 with w the gradient of out. States are [D, E], D the axis that decays. One program carries a state's slice [D, BLOCK]
-through one segment of a sequence, in float32. Where sequences are cut into several segments, a first pass finds what
-each adds to the state, and `_join` the state at each one's start.
+through one segment of a sequence, in float32. If sequences are cut into several segments, a first pass computes each
+segment's contribution to the state, and `_join` the state at each segment's start.
 """
 
 import torch
@@ -38,15 +38,15 @@ def scan(
     states: bool = True,
     end: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """One scan, forward or backward in time.
+    """Run one scan, forward or backward in time.
 
-    z: [B, T, Hy, E], backward [B, T, Hx, E]. start: the state to begin with, [N, Hy, D, E] float32 or None for zeros;
-    backward, the gradient of the final state. heads: Hy. out, states, end: which results are wanted.
+    z: [B, T, Hy, E], backward [B, T, Hx, E]. start: the initial state, [N, Hy, D, E] float32 or None for zeros;
+    backward, the gradient of the final state. heads: Hy. out, states, end: which results to compute.
 
     Returns:
-        out [B, T, Hx, E] in z's dtype (backward: dz [B, T, Hy, E]); states [num_chunks, Hy, D stored, E], the one at
-        each chunk's start (backward: the gradient at each chunk's end); the state after the last chunk [N, Hy, D, E]
-        float32, D as stored. None for those that are not wanted.
+        out [B, T, Hx, E] in z's dtype (backward: dz [B, T, Hy, E]); states [num_chunks, Hy, D stored, E] at each
+        chunk's start (backward: gradients at each chunk's end); the state after the last chunk [N, Hy, D, E] float32,
+        D as stored. None for results that are not requested.
     """
     batch, length, heads_z, width_e = z.shape
     num_chunks, _, _, width = chunks.y.shape
@@ -56,7 +56,7 @@ def scan(
         chunks.y.new_empty(num_chunks, heads, width, width_e) if states else None,
         z.new_empty(plan.num_sequences, heads, width, width_e, dtype=torch.float32) if end else None,
     )
-    # Matrix instructions have 64 rows; with fewer, Triton 3.6 makes kernels that read out of bounds.
+    # Matrix instructions have 64 rows; with fewer, Triton 3.6 generates kernels that read out of bounds.
     block_d = max(64 if z.dtype == torch.bfloat16 else 16, next_power_of_2(width))
     block_e, num_stages = _tile(block_d, width_e, heads_x // heads, z)
     z_strides = strides_in_units(z)
@@ -109,15 +109,15 @@ def scan(
 
 
 def strides_of_state(state: Tensor | None) -> tuple[int, ...]:
-    """Of a state [N, heads, D, E]; zeros where there is none."""
+    """Return the strides of a state [N, heads, D, E]; zeros for None."""
     return (0, 0, 0, 0) if state is None else state.stride()
 
 
 def join(joined: Tensor, totals: Tensor, start: Tensor | None, plan: Plan, *, backward: bool) -> None:
-    """In place: what each segment adds becomes the state that it begins with.
+    """Replace each segment's contribution in `joined` by the state at the segment's start, in place.
 
-    joined: [segments, heads, D stored, E] float32. totals: [segments, heads, D stored or 1], the sums of gates. start:
-    as in `scan`.
+    joined: [segments, heads, D stored, E] float32. totals: [segments, heads, D stored or 1], the sums of log gates.
+    start: as in `scan`.
     """
     _, heads, width, width_e = joined.shape
     block = 1024
@@ -137,7 +137,7 @@ def join(joined: Tensor, totals: Tensor, start: Tensor | None, plan: Plan, *, ba
 
 
 def _tile(block_d: int, width_e: int, group: int, x: Tensor) -> tuple[int, int]:
-    """BLOCK_E, and as many stages, up to 3, as fit into shared memory. float32 is there for tests."""
+    """Return BLOCK_E and the number of stages, up to 3, that fit into shared memory. float32 serves tests only."""
     largest_e = max(16, next_power_of_2(width_e))
     if x.dtype != torch.bfloat16:
         return min(32 if block_d <= 128 else 16, largest_e), 1
@@ -149,7 +149,7 @@ def _tile(block_d: int, width_e: int, group: int, x: Tensor) -> tuple[int, int]:
 
 @triton.jit
 def _rows(base, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """[CHUNK, BLOCK] of a stored tile [CHUNK, WIDTH]."""
+    """Load [CHUNK, BLOCK] of a stored tile [CHUNK, WIDTH]."""
     address = base + tl.arange(0, CHUNK)[:, None] * WIDTH + channel[None, :]
     if WIDTH == BLOCK:
         return tl.load(address)
@@ -158,7 +158,7 @@ def _rows(base, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.con
 
 @triton.jit
 def _total(total, index, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of a chunk's gates, [BLOCK]."""
+    """Load the sum of a chunk's log gates, [BLOCK]."""
     if WIDTH == BLOCK:
         sums = tl.load(total + index * WIDTH + channel)
     else:
@@ -168,7 +168,7 @@ def _total(total, index, channel, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def state_at_start(start, segment, sequence, head, channel, e, mask, n, h, d, stride_e, JOINED: tl.constexpr):
-    """The state that a scan begins with: zeros, what it was given, or what `_join` found for the segment."""
+    """Load the state at a scan's start: zeros, the initial state, or the result of `_join` for the segment."""
     state = tl.zeros(mask.shape, tl.float32)
     if start is not None:
         index = (segment if JOINED else sequence).to(tl.int64)
@@ -330,7 +330,7 @@ def _join(
     WIDTH: tl.constexpr, WIDTH_E: tl.constexpr, PER_HEAD: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`join`, for a block of a state's elements."""
+    """Run `join` for a block of a state's elements."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,10 +1,10 @@
 """The scans with a gate per head: triton/per_head.py has the mathematics.
 
 One program carries a tile [BLOCK_D, BLOCK_E] of a state, or backward in time of its gradient, through one segment of a
-sequence, in float32, and computes on the way each chunk's scores and the slice of what comes out. Scores and results
-are sums over the key channels: of wide keys there are SLICES programs, and each leaves its part of the results. In one
-program their tiles would need more registers for addresses than there are, and Triton 3.6 with its ptxas then makes
-programs that read elsewhere.
+sequence, in float32. For each chunk it computes the scores and its slice of the output. Scores and outputs are sums
+over the key channels: wide keys use SLICES programs, and each stores its part of the sums. In one program their tiles
+would need more registers for addresses than exist, and Triton 3.6 with its ptxas then generates kernels that read wrong
+addresses.
 """
 
 import triton
@@ -128,7 +128,7 @@ def scan_backward_per_head(
         narrow = state.to(dtype)
         address = states + index * (STORED * WIDTH_E) + channel[:, None] * WIDTH_E + e[None, :]
         tl.store(address, narrow, mask=state_mask)
-        # As [j, i]: computed, not transposed. Some compilers make a wrong product of a transposed accumulator.
+        # Computed as [j, i], not transposed: some compilers multiply a transposed accumulator wrongly.
         decay = tl.exp2(tl.minimum(before[None, :] - before[:, None], 0.0).to(tl.float32)) * scale
         weight = tl.exp2(before.to(tl.float32)) * scale
         dz = tl.dot(y, narrow, input_precision=PRECISION) * tl.exp2((total - before).to(tl.float32))[:, None]

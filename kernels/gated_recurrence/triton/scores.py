@@ -1,12 +1,12 @@
-"""What each chunk does by itself: its decayed queries and keys, and the scores between its tokens.
+"""Computation within each chunk: its decayed queries and keys, and the scores between its tokens.
 
-    before_i = sum_{t <= i} g_t,  after_i = sum_{t > i} g_t                   (triton_decays.py)
+    before_i = sum_{t <= i} g_t,  after_i = sum_{t > i} g_t                   (triton/decays.py)
     x~_i = scale x_i exp(before_i)      reads the state at the chunk's start
-    y^_j = y_j exp(after_j)             is what token j adds to the state at the chunk's end
+    y^_j = y_j exp(after_j)             token j's contribution to the state at the chunk's end
     A_ij = scale sum_d x_id y_jd exp(before_id - before_jd),  j <= i
 
 One program computes one chunk of one head of x. With a gate per key channel x is q and y is k; with one per value
-channel x is the output's gradient and y is v. The scans that follow then know nothing of gates inside a chunk.
+channel x is the output's gradient and y is v. The scans that follow need no gates inside a chunk.
 """
 
 import functools
@@ -44,11 +44,13 @@ from kernels.rounding import cdiv
 
 @dataclass(frozen=True)
 class Chunks:
-    """x and y: decayed, [num_chunks, heads, 64, D rounded up to 16], 0 where there is no token; scores
-    [num_chunks, Hx, 64, 64]; total [num_chunks, Hy, D rounded up] float32, the sum of all gates in log 2, and middle,
-    that of the first half; levels [num_chunks, Hy] int32, 0 for weak chunks (triton_decays.py).
+    """Results of `decay_chunks`.
 
-    x, y and scores are bfloat16 for bfloat16 inputs, otherwise float32. x and scores are None where not asked for.
+    x, y: decayed, [num_chunks, heads, 64, D rounded up to 16], 0 for missing tokens. scores: [num_chunks, Hx, 64, 64].
+    total: [num_chunks, Hy, D rounded up] float32, log2 of the product of all gates; middle: of the gates in the first
+    half. levels: [num_chunks, Hy] int32, 0 for weak chunks (triton/decays.py).
+
+    x, y and scores are bfloat16 for bfloat16 inputs, otherwise float32. x and scores are None if not requested.
     """
 
     x: Tensor | None
@@ -61,39 +63,41 @@ class Chunks:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program can have; those of Ada, the least of all, where there is no GPU."""
+    """Return the bytes of shared memory per program; without a GPU those of Ada, the smallest."""
     if device.type != "cuda":
         return 99 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def padded(size: int) -> int:
-    """Width of an axis as it is stored: in whole 16s, which matrix instructions need."""
+    """Return the stored width of an axis: a multiple of 16, as matrix instructions need."""
     return cdiv(size, 16) * 16
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of decayed tensors. float16 has not the range for them."""
+    """Return the dtype of decayed tensors, for which float16 has too small a range."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def precision(dtype: torch.dtype) -> str:
-    """`input_precision` of products of float32: for float16 inputs three of TF32, for float32 inputs the full one."""
+    """Return `input_precision` of float32 products: three TF32 products for float16 inputs, full for float32."""
     return "tf32x3" if dtype == torch.float16 else "ieee"
 
 
 def launch_options(dtype: torch.dtype) -> dict[str, int]:
-    """Warps, and stages of the loops that name none: of those over the heads of a group, which bfloat16 alone unrolls.
+    """Return num_warps, and num_stages for loops without their own: those over a group's heads, unrolled for bfloat16.
 
-    Products of float32 are unrolled into single multiplications, and the compiler's time grows with them: shared by
-    twice the threads, the full ones are half the code.
+    float32 products are unrolled into single multiplications, and compile time grows with their number: with twice the
+    threads, full float32 needs half the code per thread.
     """
     return {"num_warps": 8 if dtype == torch.float32 else 4, "num_stages": 3 if dtype == torch.bfloat16 else 1}
 
 
 def strides_in_units(x: Tensor) -> tuple[int, int, int, int]:
-    """The strides of batch, time and heads in units of 16 bytes where that is possible, and how many elements a unit
-    has: so the compiler knows the alignment without knowing the strides."""
+    """Return the strides of batch, time and heads in units of 16 bytes if possible, and the elements per unit.
+
+    Hence the compiler knows the alignment without specializing on the strides.
+    """
     unit = 16 // x.element_size()
     strides = x.stride()[:3]
     if any(stride % unit for stride in strides) or x.data_ptr() % 16:
@@ -102,15 +106,14 @@ def strides_in_units(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles [1, 1, rows, columns] of x [N, heads, rows of any number, D]; what lies outside reads as 0."""
+    """Describe tiles [1, 1, rows, columns] of x [N, heads, any rows, D]; elements outside read as 0."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, columns])
 
 
 def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, scale: float) -> Chunks:
-    """Decayed x and y and their scores, for every chunk.
+    """Compute decayed x and y and their scores for every chunk.
 
-    x: [B, T, Hx, D], or None where y and the totals are all that is wanted. y: [B, T, Hy, D]. log_decay: [B, T, Hy, D]
-    float32.
+    x: [B, T, Hx, D], or None if only y and the totals are needed. y: [B, T, Hy, D]. log_decay: [B, T, Hy, D] float32.
     """
     heads_y, width = y.shape[2], padded(y.shape[3])
     heads_x = heads_y if x is None else x.shape[2]
@@ -126,11 +129,11 @@ def decay_chunks(x: Tensor | None, y: Tensor, log_decay: Tensor, plan: Plan, sca
     x_strides = (0, 0, 0, 1) if x is None else strides_in_units(x)
     y_strides, gate_strides = strides_in_units(y), strides_in_units(log_decay)
     in_bfloat16 = dtype == torch.bfloat16
-    # Slices of 64 channels, for which the registers of four warps suffice: as many as 64 rows of a product occupy. Of
-    # float32, whose products are unrolled, so few that they compile in seconds.
+    # Slices of 64 channels fit into the registers of four warps, the warps that 64 rows of a product occupy. float32
+    # products are unrolled: narrow slices keep compilation to seconds.
     block = 64 if in_bfloat16 else 16
     slices = cdiv(width, block)
-    # Two kernels, each for its own chunks: one for all would take the registers of both.
+    # Separate kernels for weak and strong chunks: a common one would need the registers of both.
     for strong in (False, True):
         on_grid(_decay_chunks, (heads_x, cdiv(plan.chunks.shape[0], RUN if strong else 1)))(
             x,
@@ -192,7 +195,7 @@ def _decay_chunks(
     head_y, heads_y = head // group, heads_x // group
     leads = head % group == 0
     if STRONG:
-        # Mostly there are none: few programs look, each at a run of chunks.
+        # Strong chunks are rare: few programs search for them, each in a run of chunks.
         first_chunk = tl.program_id(1).to(tl.int64) * RUN
         of_run = first_chunk + tl.arange(0, RUN)
         found = tl.load(levels_out + of_run * heads_y + head_y, mask=of_run < num_chunks, other=0)
@@ -233,7 +236,7 @@ def _decay_strong_chunk(
     STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, LEVELS_OF_OPEN: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Called, since in a loop of its caller addresses would take registers between chunks."""
+    """Run `_decay_chunk` as a call: inlined into the loop, addresses would occupy registers between chunks."""
     _decay_chunk(
         x_in, y_in, gates, x_out, y_out, scores_out, total_out, middle_out, levels_out, matrices, scale,
         leads, count, index_x, index_y, x_stride, y_stride, g_stride, WIDTH, STORED, BLOCK, SLICES,
@@ -249,7 +252,7 @@ def _decay_chunk(
     STRONG: tl.constexpr, IN_HALVES: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, MOST_LEVELS: tl.constexpr, LEVELS_OF_OPEN: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One chunk: also how many levels it needs. A weak one that needs any stores no more than that and its sums."""
+    """Compute one chunk and its number of levels. The weak kernel stores only that and sums for a strong chunk."""
     token = tl.arange(0, CHUNK)
     levels = 0
     held = token < count
@@ -275,7 +278,7 @@ def _decay_chunk(
         else:
             centred = weighted_sums(matrix(matrices, CENTRED, row, column), g, IN_HALVES)
             middle = tl.sum(tl.where(row < CHUNK // 2, g, 0.0), 0)
-            # Of fewer tokens less: with a strong gate among few, its gradient would be lost in the others' sums.
+            # The limit shrinks with the tokens: one strong gate among few would lose its gradient in the others' sums.
             a_token = LARGEST_WEAK / (CHUNK // 2)
             first, second = tl.minimum(count, CHUNK // 2), tl.maximum(count - CHUNK // 2, 0)
             excess = tl.maximum(-middle - a_token * first, middle - total - a_token * second)
@@ -305,7 +308,7 @@ def _decay_chunk(
             scores += tl.where(inside, block_scores, 0.0)
         stored = (channel < STORED)[None, :]
         if not STRONG:
-            stored = stored & (levels == 0)  # another pass stores what is strong
+            stored = stored & (levels == 0)  # another launch stores strong chunks
         tile = token[:, None] * STORED + channel[None, :]
         if leads:
             tl.store(y_out + index_y * (CHUNK * STORED) + tile, (y * exp_after).to(stored_dtype), mask=stored)
