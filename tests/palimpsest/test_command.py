@@ -86,7 +86,7 @@ def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_expe
     ],
 )
 def test_a_config_that_cannot_work_is_refused_in_one_line_that_names_the_key(run, command, overrides, said):
-    # there is nothing to read: whatever is said, is said before the text is looked for
+    # there is no text: the error must come before the command looks for it
     places = [] if any("experiment" in o for o in overrides) else ["data.source.path=/nonexistent/*.txt"]
     if places:
         found = run(*overrides, *places)
@@ -126,7 +126,7 @@ def test_every_experiment_composes_and_builds_its_parts(experiment):
 
     start.register_resolvers()
     cfg = composed("config", f"experiment={experiment}")
-    # What only the user knows.
+    # Values that only the user knows.
     if OmegaConf.is_missing(cfg, "base"):
         cfg.base = "/given"
     if "source" in cfg.data and OmegaConf.is_missing(cfg.data.source, "path"):

@@ -26,7 +26,7 @@ def build(kind: str, source: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """What the wheel puts into site-packages."""
+    """Return the files that the wheel installs into site-packages."""
     folder = tmp_path_factory.mktemp("distributions")
     source = folder / "source"
     source.mkdir()

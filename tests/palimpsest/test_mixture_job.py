@@ -26,7 +26,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mixture(place):
-    """The settings of a tiny run, in a folder of runs."""
+    """Return the settings of a tiny run, in a folder of runs."""
     kept = [setting for setting in TINY if setting.split("=")[0] not in ("data", "data.validation_fraction")]
 
     def settings(runs: str, *overrides: str) -> list[str]:
@@ -101,7 +101,7 @@ def check_summary(summary: dict) -> None:
     for found in components.values():
         bits = found["loss"] * found["tokens"] / math.log(2) / found["bytes"]
         assert found["bits_per_byte"] == pytest.approx(bits)
-    # the model has seen words of these alone
+    # the model has seen only words of these
     assert components["design"]["loss"] < components["commands"]["loss"]
 
 

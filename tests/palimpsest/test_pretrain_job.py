@@ -104,7 +104,7 @@ def test_bits_per_byte_and_the_held_out_loss_are_the_same_number(unbroken, workp
     tokenizer = AutoTokenizer.from_pretrained(unbroken / "export")
     held_out = held_out_documents(workplace)
     assert sum(len(text.encode()) for text in held_out) == summary["validation_bytes"]
-    # rows of 128 tokens, in which every document starts anew, as the model was measured
+    # rows of 128 tokens; every document restarts the state, as in the run's validation
     stream = [t for text in held_out for t in tokenizer(text)["input_ids"]]
     total, count = 0.0, 0
     for start in range(0, len(stream) - 1, 128):

@@ -39,7 +39,7 @@ def composed() -> DictConfig:
 
 @pytest.fixture
 def refused(composed: DictConfig, monkeypatch: pytest.MonkeyPatch):
-    """Give settings to a pretraining, without a run's folder; gives the line that it is refused with."""
+    """Return the error line of a pretraining with these settings, started without a run folder."""
 
     def give(tmp_path: Path, *overrides: str) -> str:
         cfg = composed.copy()

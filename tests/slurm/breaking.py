@@ -1,4 +1,4 @@
-"""A callback with which tests make one rank of a run fail."""
+"""Callback that makes one rank of a run fail."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""A SLURM cluster on this machine: a controller and two nodes, each a daemon on a loopback port of its own."""
+"""A SLURM cluster on this machine: a controller and two nodes, each a daemon on a separate loopback port."""
 
 import os
 import pwd

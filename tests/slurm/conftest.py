@@ -1,4 +1,4 @@
-"""A SLURM cluster that all tests of a session share."""
+"""SLURM cluster shared by all tests of a session."""
 
 import shutil
 import tempfile

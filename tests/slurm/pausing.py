@@ -1,4 +1,4 @@
-"""A callback with which tests hold a run at a step, so that something happens to it just then."""
+"""Callback that holds a run at a step, so that a test can disturb it there."""
 
 import os
 import time

@@ -12,7 +12,7 @@ from tests.slurm.cluster import Cluster, until
 
 
 def executor(**settings: object) -> Slurm:
-    """The steps of the tests are no part of the installed package: the jobs are told where they are."""
+    """Return an executor whose jobs find the tests' steps, which are not part of the installed package."""
     return Slurm(**{"partition": "cpu", "time": "0:10:00", "setup": [f"export PYTHONPATH={ROOT}"], **settings})
 
 

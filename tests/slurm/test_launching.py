@@ -29,14 +29,14 @@ SHORT = ("max_tokens=2560", "schedule.warmup_tokens=0", "callbacks.samples.promp
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tasks of jobs and the processes of torchrun are given: gloo's way on one machine, and the tests."""
+    """Set the environment of job tasks and torchrun processes: gloo's network interface, and the path of the tests."""
     settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
 
 
 def under(command: Command, *launcher: str, overrides: tuple[str, ...] = ()) -> Finished:
-    """The command started by another, such as srun."""
+    """Run the command under a launcher such as srun."""
     call = [*launcher, str(ROOT / "palimpsest.py"), *command.arguments(*overrides)]
     done = subprocess.run(call, cwd=command.folder, env=os.environ, capture_output=True, text=True, timeout=240)
     return Finished(done.returncode, done.stdout, done.stderr)

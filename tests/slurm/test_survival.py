@@ -1,5 +1,5 @@
-"""Runs on two nodes that are requeued, warned of the time limit, hung, or lose a node: each goes on by itself, and ends
-with the losses of a run that was left alone."""
+"""Runs on two nodes that are requeued, warned of the time limit, hung, or lose a node: each resumes automatically, and
+ends with the losses of an undisturbed run."""
 
 import contextlib
 import csv
@@ -37,7 +37,7 @@ SECONDS = 180  # that an attempt may take on a busy machine, and a requeued job 
 
 
 class Job:
-    """A job of the tiny run on both nodes, in a folder of its own."""
+    """Job of the tiny run on both nodes, in a separate folder."""
 
     def __init__(self, slurm: Cluster, command: Command, folder: Path, *overrides: str) -> None:
         folder.mkdir()
@@ -75,14 +75,14 @@ class Job:
         until(met, self.words, SECONDS)
 
     def ends(self) -> None:
-        """Wait for the end of all its attempts."""
+        """Wait until all attempts have ended."""
         self.until(lambda: self.slurm.states(self.number) == ["COMPLETED"])
 
     def words(self) -> str:
         return self.slurm.ask("scontrol", "show", "job", self.number) + self.out
 
     def losses(self) -> tuple[list[tuple[str, ...]], float]:
-        """By step the training loss and the held-out loss, and the held-out loss of all the text at the end."""
+        """Return training and held-out loss by step, and the final held-out loss over all the text."""
         with open(self.run / "metrics.csv", newline="") as handle:
             rows = [(row["step"], row["train/loss"], row["validation/loss"]) for row in csv.DictReader(handle)]
         summary = json.loads((self.run / "summary.json").read_text())
@@ -173,8 +173,7 @@ def test_a_run_that_loses_a_node_goes_on_when_the_node_is_back(alone: Job, start
 
 
 def kill_node(slurm: Cluster, rank: int) -> None:
-    """Kill node2's daemon, and the rank on it with the task above it and SLURM's own above that, as when its power
-    fails."""
+    """Kill node2's daemon, its rank, that rank's task and SLURM's step process, as in a power failure."""
     task = parent_of(rank)
     step = parent_of(task)
     slurm.daemons["node2"].kill()

@@ -200,7 +200,7 @@ def test_gradients_are_the_same_computed_again_or_compiled(batch, objective, way
 
 
 class Alone:
-    """What a module asks of its trainer, on one device."""
+    """Stub of a trainer on one device."""
 
     world_size, global_rank, accumulate_grad_batches = 1, 0, 1
     strategy = SimpleNamespace(reduce=lambda tensor, reduce_op: tensor)

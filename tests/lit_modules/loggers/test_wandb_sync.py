@@ -33,7 +33,7 @@ def server(running, monkeypatch) -> Iterator[Server]:
 
 
 def part(folder: Path, *steps: int, **settings: object) -> Wandb:
-    """A run's start, and the steps that it logged."""
+    """Return a run's start and the steps that it logged."""
     logger = Wandb(folder, {"seed": 0}, **settings)
     for step in steps:
         logger.log_metrics({"train/loss": 1 / step}, step)
@@ -191,7 +191,7 @@ def test_what_was_killed_before_anything_was_written_is_not_counted_as_unsent(tm
 
 
 def test_training_goes_on_when_the_server_goes_away(server, run, command, monkeypatch, capfd):
-    """A whole run, whose server goes away after the first step."""
+    """Run from start to end; the server disappears after the first step."""
     real = Wandb.log_metrics
 
     def log_metrics(self, metrics, step=None):

@@ -54,7 +54,7 @@ def heads(count: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.fixture
 def nothing_compiled():
-    """Compiled blocks of other tests count against the limit of compilations."""
+    """Reset compilation: blocks compiled by other tests count against the limit."""
     torch.compiler.reset()
 
 

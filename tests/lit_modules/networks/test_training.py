@@ -1,4 +1,4 @@
-"""What training relies on: initial values, precision, decay groups, checkpointing, compilation, pruning, gradients."""
+"""Requirements of training: initial values, precision, decay groups, checkpointing, compilation, pruning, gradients."""
 
 import math
 

@@ -89,7 +89,7 @@ def train(model: PalimpsestForCausalLM, batches_of_steps: list, averaging=None) 
 
 
 def average_outside(model: PalimpsestForCausalLM, group: dist.ProcessGroup) -> None:
-    """What FSDP over all ranks does to the gradients of the parameters outside of the blocks."""
+    """Reduce gradients of parameters outside the blocks as FSDP over all ranks does."""
     for name, parameter in model.named_parameters():
         if name.startswith(OUTSIDE):
             dist.all_reduce(parameter.grad, group=group)
@@ -97,7 +97,7 @@ def average_outside(model: PalimpsestForCausalLM, group: dist.ProcessGroup) -> N
 
 
 def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest difference of each kind on any rank, each as a share of the largest expected number."""
+    """Return the largest difference of each kind over ranks, relative to the largest expected value."""
     assert list(found) == list(expected)
     apart = {}
     for name, value in expected.items():
@@ -110,7 +110,7 @@ def compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -
 
 
 class Messages(TorchDispatchMode):
-    """Counts what the blocks send."""
+    """Counts the collectives of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def split_only(name: str, mesh: DeviceMesh) -> dict:
 
 
 def sharded(name: str, mesh: DeviceMesh, everyone: DeviceMesh, compiled: bool = False) -> dict:
-    """One network under FSDP2 whose heads two ranks share; each such pair has a batch of its own."""
+    """One network under FSDP2 whose heads two ranks share; each such pair has a separate batch."""
     one, split, steps = fresh(**NETWORKS[name]), fresh(**NETWORKS[name]), batches()
     split_tensors(split, mesh["tensor"])
     if compiled:

@@ -20,7 +20,7 @@ ROUNDING = 1e-12
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[int, list[dict]]:
-    """What every process found, by the number of processes."""
+    """Return the results of every process, by the number of processes."""
     if not torch.distributed.is_gloo_available():
         pytest.skip("processes on CPUs talk through gloo")
     folder = tmp_path_factory.mktemp("context")

@@ -52,7 +52,7 @@ class Watch(TorchDispatchMode):
         return results
 
     def held(self) -> int:
-        """Bytes of those that are still there."""
+        """Return the bytes of the tensors that are still alive."""
         return sum(size for reference, size in self.made.values() if not reference.expired())
 
 

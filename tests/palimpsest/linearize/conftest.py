@@ -26,7 +26,7 @@ SIZES = {
     "tie_word_embeddings": True,
     "initializer_range": 0.1,
 }
-# In place of the sizes of conftest.TINY, which are of a model that is pretrained.
+# Replaces the sizes in conftest.TINY, which belong to a model trained from scratch.
 SMALL = (
     "trainer=cpu",
     "base_dtype=float32",
@@ -47,7 +47,7 @@ TEXT = ("data=text_files", "data.block_length=128", "data.validation_fraction=0.
 
 @pytest.fixture(scope="session")
 def base(workplace: Path) -> Path:
-    """The folder of a Llama that has learned a little of the text; its tokenizer has no pad token."""
+    """Return the folder of a Llama trained briefly on the text; its tokenizer has no pad token."""
     texts = [path.read_text() for path in sorted((workplace / "text").glob("*.txt"))]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -117,7 +117,7 @@ def start(folder: Path, arguments: tuple[str, ...]) -> Finished:
 
 @pytest.fixture
 def folder_of(command):
-    """The folder of the one run of an experiment."""
+    """Return the folder of an experiment's only run."""
 
     def found(experiment: str = "liger/gla") -> Path:
         (folder,) = command.runs(experiment)
@@ -128,7 +128,7 @@ def folder_of(command):
 
 @pytest.fixture
 def stopping(monkeypatch):
-    """Have the runs that follow stop after an optimizer step, as by a kill; 0: no longer."""
+    """Stop later runs after an optimizer step, as if killed; 0 disables this."""
     at = [0]
 
     class Stop(lightning.Callback):

@@ -46,7 +46,7 @@ def same(first: Path, second: Path) -> bool:
 
 @torch.no_grad()
 def stock_loss(base: Path, folder: Path) -> float:
-    """Nats per token of the base model as it is stored, each document alone, on the held-out text of a run."""
+    """Return nats per token of the stored base model, each document alone, on the held-out text of a run."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
     data, total, tokens = hydra.utils.instantiate(OmegaConf.load(folder / run_folder.CONFIG).data), 0.0, 0
     for batch in data.val_dataloader():
@@ -96,7 +96,7 @@ def test_liger_gla_leaves_an_adapter_an_export_and_numbers_that_hold(linearize, 
 
 
 def changed(adapter: Path, change: dict) -> Path:
-    """A copy of an adapter whose record says something else."""
+    """Copy an adapter and change its record."""
     folder = adapter.with_name("changed")
     shutil.copytree(adapter, folder, dirs_exist_ok=True)
     record = json.loads((adapter / "linearization.json").read_text())
@@ -108,7 +108,7 @@ def changed(adapter: Path, change: dict) -> Path:
 
 KL = ("stages.finetuning.kl=1", "stages.finetuning.cross_entropy=0")
 
-# LoLCATs in miniature: five steps of each stage, and a schedule that cuts at every validation that is no better.
+# LoLCATs in miniature: five steps of each stage, and a schedule that cuts at every validation without improvement.
 TWO_STAGES = (
     "stages.alignment.tokens=2560",
     "stages.finetuning.lr=0.5",  # too high: the rate is cut, by what the schedule remembers
@@ -189,7 +189,7 @@ def test_supra_trains_every_weight_and_leaves_no_adapter(linearize, folder_of, b
 
 
 def test_stored_tokens_of_the_teacher_train_as_the_teacher_itself_does(linearize, command, stopping, monkeypatch):
-    """All tokens of the vocabulary: what is stored is then the whole distribution, in float16."""
+    """Store all tokens of the vocabulary: the whole distribution, in float16."""
     assert linearize(*KL).status == 0
     nearing = [float(value) for value in column(command.runs("liger/gla")[0], "train/kl").values()]
     assert sum(nearing[-3:]) < 0.9 * sum(nearing[:3])

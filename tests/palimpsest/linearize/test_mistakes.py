@@ -15,7 +15,7 @@ from tests.palimpsest.linearize.conftest import alpaca
 
 @pytest.fixture
 def changed_base(base: Path, tmp_path: Path):
-    """A copy of the base model's folder with other values in config.json, or without its weights."""
+    """Copy the base model's folder with other values in config.json, or without its weights."""
 
     def change(weights: bool = True, **values) -> str:
         folder = tmp_path / "changed"

@@ -1,4 +1,4 @@
-"""Small pretrained models in folders, and LoRA on them: what tests of adapters begin with."""
+"""Small pretrained models in folders, and LoRA on them, for tests of adapters."""
 
 import torch
 
@@ -30,7 +30,7 @@ TOKENS = torch.randint(3, 64, (2, 11), generator=torch.Generator().manual_seed(0
 
 
 def write_base(folder, family="llama", seed=0, **changes):
-    """A folder with a random stock model."""
+    """Save a random stock model in a folder and return the folder."""
     torch.manual_seed(seed)
     stock = FAMILIES[family]
     stock.model_class(stock.config_class(**{**SIZES, **changes})).save_pretrained(folder)
@@ -38,7 +38,7 @@ def write_base(folder, family="llama", seed=0, **changes):
 
 
 def adapted(base, settings=SETTINGS, dtype=torch.float32, **options):
-    """A linearized model whose LoRA is not the identity."""
+    """Return a linearized model whose LoRA is not the identity."""
     torch.manual_seed(0)
     model = add_lora(load_pretrained(str(base), settings, dtype), **{"rank": 2, **options}).eval()
     with torch.no_grad():

@@ -216,7 +216,7 @@ def test_the_state_is_float32_in_a_bfloat16_model(linearized, ids):
 )
 @torch.no_grad()
 def test_a_step_reads_its_place_from_the_device_alone(options, linearized, ids):
-    """As a recorded step does: every number on the host is that of one moment."""
+    """Freeze host values at one step, as a recorded CUDA graph does."""
     model = build(linearized, **options)
     cache = model.new_cache()
     model(ids[:, :4], past_key_values=cache)

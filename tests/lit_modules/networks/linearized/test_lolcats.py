@@ -121,7 +121,7 @@ def log_gates(layer: LolcatsAttention, hidden: Tensor, k: Tensor) -> Tensor:
 
 
 def by_definition(layer: LolcatsAttention, hidden: Tensor, positions: Positions) -> Tensor:
-    """The equation, one pair of tokens as good as another."""
+    """Evaluate the equation over all pairs of tokens."""
     s = layer.settings
     q, k, v = layer.project(hidden)
     logs = log_gates(layer, hidden, k)
@@ -262,7 +262,7 @@ def test_rows_behind_padding_are_the_rows_alone(form: str):
 
 
 class Watched(TorchDispatchMode):
-    """The names of the operations, and the most elements of a result."""
+    """Records the names of operations and the largest result, in elements."""
 
     def __init__(self):
         super().__init__()

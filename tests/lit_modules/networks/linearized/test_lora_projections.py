@@ -49,7 +49,7 @@ def hidden(dtype, batch=3):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Numbers of the projections that were computed together."""
+    """Return the numbers of projections computed together."""
     counts, apply = [], lora_projections._Projections.apply
 
     def counted(x, scalings, *factors):
