@@ -53,8 +53,10 @@ class Pretraining(Training):
         self.is_spread = False
 
     def configure_model(self) -> None:
-        """Distribute the network over the strategy's ranks once; Lightning calls this before each fit and
-        validation."""
+        """Distribute the network over the strategy's ranks once.
+
+        Lightning calls this before each fit and validation.
+        """
         if self.is_spread:
             return
         self.is_spread = True

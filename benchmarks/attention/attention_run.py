@@ -22,8 +22,10 @@ WITH_BACKWARD = 3.5  # FLOPs of forward + backward, in forward passes
 
 @dataclass(frozen=True)
 class TrainedGates:
-    """Output of trained_gates.py: log_forget [heads, tokens] from the fastest head to forget to the slowest, and
-    logit_bound [heads]."""
+    """Output of trained_gates.py.
+
+    log_forget [heads, tokens] from the fastest head to forget to the slowest, and logit_bound [heads].
+    """
 
     log_forget: Tensor
     logit_bound: Tensor

@@ -144,8 +144,10 @@ def liger_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def product_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the largest relative error of `small_batch_linear` against its float64 reference: odd sizes, and in
-    bfloat16 the products of a layer."""
+    """Return the largest relative error of `small_batch_linear` against its float64 reference.
+
+    It takes odd sizes, and in bfloat16 the products of a layer.
+    """
     # Rows, outputs, inputs; after a norm, with a residual, gated.
     cases = [(5, 1037, 1083, True, True, False), (17, 2048, 1024, True, False, True)]
     if dtype == torch.bfloat16:
@@ -172,8 +174,11 @@ def product_error(device: torch.device, dtype: torch.dtype) -> float:
 def decoding_errors(
     implementation: str, shape: str, device: torch.device, *, fused: bool, compiled: bool
 ) -> tuple[float, float]:
-    """Return relative errors of bfloat16 logits against the float32 parallel pass: of decoding by replays, and of the
-    parallel pass. Rows are left-padded; the tokens are teacher-forced."""
+    """Return relative errors of bfloat16 logits against the float32 parallel pass.
+
+    The errors are those of decoding by replays and of the parallel pass. Rows are left-padded; the tokens are
+    teacher-forced.
+    """
     model = linearize(new_model(shape, device, torch.bfloat16), settings_of(implementation, 8))
     batch, length = 3, 200  # longer than the longest window
     tokens = torch.randint(SHAPES[shape]["vocab_size"], (batch, length), device=device)

@@ -123,7 +123,9 @@ def peer(
     pooled: bool = False,
 ) -> nn.Module:
     """Convert a Hugging Face Llama in place to their layers, and wrap it in peft's model with their LoRA settings.
-    recurrence: `chunk_gla` if None."""
+
+    recurrence: `chunk_gla` if None.
+    """
     recurrence = recurrence or chunk_gla(stock.device)
     for layer in stock.model.layers:
         layer.self_attn = PeerAttention(layer.self_attn, attention, recurrence, dtype, pooled)

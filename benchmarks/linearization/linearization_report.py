@@ -23,10 +23,12 @@ TARGET = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class Row(tables.Row):
-    """A measurement. milliseconds: of a step. parameter: sequences per micro-batch. first_seconds: of the first
-    micro-batch and then the first step, including torch.compile but not Triton's earlier compilation. loss_error,
-    gradient_error: relative to the first implementation at the same micro-batch. date, machine: of the run that
-    measured it."""
+    """A measurement.
+
+    milliseconds: of a step. parameter: sequences per micro-batch. first_seconds: of the first micro-batch and then the
+    first step, including torch.compile but not Triton's earlier compilation. loss_error, gradient_error: relative to
+    the first implementation at the same micro-batch. date, machine: of the run that measured it.
+    """
 
     tokens_per_second: float | None = None
     peak_gib: float | None = None

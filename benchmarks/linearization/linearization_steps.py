@@ -116,7 +116,9 @@ class Trained:
         self, tokens: Tensor, passed: Callable[[str], None] = lambda passed: None
     ) -> tuple[Tensor, Tensor]:
         """Return the loss of tokens [B, T], and the gradients of all LoRA weights in one float64 vector on the CPU.
-        passed: called with the name of each finished pass."""
+
+        passed: called with the name of each finished pass.
+        """
         loss = self.loss(self.model, tokens)
         synchronize(tokens.device)
         passed("forward")

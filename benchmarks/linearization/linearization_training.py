@@ -72,8 +72,10 @@ def compile_kernels(run: Run, shape: Shape, sizes: Sequence[int], dtype: torch.d
 
 
 def check(run: Run, shape: Shape, dtypes: Sequence[torch.dtype], peer_dtypes: Sequence[str]) -> set[str]:
-    """Check ours and the peer against the float32 definition on a small model, with weights of these dtypes; return
-    which of "ours" and "fla" are right."""
+    """Check ours and the peer against the float32 definition on a small model, with weights of these dtypes.
+
+    Return which of "ours" and "fla" are right.
+    """
     device = run.device
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length), device=device)
     band = banded(shape.length, device)

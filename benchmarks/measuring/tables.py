@@ -8,8 +8,11 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measurement; benchmarks add fields. milliseconds: None if it failed, with the reason in `note`. shape: shown
-    by its str. parameter: what a section varies besides the shape."""
+    """One measurement; benchmarks add fields.
+
+    milliseconds: None if it failed, with the reason in `note`. shape: shown by its str. parameter: what a section
+    varies besides the shape.
+    """
 
     section: str
     implementation: str

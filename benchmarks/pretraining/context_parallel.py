@@ -64,8 +64,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """A line of the table and of the CSV file. float32_error, bfloat16_error: error of several GPUs against one on a
-    short document; note: why the measurement is missing."""
+    """A line of the table and of the CSV file.
+
+    float32_error, bfloat16_error: error of several GPUs against one on a short document; note: why the measurement is
+    missing.
+    """
 
     size: str
     length: int

@@ -22,8 +22,9 @@ def compose(*overrides: str) -> DictConfig:
 def pretraining(
     model: str, device: torch.device, tokens: int, length: int, overrides: Sequence[str] = (), **settings: Any
 ) -> Pretraining:
-    """Build a model of `conf/model` on `device`, not yet sharded or compiled, with AdamW (fused on a GPU) at a learning
-    rate that leaves the weights unchanged.
+    """Build a model of `conf/model` on `device`, not yet sharded or compiled.
+
+    AdamW (fused on a GPU) has a learning rate that leaves the weights unchanged.
 
     Args:
         tokens: per optimizer step.

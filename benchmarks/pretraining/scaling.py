@@ -74,9 +74,12 @@ CASES = {
 
 @dataclass
 class Result:
-    """Measurements of a case. first_wait, waited: seconds that training paused for the first checkpoint, which also
-    allocates pinned memory, and for later ones; written: seconds of writing one during training; slowed: fraction by
-    which steps took longer meanwhile; loaded: seconds to read one back."""
+    """Measurements of a case.
+
+    first_wait, waited: seconds that training paused for the first checkpoint, which also allocates pinned memory, and
+    for later ones; written: seconds of writing one during training; slowed: fraction by which steps took longer
+    meanwhile; loaded: seconds to read one back.
+    """
 
     gpus: int
     name: str
@@ -158,8 +161,11 @@ class Reading(Callback):
 
 
 class Accounts(Checkpoints):
-    """Checkpoints that measure how long each pauses training, and how long each takes to write. They follow each other
-    faster than they are written, so that a write overlaps every step; waiting for the previous write is not counted."""
+    """Checkpoints that measure how long each pauses training, and how long each takes to write.
+
+    They follow each other faster than they are written, so that a write overlaps every step; waiting for the previous
+    write is not counted.
+    """
 
     def __init__(self, every_tokens: int) -> None:
         super().__init__(every_tokens, keep_last=1)

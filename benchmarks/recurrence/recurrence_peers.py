@@ -157,8 +157,10 @@ def _fla(problem: Problem, module: str, name: str, leaves: tuple[Tensor, ...]) -
 
 
 def chunk_gla(problem: Problem) -> Call:
-    """Call flash-linear-attention's gated linear attention. A gate per head is expanded to each channel, untimed; its
-    gradient stays per channel."""
+    """Call flash-linear-attention's gated linear attention.
+
+    A gate per head is expanded to each channel, untimed; its gradient stays per channel.
+    """
     *others, log_decay = problem.inputs.values()
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None].expand(*log_decay.shape, problem.case.key_dim).contiguous()

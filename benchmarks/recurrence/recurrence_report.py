@@ -13,8 +13,11 @@ from common.atomic_files import write_figure
 
 @dataclass(frozen=True, kw_only=True)
 class Row(tables.Row):
-    """A measurement. floor_milliseconds: of moving each input, output and gradient once at the copy rate;
-    read_again_milliseconds: the same with inputs read in both passes. peak_gib: device memory above the inputs."""
+    """A measurement.
+
+    floor_milliseconds: of moving each input, output and gradient once at the copy rate; read_again_milliseconds: the
+    same with inputs read in both passes. peak_gib: device memory above the inputs.
+    """
 
     shape: Case
     gigabytes: float | None = None

@@ -73,8 +73,10 @@ def repeat(
 
 
 def _serve(connection: Connection, passes, make: Make, device: torch.device, share: float) -> None:
-    """Answer ("prepare", name) and ("repeat", (seconds, bounds)) with (True, answer) or (False, error) until the parent
-    closes the connection."""
+    """Answer ("prepare", name) and ("repeat", (seconds, bounds)) until the parent closes the connection.
+
+    An answer is (True, result) or (False, error).
+    """
     run = reference = None
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(share)

@@ -142,8 +142,11 @@ def _row(
 
 @triton.jit
 def _load(logits, columns, vocab_size, width):
-    """Which columns are of the vocabulary, and their logits, -inf elsewhere. The load's mask ends at the width, not at
-    the vocabulary: what it ends at decides how many a thread may load at a time."""
+    """Which columns are of the vocabulary, and their logits, -inf elsewhere.
+
+    The load's mask ends at the width, not at the vocabulary: what it ends at decides how many a thread may load at a
+    time.
+    """
     used = columns < vocab_size
     z = tl.load(logits + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
     return used, tl.where(used, z, -float("inf"))

@@ -291,8 +291,10 @@ class Watchdog(Callback):
             time.sleep(self.gone_after)  # this one's end makes Lightning kill rank 0, which still has to report
 
     def loss(self, words: str, culprit: RankProgress) -> RankLost:
-        """Build the error that ends this rank, and request a restart unless the culprit raised an error, which may
-        recur."""
+        """Build the error that ends this rank, and request a restart.
+
+        There is no restart if the culprit raised an error, which may recur.
+        """
         if culprit.error is None:
             words = f"{words}; {restarts.restart(self.folder, self.here)}"
         return RankLost(words, culprit, self.folder)

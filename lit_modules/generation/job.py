@@ -144,8 +144,12 @@ def check_output(path: Path) -> None:
 
 
 def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
-    """Return the arguments of `generate` for a temperature (0: greedy), the k likeliest tokens, and the nucleus of mass
-    p.
+    """Return the sampling arguments of `generate`.
+
+    Args:
+        temperature: 0 for greedy decoding.
+        top_k: sample from the k likeliest tokens.
+        top_p: sample from the likeliest tokens of this total probability.
 
     Raises:
         ValueError: a value is out of range.

@@ -263,8 +263,10 @@ def set_lengths(cfg: DictConfig, trainer: lightning.Trainer, module: Training, d
 
 
 def first_failure(cfg: DictConfig, folder: Path) -> LambdaCallback:
-    """Return a callback that records a training error at once, before Lightning ends the other ranks, which would then
-    appear to have failed first."""
+    """Return a callback that records a training error at once.
+
+    Lightning then ends the other ranks, which would otherwise appear to have failed first.
+    """
 
     def record(trainer: lightning.Trainer, module: Training, error: BaseException) -> None:
         failures.record(folder, out_of_memory.explained(cfg, error))

@@ -224,8 +224,10 @@ def is_held(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def begun(folder: Path, config: dict[str, Any]) -> Iterator[None]:
-    """Write the resolved configuration of a new run, which makes it resumable; remove it if the run raises
-    ValueError."""
+    """Write the resolved configuration of a new run, which makes it resumable.
+
+    Remove it if the run raises ValueError.
+    """
     path = folder / CONFIG
     is_new = not path.is_file()
     if is_new:

@@ -46,8 +46,10 @@ class MetricsCsv(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append a row: the optimizer step, then the metrics by column. On a full disk the row is lost, but the run
-        continues."""
+        """Append a row: the optimizer step, then the metrics by column.
+
+        On a full disk the row is lost, but the run continues.
+        """
         try:
             self.append({"step": step, **metrics})
         except OSError as error:

@@ -155,7 +155,7 @@ def linear_top_k_kl(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute KL(teacher || student) in nats from the teacher's top-k tokens K; the rest counts as one token:
+    """Compute KL(teacher || student) in nats from the teacher's top-k tokens K; the rest counts as one token.
 
         sum_{i in K} p_i log(p_i / q_i) + p_R log(p_R / q_R),      p_R = 1 - sum_{i in K} p_i, and q_R likewise
 

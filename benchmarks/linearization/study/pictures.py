@@ -22,9 +22,11 @@ LEVELS = {TEACHER: "-", UNTRAINED: "--"}  # drawn across the picture, in black
 
 
 def draw_curves(points: Sequence[Point], path: Path) -> Path:
-    """Plot held-out perplexity against tokens of adaptation: a line for each variant's mean over seeds, and a band from
-    minimum to maximum. Left: variants with several seeds; right: variants with one. Curves far above all others are cut
-    off."""
+    """Plot held-out perplexity against tokens of adaptation.
+
+    Each variant has a line for the mean over seeds and a band from minimum to maximum. Left: variants with several
+    seeds; right: variants with one. Curves far above all others are cut off.
+    """
     levels = {point.variant: point.held_out_nats for point in points if point.variant in LEVELS}
     curves = {variant: _curve(points, variant) for variant in dict.fromkeys(point.variant for point in points)}
     trained = {variant: {count: v for count, v in curve.items() if count > 0} for variant, curve in curves.items()}

@@ -61,8 +61,10 @@ class Result(OfARun):
 
 @dataclass(frozen=True, kw_only=True)
 class Point(OfARun):
-    """A run's loss after `tokens` of adaptation, on the first part of the held-out text; a `Result` covers all of it,
-    so the two are not comparable."""
+    """A run's loss after `tokens` of adaptation, on the first part of the held-out text.
+
+    A `Result` covers all of it, so the two are not comparable.
+    """
 
     date: str
     teacher_parameters: int

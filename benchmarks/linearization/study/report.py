@@ -27,8 +27,11 @@ REFERENCE = "Liger-GLA"
 
 @dataclass(frozen=True)
 class Published:
-    """The paper's results for a variant of Llama-3-8B: validation perplexity (table 6) and the mean accuracy on six
-    tasks, in percent (tables 2, 3, 6 and 9; arXiv 2503.01496); None if not given."""
+    """The paper's results for a variant of Llama-3-8B.
+
+    They are validation perplexity (table 6) and the mean accuracy on six tasks, in percent (tables 2, 3, 6 and 9; arXiv
+    2503.01496); None if not given.
+    """
 
     perplexity: float | None
     accuracy: float | None
@@ -172,8 +175,10 @@ def _against_reference(study: Study, variant: str) -> str:
 
 
 def memory_table(study: Study) -> str:
-    """Return a table of variants with a state, each against the window alone at the same memory or less. Pairs without
-    runs are left out."""
+    """Return a table of variants with a state, each against the window alone at the same memory or less.
+
+    Pairs without runs are left out.
+    """
     rows = []
     for variant, controls in CONTROLS.items():
         for control in controls:
@@ -199,8 +204,10 @@ def memory_table(study: Study) -> str:
 
 
 def paper_pairs() -> list[tuple[str, str, str]]:
-    """Return (better, worse, metric) of every two variants that the paper compares by one metric: the ablation by
-    perplexity, the others by accuracy. No pair has the teacher."""
+    """Return (better, worse, metric) of every two variants that the paper compares by one metric.
+
+    The ablation is compared by perplexity, the others by accuracy. No pair has the teacher.
+    """
     by_perplexity = {name: each.perplexity for name, each in PAPER.items() if each.perplexity is not None}
     others = {name: -each.accuracy for name, each in PAPER.items() if name not in (TEACHER, *by_perplexity)}
     others[REFERENCE] = -PAPER[REFERENCE].accuracy

@@ -49,8 +49,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Difference of the second sample's mean and the first's. margin: the difference is significant above it; None if
-    the noise is unknown. seeds: number of common seeds if compared seed by seed, else 0."""
+    """Difference of the second sample's mean and the first's.
+
+    margin: the difference is significant above it; None if the noise is unknown. seeds: number of common seeds if
+    compared seed by seed, else 0.
+    """
 
     difference: float
     margin: float | None

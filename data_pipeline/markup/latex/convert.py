@@ -38,7 +38,7 @@ PACKAGES = re.compile(r"\\(?:usepackage|RequirePackage)\s*+(?:\[[^\]]{0,500}\])?
 
 
 def decode(data: bytes) -> str:
-    """Return the text of a source file: UTF-8, else Latin-1; with \\n line ends, without control characters."""
+    r"""Return the text of a source file: UTF-8, else Latin-1; with \n line ends, without control characters."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -71,9 +71,9 @@ def latex_markdown(files: Mapping[str, str], keep_acknowledgements: bool = False
 
 
 def main_file(files: Mapping[str, str]) -> str | None:
-    """Return the path of the file that a paper is compiled from, or None.
+    r"""Return the path of the file that a paper is compiled from, or None.
 
-    arXiv's 00README decides, else the best file with \\documentclass, by these criteria in order: it has a body, is not
+    arXiv's 00README decides, else the best file with \documentclass, by these criteria in order: it has a body, is not
     a subfile, is near the top folder, has a usual name, is long.
     """
     for name, text in files.items():

@@ -59,10 +59,10 @@ def brace_pairs(text: str) -> dict[int, int]:
 
 
 class Expander:
-    """Expander that reads definitions in order, removes them, and expands their uses.
+    r"""Expander that reads definitions in order, removes them, and expands their uses.
 
     `protected` commands keep their meaning even if a paper redefines them. A macro is not expanded within itself.
-    `theorems` holds the titles of the environments that \\newtheorem defined.
+    `theorems` holds the titles of the environments that \newtheorem defined.
     """
 
     def __init__(self, protected: frozenset[str]) -> None:
@@ -231,7 +231,7 @@ def _arguments(macro: Macro, text: str, position: int, pairs: dict[int, int]) ->
 
 
 def _filled(body: str, arguments: list[str]) -> str:
-    """Return a macro's body with its arguments inserted; a space separates `\\bf#1` from a letter."""
+    r"""Return a macro's body with its arguments inserted; a space separates `\bf#1` from a letter."""
     pieces = re.split(r"#([1-9])", body)
     out = [pieces[0]]
     for number, rest in zip(pieces[1::2], pieces[2::2], strict=True):

@@ -149,7 +149,7 @@ class _Converter(LatexReader):
         return position
 
     def _group(self, page: _Page, start: int, end: int, depth: int) -> int:
-        """Convert `{\\bf text}`; other groups are treated as if they had no braces."""
+        r"""Convert `{\bf text}`; other groups are treated as if they had no braces."""
         close = self.pairs.get(start, end)
         font = FONT.match(self.text, start + 1)
         if font is None or close >= end:
@@ -323,7 +323,7 @@ class _Converter(LatexReader):
         return after
 
     def _subfloat(self, page: _Page, position: int, end: int, depth: int) -> int:
-        """Convert `\\subfloat[caption]{content}`."""
+        r"""Convert `\subfloat[caption]{content}`."""
         if option := OPTION.match(self.text, position, end):
             page.block(self.inline(*option.span(1), depth))
             return option.end()
@@ -344,12 +344,12 @@ class _Converter(LatexReader):
         return after
 
     def _middle_rule(self, page: _Page, position: int, end: int, depth: int) -> int:
-        """Skip `\\cmidrule(lr){2-3}`."""
+        r"""Skip `\cmidrule(lr){2-3}`."""
         trim = re.compile(r"\([lr]*\)").match(self.text, position, end)
         return self.argument(trim.end() if trim else position, end)[2]
 
     def _length(self, page: _Page, position: int, end: int, depth: int) -> int:
-        """Skip a length without braces, such as `\\vskip 5pt plus 1pt`."""
+        r"""Skip a length without braces, such as `\vskip 5pt plus 1pt`."""
         given = LENGTH.match(self.text, position, end)
         return given.end() if given else position
 

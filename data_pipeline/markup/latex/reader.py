@@ -63,7 +63,7 @@ class LatexReader(ABC):
 
 
 def _environment_pairs(text: str) -> dict[int, tuple[int, int]]:
-    """Return {\\begin: (start, end) of its \\end}, by position; an \\end closes unclosed inner environments."""
+    r"""Return {\begin: (start, end) of its \end}, by position; an \end closes unclosed inner environments."""
     pairs: dict[int, tuple[int, int]] = {}
     opened: list[tuple[str, int]] = []
     names: Counter[str] = Counter()

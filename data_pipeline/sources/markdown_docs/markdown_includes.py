@@ -47,7 +47,7 @@ class Repository:
         return None
 
     def text(self, path: Path) -> str:
-        """Return a file's text with \\n line ends; raise UnusableMarkdown if it is not text, or over max_bytes."""
+        r"""Return a file's text with \n line ends; raise UnusableMarkdown if it is not text, or over max_bytes."""
         with path.open("rb") as file:
             content = file.read(self.max_bytes + 1)
         if len(content) > self.max_bytes:
