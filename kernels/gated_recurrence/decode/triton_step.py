@@ -240,7 +240,6 @@ def _take_steps(
     state = tl.load(source + tile + tile_offset, mask=tile_used & (from_zeros == 0), other=0.0)
 
     key_wide, value_wide = key.to(tl.int64), value.to(tl.int64)
-    key_wide, value_wide = key.to(tl.int64), value.to(tl.int64)
     q_step, q_head_step = q_stride_t.to(tl.int64), q_stride_h.to(tl.int64)
     k_step, v_step, decay_step = k_stride_t.to(tl.int64), v_stride_t.to(tl.int64), decay_stride_t.to(tl.int64)
     q += batch * q_stride_b + head * GROUPS * q_head_step
