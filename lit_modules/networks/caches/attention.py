@@ -2,7 +2,8 @@
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+
+from lit_modules.networks.caches.counted import CountedCacheLayer
 
 REWINDABLE = 64
 """Tokens whose unshifted key and value are kept; `crop` can remove one fewer."""
@@ -11,7 +12,7 @@ REBASE_EVERY = 256
 """Tokens after which the sums of log gates are rebased to the newest token."""
 
 
-class AttentionCacheLayer(CacheLayerMixin):
+class AttentionCacheLayer(CountedCacheLayer):
     """Keys, values and summed log forget gates of one layer, and the last unshifted keys and values.
 
     Keys and values may differ in heads and width. Nothing is repeated for query heads that share them.
@@ -30,7 +31,6 @@ class AttentionCacheLayer(CacheLayerMixin):
 
     def __init__(self):
         super().__init__()
-        self.length = 0
         self.cumulative: Tensor | None = None  # [B, capacity, H] float32, None without a gate
         self.positions: Tensor | None = None  # [B, capacity] int32, None unless keys are rotated when read
         self.unshifted: tuple[Tensor, Tensor] | None = None  # k~ and v~, [B, n, H, D], None without KV-shift
@@ -111,31 +111,13 @@ class AttentionCacheLayer(CacheLayerMixin):
             self._since_rebase = 0
         self.cumulative[:, start:stop] = new
 
-    def get_seq_length(self) -> int:
-        """Return the number of cached tokens, padding included."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that `query_length` new tokens will see, and the position of the first key."""
-        return self.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in older transformers
-
-    def reset(self) -> None:
-        """Drop all content and free its memory."""
-        self.__init__()
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep.
 
         Raises:
             ValueError: if the KV-shift would need an unshifted key that is no longer kept.
         """
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
+        removed = self._removed(tokens_to_remove)
         if removed >= self.length:
             recording = self.record_past
             self.reset()
@@ -160,26 +142,6 @@ class AttentionCacheLayer(CacheLayerMixin):
         if self.unshifted[0].shape[1] > REWINDABLE:
             # A copy, because a view would keep the whole prompt in memory.
             self.unshifted = tuple(states[:, -REWINDABLE:].clone() for states in self.unshifted)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row i by row `beam_idx[i]` (beam search)."""
-        self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`."""
-        self._map(lambda states: states[indices])
-
-    def offload(self) -> None:
-        """Move everything to the CPU."""
-        self._map(lambda states: states.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move everything back to its original device."""
-        self._map(lambda states: states.to(self.device, non_blocking=True))
 
     def _map(self, move) -> None:
         if not self.is_initialized:

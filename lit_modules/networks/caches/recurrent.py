@@ -2,10 +2,11 @@
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+
+from lit_modules.networks.caches.counted import CountedCacheLayer
 
 
-class RecurrentCacheLayer(CacheLayerMixin):
+class RecurrentCacheLayer(CountedCacheLayer):
     """The past of one recurrent layer, in constant memory.
 
     `gated_recurrence_step` may update the states in place. Cached tensors carry no gradient. `crop` can remove all
@@ -18,7 +19,6 @@ class RecurrentCacheLayer(CacheLayerMixin):
 
     def __init__(self):
         super().__init__()
-        self.length = 0
         self.states: tuple[Tensor, ...] | None = None  # [B, H, Dk, Dv] float32 (float64) each
         self.tails: dict[str, Tensor] = {}  # [B, width - 1, channels] of each short convolution
 
@@ -51,31 +51,13 @@ class RecurrentCacheLayer(CacheLayerMixin):
         self.tails[name] = torch.cat((before, inputs.detach()), dim=1)[:, inputs.shape[1] :].clone()
         return before
 
-    def get_seq_length(self) -> int:
-        """Return the number of tokens seen, padding included."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of tokens with `query_length` new ones, and the position of the first."""
-        return self.length + query_length, 0
-
-    def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in older transformers
-
-    def reset(self) -> None:
-        """Drop all content and free its memory."""
-        self.__init__()
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (a positive number is the length to keep): all or none.
 
         Raises:
             ValueError: if some but not all tokens would be removed.
         """
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
+        removed = self._removed(tokens_to_remove)
         if removed >= self.length:
             self.reset()
         elif removed:
@@ -83,26 +65,6 @@ class RecurrentCacheLayer(CacheLayerMixin):
                 f"crop({tokens_to_remove}) takes back {removed} of {self.length} tokens, which a recurrent state "
                 "cannot: generate without assistant_model and prompt_lookup_num_tokens"
             )
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row i by row `beam_idx[i]` (beam search)."""
-        self._map(lambda held: held.index_select(0, beam_idx.to(held.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        self._map(lambda held: held.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`."""
-        self._map(lambda held: held[indices])
-
-    def offload(self) -> None:
-        """Move everything to the CPU."""
-        self._map(lambda held: held.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move everything back to its original device."""
-        self._map(lambda held: held.to(self.device, non_blocking=True))
 
     def _map(self, move) -> None:
         if self.states is not None:

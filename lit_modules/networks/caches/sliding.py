@@ -44,12 +44,6 @@ class SlidingAttentionCacheLayer(AttentionCacheLayer):
         held = self.keys.shape[1] if self.is_initialized else 0
         return held + query_length, self.length - held
 
-    def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in older transformers
-
     def reset(self) -> None:
         """Drop all content and free its memory."""
         self.__init__(self.window)
@@ -60,7 +54,7 @@ class SlidingAttentionCacheLayer(AttentionCacheLayer):
         Raises:
             ValueError: if some but not all tokens would be removed, after tokens have left the window.
         """
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
+        removed = self._removed(tokens_to_remove)
         if removed >= self.length:
             self.reset()
         elif removed and self.keys.shape[1] < self.length:

@@ -2,10 +2,11 @@
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+
+from lit_modules.networks.caches.counted import CountedCacheLayer
 
 
-class StaticAttentionCacheLayer(CacheLayerMixin):
+class StaticAttentionCacheLayer(CountedCacheLayer):
     """Keys and values of one layer in storage at a fixed address, with the fill level on the device.
 
     Each call reads its write position from the device, so that a captured call is correct for every token. Tensors are
@@ -24,7 +25,7 @@ class StaticAttentionCacheLayer(CacheLayerMixin):
 
     def __init__(self, capacity: int):
         super().__init__()
-        self.capacity, self.length = capacity, 0
+        self.capacity = capacity
         self.place: Tensor | None = None  # int64 [1], slot of the next token
         self.held: Tensor | None = None  # int32 [B], the same for each row, as attention expects
         self.is_counted_elsewhere = False  # True if the caller advances the device counters
@@ -66,14 +67,6 @@ class StaticAttentionCacheLayer(CacheLayerMixin):
         self.length += tokens
         return self.keys, self.values, self.held
 
-    def get_seq_length(self) -> int:
-        """Return the number of cached tokens, padding included, without those of replays."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that `query_length` new tokens will see, and the position of the first key."""
-        return self.length + query_length, 0
-
     def get_max_length(self) -> int:
         """Return the capacity."""
         return self.capacity
@@ -89,34 +82,21 @@ class StaticAttentionCacheLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep."""
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
-        removed = min(removed, self.length)
+        removed = min(self._removed(tokens_to_remove), self.length)
         self.length -= removed
         if self.is_initialized:
             self.place -= removed
             self.held -= removed
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row i by row `beam_idx[i]` (beam search)."""
-        self._map(lambda states: states.index_select(0, beam_idx.to(states.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
-        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`."""
-        self._map(lambda states: states[indices])
-
     def offload(self) -> None:
         """Move everything to the CPU."""
-        self._map(lambda states: states.to("cpu", non_blocking=True))
+        super().offload()
         if self.is_initialized:
             self.place = self.place.to("cpu")
 
     def prefetch(self) -> None:
         """Move everything back to its original device."""
-        self._map(lambda states: states.to(self.device, non_blocking=True))
+        super().prefetch()
         if self.is_initialized:
             self.place = self.place.to(self.device)
 

@@ -93,3 +93,16 @@ def test_what_is_held_is_told_for_each_of_the_rows_that_are_left():
         keys, _, held = cache.update(new_k, new_v)
         assert held.tolist() == [cache.get_seq_length()] * len(rows)
         assert torch.equal(keys[:, :3], k[rows])
+
+
+def test_a_cache_that_is_reset_takes_its_whole_capacity_again_at_the_same_address():
+    cache = StaticAttentionCacheLayer(4)
+    states = torch.ones(2, 4, 1, 8)
+    keys, _, held = cache.update(states, states)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert held.tolist() == [0, 0]
+    again, _, held = cache.update(states, states)
+    assert cache.get_seq_length() == 4
+    assert again.data_ptr() == keys.data_ptr()
+    assert held.tolist() == [4, 4]
