@@ -15,10 +15,10 @@ from data_pipeline.workers import most_processes
 from lit_modules.launching import rendezvous, run_folder
 from lit_modules.launching.failures import host
 from lit_modules.launching.process import ProcessInfo, this_process
+from lit_modules.launching.run_folder import ROOT
 
 log = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("palimpsest.py", "common/**/*.py", "lit_modules/**/*.py", "data_pipeline/**/*.py", "kernels/**/*.py")
 SKEW = 30.0  # seconds of clock difference between nodes worth a warning; the run itself needs no clocks
 

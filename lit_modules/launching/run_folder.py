@@ -25,6 +25,7 @@ from common.settings import differences
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 LOCK = ".lock"
+ROOT = Path(__file__).resolve().parents[2]  # of the code that runs
 
 # Settings that a resumed run may change: those that affect neither the weights' shapes, nor the data, nor the
 # mathematics of a step. All others must be as in the original run.
@@ -279,12 +280,11 @@ def discard_unbegun(folder: Path) -> None:
 
 def commit() -> str | None:
     """Return the commit of the running checkout, with "-dirty" for local changes; None outside a git checkout."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # installed, possibly inside another project's checkout
+    if not (ROOT / ".git").exists():  # installed, possibly inside another project's checkout
         return None
     try:
         found = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             capture_output=True,
             text=True,
             timeout=10,
