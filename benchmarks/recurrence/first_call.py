@@ -24,6 +24,7 @@ CONFIGURATIONS = (
     ("bfloat16", 64, 4, 4),
     ("bfloat16", 128, 4, 1),
     ("bfloat16", 128, 8, 1),
+    ("bfloat16", 128, 16, 1),
     ("bfloat16", 256, 4, 2),
     ("float16", 128, 4, 1),
     ("float16", 256, 4, 2),

@@ -167,7 +167,7 @@ def _gradients_of_weak(
         dy = dy * tl.exp2(total - middle)[None, :]
         of_token = tl.zeros((CHUNK, BLOCK), tl.float32)
 
-    for member in (tl.static_range if IN_HALVES else tl.range)(GROUP):
+    for member in tl.range(0, GROUP, num_stages=1):
         head_x = head * GROUP + member
         w_base = w_in + (batch_row * w_b + begin * w_t + head_x * w_h) * W_UNIT
         pairs = tl.zeros((CHUNK, CHUNK), tl.float32)

@@ -166,7 +166,7 @@ def _of_chunk(
         of_gate = tl.zeros((CHUNK, BLOCK), tl.float32)
         of_pairs = tl.zeros((CHUNK, BLOCK), tl.float32)
 
-    for member in (tl.static_range if IN_HALVES else tl.range)(GROUP):
+    for member in tl.range(0, GROUP, num_stages=1):
         head_x = head * GROUP + member
         if OF_X:
             pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
