@@ -42,24 +42,12 @@ def fused_token_losses(
         return losses
     with torch.cuda.device_of(logits):
         _row[(tokens,)](
-            logits,
-            None if targets is None else targets.contiguous(),
-            teacher,
-            None if mask is None else mask.contiguous().view(torch.uint8),
-            weights.float(),
-            losses,
-            logits.stride(0),
-            0 if teacher is None else teacher.stride(0),
-            tokens,
-            vocab_size,
-            width,
-            float(temperature),
+            logits, None if targets is None else targets.contiguous(), teacher,
+            None if mask is None else mask.contiguous().view(torch.uint8), weights.float(), losses, logits.stride(0),
+            0 if teacher is None else teacher.stride(0), tokens, vocab_size, width, float(temperature),
             1 / float(temperature),
-            GRADIENT=gradient,
-            IGNORE=IGNORE_INDEX,
-            BLOCK=min(BLOCK, next_power_of_2(width)),
-            num_warps=NUM_WARPS,
-        )
+            GRADIENT=gradient, IGNORE=IGNORE_INDEX, BLOCK=min(BLOCK, next_power_of_2(width)), num_warps=NUM_WARPS,
+        )  # fmt: skip
     return losses
 
 

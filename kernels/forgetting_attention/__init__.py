@@ -89,21 +89,9 @@ def forgetting_attention(
         bounds = logit_bound if isinstance(logit_bound, Tensor) else None
         bound = None if logit_bound is None or bounds is not None else float(logit_bound)
         out, *_, lse = triton_attention(
-            q,
-            k,
-            v,
-            log_forget,
-            cu_seqlens,
-            kv_start,
-            kv_end,
-            bounds,
-            scale,
-            window,
-            cumulative,
-            prune,
-            bound,
+            q, k, v, log_forget, cu_seqlens, kv_start, kv_end, bounds, scale, window, cumulative, prune, bound,
             return_lse,
-        )
+        )  # fmt: skip
         return (out, lse) if return_lse else out
     threshold = None if prune is None else prune - 2 * _largest_logit(q, k, scale, logit_bound)
     out, _, lse = chunked_forward(

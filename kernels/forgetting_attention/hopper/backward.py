@@ -396,37 +396,15 @@ def backward(
         grad_keys = new(decay.local.shape, dtype=torch.float32, device=q.device)
         grad_queries = grad_queries.view(batch, heads, groups, PARTS.value)
     _backward[(cdiv(num_keys, config.block_n), heads, batch)](
-        tiles(q, config.block_m),
-        tiles(k, config.block_n),
-        tiles(v, config.block_n),
-        tiles(grad_out, config.block_m),
-        stats,
-        *((stats,) * 4 if decay is None else (decay.local, decay.base, grad_keys, grad_queries)),
-        *((stats,) * 3 if ranges is None else (ranges.first, ranges.seen_until, ranges.whole_until)),
-        sums,
-        grad_k,
-        grad_v,
-        scale * LOG2_E,
-        scale,
-        num_queries,
-        num_keys,
-        1 if ranges is None else ranges.first.shape[1],
-        heads // k.shape[2],
-        heads // v.shape[2],
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEY_WIDTH=k.shape[3],
-        VALUE_WIDTH=v.shape[3],
-        CHUNK=CHUNK,
-        GRAIN=GRAIN,
-        STAGES=config.num_stages,
-        HAS_GATES=decay is not None,
-        HAS_FIRST=ranges is not None,
-        THIRD=max(key_dim, value_dim) <= 64,
-        num_warps=config.num_warps,
-    )
+        tiles(q, config.block_m), tiles(k, config.block_n), tiles(v, config.block_n), tiles(grad_out, config.block_m),
+        stats, *((stats,) * 4 if decay is None else (decay.local, decay.base, grad_keys, grad_queries)),
+        *((stats,) * 3 if ranges is None else (ranges.first, ranges.seen_until, ranges.whole_until)), sums, grad_k,
+        grad_v, scale * LOG2_E, scale, num_queries, num_keys, 1 if ranges is None else ranges.first.shape[1],
+        heads // k.shape[2], heads // v.shape[2],
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, KEY_DIM=key_dim, VALUE_DIM=value_dim, KEY_WIDTH=k.shape[3],
+        VALUE_WIDTH=v.shape[3], CHUNK=CHUNK, GRAIN=GRAIN, STAGES=config.num_stages, HAS_GATES=decay is not None,
+        HAS_FIRST=ranges is not None, THIRD=max(key_dim, value_dim) <= 64, num_warps=config.num_warps,
+    )  # fmt: skip
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     _finish_grad_q[(rows // CHUNK, heads, batch)](
         sums, descriptor(grad_q, CHUNK), scale, num_queries, BLOCK=CHUNK, KEY_DIM=key_dim, WIDTH=tile_width(q)

@@ -195,27 +195,12 @@ def gradient_of_gates(
     batch, num_keys, heads = log_forget.shape
     grad = torch.empty_like(log_forget)
     _gradient_of_gates[(heads, batch)](
-        log_forget,
-        grad_keys,
-        grad_queries,
-        grad,
-        kv_start,
-        kv_end,
-        cu_seqlens,
-        *_documents(cu_seqlens),
-        num_queries,
-        num_keys,
-        grad_keys.shape[2],
-        grad_queries.shape[2] * grad_queries.shape[3],
-        *log_forget.stride(),
+        log_forget, grad_keys, grad_queries, grad, kv_start, kv_end, cu_seqlens, *_documents(cu_seqlens), num_queries,
+        num_keys, grad_keys.shape[2], grad_queries.shape[2] * grad_queries.shape[3], *log_forget.stride(),
         *grad.stride(),
-        CUMULATIVE=cumulative,
-        CLOSED=CLOSED_GATE,
-        TOGETHER=queries_together,
-        PARTS=grad_queries.shape[3],
-        BLOCK=2048,
+        CUMULATIVE=cumulative, CLOSED=CLOSED_GATE, TOGETHER=queries_together, PARTS=grad_queries.shape[3], BLOCK=2048,
         num_warps=8,
-    )
+    )  # fmt: skip
     return grad
 
 

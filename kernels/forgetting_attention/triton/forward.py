@@ -56,31 +56,14 @@ def forward(
     out = q.new_empty(batch, num_queries, heads, v.shape[3])
     lse = q.new_empty(batch, heads, cdiv(num_queries, CHUNK) * CHUNK, dtype=torch.float32)
     _forward[(cdiv(num_queries, config.block_m), heads, batch)](
-        descriptor(q, config.block_m),
-        descriptor(k, config.block_n),
-        descriptor(v, config.block_n),
-        descriptor(out, config.block_m),
-        lse,
-        *((None, None) if decay is None else (decay.local, decay.base)),
-        *((None, None) if ranges is None else (ranges.first, ranges.kept_from)),
-        kv_start,
-        kv_end,
-        scale * LOG2_E,
-        num_queries,
-        num_keys,
-        1 if ranges is None else ranges.first.shape[1],
-        heads // k.shape[2],
-        heads // v.shape[2],
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        KEY_DIM=tile_width(q),
-        VALUE_DIM=tile_width(v),
-        CHUNK=CHUNK,
-        GRAIN=GRAIN,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=config.num_warps,
+        descriptor(q, config.block_m), descriptor(k, config.block_n), descriptor(v, config.block_n),
+        descriptor(out, config.block_m), lse, *((None, None) if decay is None else (decay.local, decay.base)),
+        *((None, None) if ranges is None else (ranges.first, ranges.kept_from)), kv_start, kv_end, scale * LOG2_E,
+        num_queries, num_keys, 1 if ranges is None else ranges.first.shape[1], heads // k.shape[2], heads // v.shape[2],
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, KEY_DIM=tile_width(q), VALUE_DIM=tile_width(v), CHUNK=CHUNK,
+        GRAIN=GRAIN, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )
+    )  # fmt: skip
     return out, lse
 
 

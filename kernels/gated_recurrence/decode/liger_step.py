@@ -87,26 +87,9 @@ def liger_step(
     window_scale = float(q.shape[-1] ** -0.5 if window_scale is None else window_scale)
     implementation = triton_liger_step if q.is_cuda and q.dtype != torch.float64 else plain_liger_step
     return implementation(
-        q,
-        k,
-        v,
-        cosine,
-        sine,
-        state,
-        ring_keys,
-        ring_values,
-        late_keys,
-        tokens,
-        kv_start,
-        gate_shift,
-        state_weight,
-        window_weight,
-        gate,
-        float(temperature),
-        feature_map,
-        sinks,
-        window_scale,
-    )
+        q, k, v, cosine, sine, state, ring_keys, ring_values, late_keys, tokens, kv_start, gate_shift, state_weight,
+        window_weight, gate, float(temperature), feature_map, sinks, window_scale,
+    )  # fmt: skip
 
 
 def plain_liger_step(

@@ -33,27 +33,10 @@ def _liger_step(
 ) -> Tensor:
     """Run `kernels.gated_recurrence.liger_step`; same arguments and result."""
     return launch(
-        q,
-        k,
-        v,
-        state,
-        ring_keys,
-        ring_values,
-        tokens,
-        kv_start,
-        state_weight,
-        window_weight,
-        sinks,
-        window_scale,
-        cosine=cosine,
-        sine=sine,
-        gate_shift=gate_shift,
-        late_keys=late_keys,
-        per_head=gate not in PER_CHANNEL,
-        gate=gate,
-        temperature=temperature,
-        feature_map=feature_map,
-    )
+        q, k, v, state, ring_keys, ring_values, tokens, kv_start, state_weight, window_weight, sinks, window_scale,
+        cosine=cosine, sine=sine, gate_shift=gate_shift, late_keys=late_keys, per_head=gate not in PER_CHANNEL,
+        gate=gate, temperature=temperature, feature_map=feature_map,
+    )  # fmt: skip
 
 
 def _fake(

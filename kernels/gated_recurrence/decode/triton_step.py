@@ -166,34 +166,13 @@ def _launch(
     unit = math.gcd(4, key_dim * value_dim, *state_strides)
     with torch.cuda.device_of(q):
         _take_steps[(batch * heads * slices,)](
-            q,
-            k,
-            v,
-            log_decay,
-            bonus,
-            source,
-            destination,
-            out,
-            *q.stride(),
-            *k.stride(),
-            *v.stride(),
-            *decay_strides,
-            *((0, 0) if bonus is None else bonus.stride()),
-            *(stride // unit for stride in state_strides),
-            q.shape[1],
-            int(from_zeros),
-            scale,
-            HEADS=heads,
-            GROUPS=q.shape[2] // heads,
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            BLOCK_KEYS=block_keys,
-            BLOCK_VALUES=block_values,
-            SLICES=slices,
-            GATE="head" if log_decay.ndim == 3 else decay_axis,
-            STATE_UNIT=unit,
-            num_warps=num_warps,
-        )
+            q, k, v, log_decay, bonus, source, destination, out, *q.stride(), *k.stride(), *v.stride(), *decay_strides,
+            *((0, 0) if bonus is None else bonus.stride()), *(stride // unit for stride in state_strides), q.shape[1],
+            int(from_zeros), scale,
+            HEADS=heads, GROUPS=q.shape[2] // heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_KEYS=block_keys,
+            BLOCK_VALUES=block_values, SLICES=slices, GATE="head" if log_decay.ndim == 3 else decay_axis,
+            STATE_UNIT=unit, num_warps=num_warps,
+        )  # fmt: skip
 
 
 def _tile(key_dim: int, value_dim: int) -> tuple[int, int, int]:

@@ -59,24 +59,10 @@ def _windowed_step(
 ) -> Tensor:
     """Run `kernels.gated_recurrence.windowed_step`; same arguments and result."""
     return launch(
-        q,
-        k,
-        v,
-        state,
-        ring_keys,
-        ring_values,
-        tokens,
-        kv_start,
-        state_weight,
-        window_weight,
-        sinks,
-        window_scale,
-        log_decay=log_decay,
-        q_window=q_window,
-        k_window=k_window,
-        state_scale=state_scale,
+        q, k, v, state, ring_keys, ring_values, tokens, kv_start, state_weight, window_weight, sinks, window_scale,
+        log_decay=log_decay, q_window=q_window, k_window=k_window, state_scale=state_scale,
         per_head=log_decay.ndim == 3,
-    )
+    )  # fmt: skip
 
 
 def _fake(

@@ -83,23 +83,9 @@ def windowed_step(
     window_scale = float(q_window.shape[-1] ** -0.5 if window_scale is None else window_scale)
     implementation = triton_windowed_step if q.is_cuda and q.dtype != torch.float64 else plain_windowed_step
     return implementation(
-        q,
-        k,
-        v,
-        log_decay,
-        state,
-        q_window,
-        k_window,
-        ring_keys,
-        ring_values,
-        tokens,
-        kv_start,
-        state_weight,
-        window_weight,
-        sinks,
-        float(state_scale),
-        window_scale,
-    )
+        q, k, v, log_decay, state, q_window, k_window, ring_keys, ring_values, tokens, kv_start, state_weight,
+        window_weight, sinks, float(state_scale), window_scale,
+    )  # fmt: skip
 
 
 def take_in(state: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, written: Tensor) -> None:

@@ -70,30 +70,12 @@ def backward_in_one_scan(
     if end:
         grad_start = torch.empty(plan.num_sequences, heads, width, width_e, dtype=torch.float32, device=q.device)
     _backward[(heads, plan.segments.shape[0])](
-        *(tiles(aligned(x)) for x in (q, k, v, grad_out)),
-        state_tiles(states),
-        *(tiles(x) for x in (dq, dk, dv)),
-        before,
-        dq,
-        dk,
-        dv,
-        *of_tokens,
-        of_states,
-        grad_start,
-        start,
-        plan.segments,
-        scale,
-        length,
+        *(tiles(aligned(x)) for x in (q, k, v, grad_out)), state_tiles(states), *(tiles(x) for x in (dq, dk, dv)),
+        before, dq, dk, dv, *of_tokens, of_states, grad_start, start, plan.segments, scale, length,
         *strides_of_state(start),
-        D=width,
-        E=width_e,
-        WARPS=warps,
-        JOINED=plan.in_segments,
-        CHUNK=CHUNK,
-        FIELDS=FIELDS,
-        FIRST=FIRST,
+        D=width, E=width_e, WARPS=warps, JOINED=plan.in_segments, CHUNK=CHUNK, FIELDS=FIELDS, FIRST=FIRST,
         num_warps=warps,
-    )
+    )  # fmt: skip
     return dq, dk, dv, (of_tokens[0], None, of_tokens[1], of_states), grad_start
 
 

@@ -42,26 +42,11 @@ def forward_in_one_scan(
     kept = q.new_empty(before.shape[0], heads, width, width_e) if states else None
     end = torch.empty(plan.num_sequences, heads, width, width_e, dtype=torch.float32, device=q.device)
     _forward[(heads, plan.segments.shape[0])](
-        *(tiles(aligned(x)) for x in (q, k, v)),
-        tiles(out),
-        None if kept is None else state_tiles(kept),
-        before,
-        out,
-        end,
-        start,
-        plan.segments,
-        scale,
-        length,
-        *strides_of_state(start),
-        D=width,
-        E=width_e,
-        WARPS=warps,
-        JOINED=plan.in_segments,
-        CHUNK=CHUNK,
-        FIELDS=FIELDS,
-        LAST=LAST,
+        *(tiles(aligned(x)) for x in (q, k, v)), tiles(out), None if kept is None else state_tiles(kept), before, out,
+        end, start, plan.segments, scale, length, *strides_of_state(start),
+        D=width, E=width_e, WARPS=warps, JOINED=plan.in_segments, CHUNK=CHUNK, FIELDS=FIELDS, LAST=LAST,
         num_warps=warps,
-    )
+    )  # fmt: skip
     return out, kept, end
 
 

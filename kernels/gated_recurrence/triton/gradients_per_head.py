@@ -111,25 +111,12 @@ def gate_gradients(
     grad_gates = torch.empty(of_later.shape[:3], dtype=torch.float32, device=of_later.device)
     block = 8
     _gate_gradients[(of_states.shape[0], cdiv(heads, block))](
-        of_later,
-        of_pairs,
-        of_earlier,
-        of_states,
-        log_decay,
-        grad_gates,
-        plan.chunks,
-        heads,
-        *log_decay.stride(),
+        of_later, of_pairs, of_earlier, of_states, log_decay, grad_gates, plan.chunks, heads, *log_decay.stride(),
         length,
-        OF_LATER=of_later.shape[3],
-        OF_PAIRS=0 if of_pairs is None else of_pairs.shape[3],
-        OF_EARLIER=of_earlier.shape[3],
-        OF_STATES=of_states.shape[2],
-        CHUNK=CHUNK,
-        FIELDS=FIELDS,
-        BLOCK=block,
+        OF_LATER=of_later.shape[3], OF_PAIRS=0 if of_pairs is None else of_pairs.shape[3],
+        OF_EARLIER=of_earlier.shape[3], OF_STATES=of_states.shape[2], CHUNK=CHUNK, FIELDS=FIELDS, BLOCK=block,
         num_warps=4,
-    )
+    )  # fmt: skip
     return grad_gates
 
 

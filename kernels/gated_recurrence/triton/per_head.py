@@ -99,27 +99,10 @@ def forward_scan(
     start = joined_states(k, v, before, plan, start, 1.0, backward=False)
     x_strides, y_strides, z_strides = (strides_in_units(t) for t in (q, k, v))
     scan_forward_per_head[_programs(width_e, sizes), heads, plan.segments.shape[0]](
-        q,
-        k,
-        v,
-        before,
-        *results,
-        start,
-        plan.segments,
-        scale,
-        *x_strides[:3],
-        *y_strides[:3],
-        *z_strides[:3],
-        *strides_of_state(start),
-        length,
-        0 if out is None else out.stride(0),
-        X_UNIT=x_strides[3],
-        Y_UNIT=y_strides[3],
-        Z_UNIT=z_strides[3],
-        JOINED=plan.in_segments,
-        LAST=LAST,
-        **sizes,
-    )
+        q, k, v, before, *results, start, plan.segments, scale, *x_strides[:3], *y_strides[:3], *z_strides[:3],
+        *strides_of_state(start), length, 0 if out is None else out.stride(0),
+        X_UNIT=x_strides[3], Y_UNIT=y_strides[3], Z_UNIT=z_strides[3], JOINED=plan.in_segments, LAST=LAST, **sizes,
+    )  # fmt: skip
     return None if out is None else _whole(out, q.dtype), *results[1:]
 
 
@@ -150,27 +133,10 @@ def backward_scan(
     start = joined_states(q, grad_out, before, plan, start, scale, backward=True)
     x_strides, y_strides, w_strides = (strides_in_units(t) for t in (q, k, grad_out))
     scan_backward_per_head[_programs(width_e, sizes), heads, plan.segments.shape[0]](
-        q,
-        k,
-        grad_out,
-        before,
-        *results,
-        start,
-        plan.segments,
-        scale,
-        *x_strides[:3],
-        *y_strides[:3],
-        *w_strides[:3],
-        *strides_of_state(start),
-        length,
-        dv.stride(0),
-        X_UNIT=x_strides[3],
-        Y_UNIT=y_strides[3],
-        W_UNIT=w_strides[3],
-        JOINED=plan.in_segments,
-        FIRST=FIRST,
-        **sizes,
-    )
+        q, k, grad_out, before, *results, start, plan.segments, scale, *x_strides[:3], *y_strides[:3], *w_strides[:3],
+        *strides_of_state(start), length, dv.stride(0),
+        X_UNIT=x_strides[3], Y_UNIT=y_strides[3], W_UNIT=w_strides[3], JOINED=plan.in_segments, FIRST=FIRST, **sizes,
+    )  # fmt: skip
     return _whole(dv, q.dtype), *results[1:]
 
 
@@ -240,22 +206,9 @@ def joined_states(
     totals = torch.empty(segments, heads, 1, dtype=torch.float32, device=a.device)
     a_strides, b_strides = strides_in_units(a), strides_in_units(b)
     _segment_sums[_programs(sizes["WIDTH_E"], sizes), heads, segments](
-        a,
-        b,
-        before,
-        joined,
-        totals,
-        plan.segments,
-        scale,
-        *a_strides[:3],
-        *b_strides[:3],
-        A_UNIT=a_strides[3],
-        B_UNIT=b_strides[3],
-        BACKWARD=backward,
-        FIRST=FIRST,
-        LAST=LAST,
-        **sizes,
-    )
+        a, b, before, joined, totals, plan.segments, scale, *a_strides[:3], *b_strides[:3],
+        A_UNIT=a_strides[3], B_UNIT=b_strides[3], BACKWARD=backward, FIRST=FIRST, LAST=LAST, **sizes,
+    )  # fmt: skip
     join(joined, totals, start, plan, backward=backward)
     return joined
 

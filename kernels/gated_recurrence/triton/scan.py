@@ -65,37 +65,12 @@ def scan(
 
     def launch(out, states, start, end, start_strides, end_strides, totals, LOCAL):
         on_grid(kernel, (slices, heads, plan.segments.shape[0]))(
-            chunks.x,
-            chunks.y,
-            chunks.scores,
-            chunks.total,
-            z,
-            out,
-            states,
-            start,
-            end,
-            totals,
-            plan.segments,
-            *z_strides[:3],
-            *((0, 0, 0) if out is None else out.stride()[:3]),
-            *start_strides,
-            *end_strides,
-            Z_UNIT=z_strides[3],
-            GROUP=heads_x // heads,
-            WIDTH=width,
-            WIDTH_E=width_e,
-            BLOCK_D=block_d,
-            BLOCK_E=block_e,
-            JOINED=plan.in_segments,
-            LOCAL=LOCAL,
-            PRECISION=precision(z.dtype),
-            CHUNK=CHUNK,
-            FIELDS=FIELDS,
-            FIRST=FIRST,
-            LAST=LAST,
-            NUM_STAGES=num_stages,
-            **launch_options(z.dtype),
-        )
+            chunks.x, chunks.y, chunks.scores, chunks.total, z, out, states, start, end, totals, plan.segments,
+            *z_strides[:3], *((0, 0, 0) if out is None else out.stride()[:3]), *start_strides, *end_strides,
+            Z_UNIT=z_strides[3], GROUP=heads_x // heads, WIDTH=width, WIDTH_E=width_e, BLOCK_D=block_d, BLOCK_E=block_e,
+            JOINED=plan.in_segments, LOCAL=LOCAL, PRECISION=precision(z.dtype), CHUNK=CHUNK, FIELDS=FIELDS, FIRST=FIRST,
+            LAST=LAST, NUM_STAGES=num_stages, **launch_options(z.dtype),
+        )  # fmt: skip
 
     start_strides, end_strides = strides_of_state(start), strides_of_state(results[2])
     if plan.in_segments:
