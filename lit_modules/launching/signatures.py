@@ -73,6 +73,8 @@ def _of_class(module: str, definition: ast.ClassDef) -> Arguments | None:
     for statement in definition.body:
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
             return _of_function(statement, bound=True)
+        if isinstance(statement, ast.FunctionDef) and statement.name == "__post_init__" and statement.args.kwarg:
+            return Arguments(tuple(_fields(definition)), others=True)  # transformers passes it what is not a field
     names = [ast.unparse(base) for base in definition.bases]
     bases = [_find_base(module, name) for name in names if name.partition("[")[0] not in WITHOUT_ARGUMENTS]
     if None in bases:

@@ -1,8 +1,8 @@
-"""The configuration of a Palimpsest network: flat, plain arguments, checked at construction."""
+"""The configuration of a Palimpsest network: flat, plain fields, checked at construction."""
 
-import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
@@ -79,88 +79,52 @@ class PalimpsestConfig(PreTrainedConfig):
         "rms_norm_eps": "norm_eps",
     }
 
-    def __init__(
-        self,
-        vocab_size: int = 50257,
-        hidden_size: int = 768,
-        num_layers: int = 12,
-        num_heads: int = 12,
-        num_key_heads: int | None = None,
-        num_value_heads: int | None = None,
-        key_head_dim: int | None = None,
-        augmented_query_dim: int | None = None,
-        intermediate_size: int | None = 2048,
-        mixers: Sequence[str] | str | None = None,
-        forget_gate: str | None = "data_dependent",
-        gate_time_min: float | None = None,
-        gate_time_max: float | None = None,
-        rope: bool = False,
-        rope_base: float = 500000.0,
-        qk_norm: bool = False,
-        output_gate: bool = False,
-        output_norm: bool = False,
-        kv_shift: bool = False,
-        state_heads: int | None = None,
-        state_dim: int | None = None,
-        expand_value: float | None = None,
-        num_slots: int = 64,
-        gate_rank: int = 16,
-        gate_temperature: float | None = None,
-        short_conv_width: int | None = None,
-        prune: float | None = None,
-        norm_eps: float = 1e-6,
-        initializer_range: float = 0.02,
-        tie_word_embeddings: bool = False,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-        pad_token_id: int | None = None,
-        max_position_embeddings: int | None = None,
-        **kwargs: Any,
-    ):
-        _refuse_unknown_keys(kwargs)
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_layers = num_layers
-        self.num_heads = num_heads
-        self.num_key_heads = num_key_heads
-        self.num_value_heads = num_value_heads
-        self.key_head_dim = key_head_dim
-        self.augmented_query_dim = augmented_query_dim
-        self.intermediate_size = intermediate_size
-        self.forget_gate = "none" if forget_gate is None else forget_gate
-        self.gate_time_min = gate_time_min
-        self.gate_time_max = gate_time_max
-        self.rope = rope
-        self.rope_base = rope_base
-        self.qk_norm = qk_norm
-        self.output_gate = output_gate
-        self.output_norm = output_norm
-        self.kv_shift = kv_shift
-        self.state_heads = state_heads
-        self.state_dim = state_dim
-        self.expand_value = expand_value
-        self.num_slots = num_slots
-        self.gate_rank = gate_rank
-        self.gate_temperature = gate_temperature
-        self.short_conv_width = short_conv_width
-        self.prune = prune
-        self.norm_eps = norm_eps
-        self.initializer_range = initializer_range
-        self.tie_word_embeddings = tie_word_embeddings
-        self.bos_token_id, self.eos_token_id, self.pad_token_id = bos_token_id, eos_token_id, pad_token_id
-        self.max_position_embeddings = max_position_embeddings
+    # PreTrainedConfig makes a dataclass of these. `@strict` is left out: its refusals take two lines and name no fix.
+    vocab_size: int = 50257
+    hidden_size: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    num_key_heads: int | None = None
+    num_value_heads: int | None = None
+    key_head_dim: int | None = None
+    augmented_query_dim: int | None = None
+    intermediate_size: int | None = 2048
+    mixers: Sequence[str] | str | None = None
+    forget_gate: str | None = "data_dependent"
+    gate_time_min: float | None = None
+    gate_time_max: float | None = None
+    rope: bool = False
+    rope_base: float = 500000.0
+    qk_norm: bool = False
+    output_gate: bool = False
+    output_norm: bool = False
+    kv_shift: bool = False
+    state_heads: int | None = None
+    state_dim: int | None = None
+    expand_value: float | None = None
+    num_slots: int = 64
+    gate_rank: int = 16
+    gate_temperature: float | None = None
+    short_conv_width: int | None = None
+    prune: float | None = None
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    max_position_embeddings: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.transformers_version is None:
+            _refuse_unknown_keys(kwargs)
+        self.forget_gate = "none" if self.forget_gate is None else self.forget_gate
         self._check_sizes()  # before num_layers repeats the mixer
-        mixers = "attention" if mixers is None else mixers
-        self.mixers = [mixers] * num_layers if isinstance(mixers, str) else list(mixers)
+        mixers = "attention" if self.mixers is None else self.mixers
+        self.mixers = [mixers] * self.num_layers if isinstance(mixers, str) else list(mixers)
         self.check()
-        # Some versions of transformers have defaults for these four and set them last.
-        super().__init__(
-            tie_word_embeddings=tie_word_embeddings,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-            **kwargs,
-        )
+        super().__post_init__(**kwargs)
+        self.validate()  # the checks of Hugging Face's own arguments
 
     @property
     def head_dim(self) -> int:
@@ -293,12 +257,10 @@ def _refuse_unknown_keys(kwargs: dict[str, Any]) -> None:
     Saved configurations are not checked: they name the transformers version that wrote them, which may know more keys
     than the installed one.
     """
-    if "transformers_version" in kwargs:
-        return
     base = PreTrainedConfig()
     hugging_face = {"name_or_path", "torch_dtype", "attn_implementation", "experts_implementation"}
     for key in kwargs:
         known = key in hugging_face or hasattr(base, key)
         if not known and not key.startswith("_"):
-            names = [name for name in inspect.signature(PalimpsestConfig).parameters if name != "kwargs"]
+            names = [field.name for field in fields(PalimpsestConfig) if not hasattr(base, field.name)]
             raise ValueError(f"{key}={kwargs[key]!r} is not a key of a model: {instead(key, names)}")

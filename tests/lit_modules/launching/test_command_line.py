@@ -5,6 +5,7 @@ import inspect
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from lit_modules.launching import start
 from lit_modules.launching.command_line import check_command_line
 from lit_modules.launching.conf_files import Files
 from lit_modules.launching.known_keys import OF_TRAINER
-from lit_modules.launching.signatures import arguments
+from lit_modules.launching.signatures import Arguments, arguments
 from tests.conftest import ROOT
 
 CONF = ROOT / "conf"
@@ -218,7 +219,6 @@ def test_arguments_are_read_in_folders_without_an_init_file(tmp_path, monkeypatc
         "torch.optim.AdamW",
         "lightning.Trainer",
         "lit_modules.schedules.WarmupStableDecay",
-        "lit_modules.networks.PalimpsestConfig",
         "lit_modules.linearization.stages.Stage",
         "data_pipeline.rewriting.backends.served.Served",
         "data_pipeline.tokens.datamodule.TextData",
@@ -231,6 +231,16 @@ def test_arguments_read_from_source_are_those_of_the_class(target):
     found = arguments(target)
     assert set(found.names) == {each.name for each in kinds if each.kind is not inspect.Parameter.VAR_KEYWORD}
     assert found.others == any(each.kind is inspect.Parameter.VAR_KEYWORD for each in kinds)
+
+
+def test_arguments_of_a_networks_configuration_are_its_own_fields_and_any_of_hugging_faces():
+    from transformers import PreTrainedConfig
+
+    from lit_modules.networks import PalimpsestConfig
+
+    inherited = {each.name for each in fields(PreTrainedConfig)}
+    own = [each.name for each in fields(PalimpsestConfig) if each.name not in inherited]
+    assert arguments("lit_modules.networks.PalimpsestConfig") == Arguments(tuple(own), others=True)
 
 
 def test_every_choice_has_the_keys_of_its_target():

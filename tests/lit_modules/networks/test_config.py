@@ -1,5 +1,8 @@
 """A configuration that cannot work is refused in one line that names the key; one that can comes back from its file."""
 
+import copy
+import pickle
+
 import pytest
 from transformers import AutoConfig
 
@@ -73,6 +76,16 @@ def test_a_configuration_survives_its_file(tmp_path):
     assert isinstance(loaded, PalimpsestConfig)
     assert loaded.to_diff_dict() == config.to_diff_dict()
     assert PalimpsestForCausalLM(loaded).num_parameters() == PalimpsestForCausalLM(config).num_parameters()
+
+
+def test_a_configuration_equals_its_copies_and_no_other():
+    config = PalimpsestConfig(mixers=["attention", "gla"], num_layers=2, architectures=["PalimpsestForCausalLM"])
+    assert config == copy.deepcopy(config) == pickle.loads(pickle.dumps(config))
+    assert config != PalimpsestConfig(mixers=["attention", "hgrn2"], num_layers=2, architectures=config.architectures)
+
+
+def test_keys_of_a_newer_transformers_are_kept_where_a_file_names_it():
+    assert PalimpsestConfig(transformers_version="99.0", new_key=3).new_key == 3
 
 
 def test_hugging_face_finds_sizes_under_its_own_names():
