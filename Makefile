@@ -34,6 +34,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python docs/build.py

@@ -12,7 +12,7 @@ _put_off: contextvars.ContextVar[list | None] = contextvars.ContextVar("launches
 _compiled: set[Hashable] = set()
 
 
-def on_grid(kernel, grid: tuple[int, ...]) -> Callable:
+def on_grid(kernel: triton.JITFunction, grid: tuple[int, ...]) -> Callable:
     """kernel[grid], or what puts the launch off until `compiled_side_by_side` ends."""
     launches = _put_off.get()
     if launches is None:

@@ -84,8 +84,8 @@ def gated_recurrence(
     options = (initial_state, cu_seqlens, decay_axis, float(scale), memory_budget)
     if bonus is None or q.shape[1] == 0:
         return _implementation(q, k, v, log_decay, *options)
-    later = (delay(x, cu_seqlens) for x in (k, v, log_decay))
-    out, before_last = _implementation(q, *later, *options)
+    later_k, later_v, later_decay = (delay(x, cu_seqlens) for x in (k, v, log_decay))
+    out, before_last = _implementation(q, later_k, later_v, later_decay, *options)
     out = add_own(out, q, k, v, bonus, scale)
     return out, add_last(before_last, k, v, log_decay, decay_axis, cu_seqlens)
 

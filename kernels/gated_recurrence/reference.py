@@ -75,10 +75,9 @@ def gated_slot_attention_reference(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Compute `gated_slot_attention` by two reference recurrences; same arguments except memory_budget."""
     first, second = (None, None) if initial_state is None else initial_state
-    common = {"cu_seqlens": cu_seqlens}
     scores, keys = gated_recurrence_reference(
-        q, k, slots, log_decay, decay_axis="value", scale=scale, initial_state=first, **common
+        q, k, slots, log_decay, decay_axis="value", scale=scale, initial_state=first, cu_seqlens=cu_seqlens
     )
     weights = scores.softmax(-1)
-    out, values = gated_recurrence_reference(weights, slots, v, log_decay, initial_state=second, **common)
+    out, values = gated_recurrence_reference(weights, slots, v, log_decay, initial_state=second, cu_seqlens=cu_seqlens)
     return out, (keys, values)
