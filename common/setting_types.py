@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from common.settings import is_number, shown
+from common.settings import SettingError, is_number, is_whole, shown
 
 PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
 LISTS = (list, tuple, set, frozenset, Sequence, Set)
@@ -20,10 +20,10 @@ def check_type(key: str, value: Any, hint: Any) -> None:
     A whole number is also a number, true is not, and a number is finite.
 
     Raises:
-        ValueError: if it does not match; the line names the key.
+        SettingError: it does not match.
     """
     if not fits(value, hint):
-        raise ValueError(f"{key}={shown(value)}: give {in_words(hint)}")
+        raise SettingError(key, value, f"give {in_words(hint)}")
 
 
 def type_hints(function: Callable) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def fits(value: Any, hint: Any) -> bool:
     if kind is float:
         return is_number(value)
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return is_whole(value)
     if kind is Path:
         return isinstance(value, str | Path)
     if kind is None:

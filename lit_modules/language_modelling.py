@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.settings import is_number, shown
+from common.settings import check_number, is_number, shown
 from data_pipeline.fingerprint import other_text
 from lit_modules.launching.run_folder import RunFailed
 from lit_modules.networks import ParameterCount
@@ -362,10 +362,8 @@ class Training(lightning.LightningModule):
 def check_optimizer(settings: Mapping[str, Any]) -> None:
     """Raise ValueError, naming the key, for a setting that no torch optimizer accepts."""
     lr, decay = settings.get("lr", 1.0), settings.get("weight_decay", 0.0)
-    if not is_number(lr) or lr <= 0:
-        raise ValueError(f"optimizer.lr={shown(lr)}: give a learning rate above 0")
-    if not is_number(decay) or decay < 0:
-        raise ValueError(f"optimizer.weight_decay={shown(decay)}: give a number, 0 or more")
+    check_number("optimizer.lr", lr, above=0)
+    check_number("optimizer.weight_decay", decay, least=0)
     betas = settings.get("betas", (0.0, 0.0))
     if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"optimizer.betas={shown(betas)}: give numbers of 0 or more, below 1, as [0.9,0.95]")

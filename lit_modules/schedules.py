@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from common.settings import check_whole, is_number
+from common.settings import check_number, check_whole
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class WarmupCosine:
 
     def __post_init__(self) -> None:
         check_lengths(self.warmup_tokens, self.max_tokens)
-        check_final(self.final)
+        check_number("schedule.final", self.final, least=0, most=1)
 
     def __call__(self, tokens: int) -> float:
         if tokens < self.warmup_tokens:
@@ -74,7 +74,7 @@ class WarmupStableDecay:
 
     def __post_init__(self) -> None:
         check_lengths(self.warmup_tokens, self.max_tokens)
-        check_final(self.final)
+        check_number("schedule.final", self.final, least=0, most=1)
         check_whole("schedule.decay_tokens", self.decay_tokens, 0)
         if self.warmup_tokens + self.decay_tokens > self.max_tokens:
             raise ValueError(
@@ -104,11 +104,9 @@ class Plateau:
     """
 
     def __init__(self, factor: float = 0.1, patience: int = 10, least: float = 0.01) -> None:
-        if not is_number(factor) or not 0 < factor < 1:
-            raise ValueError(f"schedule.factor={factor}: give a number between 0 and 1")
+        check_number("schedule.factor", factor, above=0, below=1)
         check_whole("schedule.patience", patience, 0)
-        if not is_number(least) or not 0 <= least <= 1:
-            raise ValueError(f"schedule.least={least} is not a part of the peak rate: give a number from 0 to 1")
+        check_number("schedule.least", least, least=0, most=1)
         self._rate = SGD([Parameter(torch.zeros(1))], lr=1.0)
         self._cuts = ReduceLROnPlateau(self._rate, factor=factor, patience=patience, min_lr=least)
 
@@ -127,12 +125,6 @@ class Plateau:
         """Restore what `state_dict` returned."""
         self._cuts.best, self._cuts.num_bad_epochs = state["best"], state["bad"]
         self._rate.param_groups[0]["lr"] = state["factor"]
-
-
-def check_final(final: float) -> None:
-    """Raise ValueError unless the final factor is a number from 0 to 1."""
-    if not is_number(final) or not 0 <= final <= 1:
-        raise ValueError(f"schedule.final={final} is not a part of the peak rate: give a number from 0 to 1")
 
 
 def check_lengths(warmup_tokens: int, max_tokens: int) -> None:

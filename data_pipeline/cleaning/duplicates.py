@@ -20,6 +20,7 @@ from datatrove.pipeline.dedup.exact_dedup import (
 from datatrove.pipeline.dedup.minhash import MinhashConfig
 from datatrove.utils.hashing import HashConfig
 
+from common.settings import check_whole
 from data_pipeline.cleaning.windows import normalized, windows
 from data_pipeline.cleaning.words import Words
 
@@ -71,8 +72,7 @@ def near_duplicates(
     in memory that grows with the number of duplicates.
     """
     for name, value in (("ngram", ngram), ("buckets", buckets), ("hashes_per_bucket", hashes_per_bucket)):
-        if value < 1:
-            raise ValueError(f"corpus.cleaning.near_duplicates.{name}={value}: give at least 1")
+        check_whole(f"corpus.cleaning.near_duplicates.{name}", value, 1)
     config = MinhashConfig(ngram, buckets, hashes_per_bucket, seed, hash_config=HASHES)
     signatures, pairs, found = (str(Path(folder, name)) for name in ("signatures", "pairs", "duplicates"))
     buckets_step = MinhashDedupBuckets(signatures, pairs, config=config, lines_to_buffer=LINES_BUFFERED)

@@ -8,6 +8,7 @@ from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from common.settings import check_number
 from data_pipeline.cleaning.prose import plain_words, split_prose
 
 READ_CHARACTERS = 200_000  # of a document, searched for prose
@@ -75,8 +76,7 @@ class Language(BaseFilter):
         super().__init__(exclusion_writer)
         if isinstance(languages, str) or not languages:
             raise ValueError(f"corpus.cleaning.language.languages={languages!r}: give a list of codes, like [en]")
-        if not 0 < threshold <= 1:
-            raise ValueError(f"corpus.cleaning.language.threshold={threshold}: give a probability over 0, at most 1")
+        check_number("corpus.cleaning.language.threshold", threshold, above=0, most=1)
         if model is not None and not Path(model).is_file():
             raise ValueError(f"corpus.cleaning.language.model={model}: no such file; give a fastText model, or null")
         self.languages, self.threshold = tuple(languages), threshold

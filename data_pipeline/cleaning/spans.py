@@ -18,6 +18,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from common.settings import check_number
 from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.cleaning.windows import windows, word_places
 
@@ -47,8 +48,7 @@ def exact_spans(
         memory: bytes per searching task, approximately.
     """
     for name, value, least in (("words", words, 2), ("buckets", buckets, 1), ("memory", memory, 1 << 20)):
-        if value < least:
-            raise ValueError(f"corpus.cleaning.exact_spans.{name}={value}: give at least {least}")
+        check_number(f"corpus.cleaning.exact_spans.{name}", value, least=least)
     signatures, repeats = str(Path(folder, "windows")), str(Path(folder, "repeats"))
     return [
         Stage("windows", [SpanWindows(signatures, words, buckets)], tasks, reads=True),

@@ -8,7 +8,7 @@ from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
-from common.settings import check_share, check_whole
+from common.settings import check_number, check_whole
 from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.sources.parts import SourceInParts
 
@@ -48,13 +48,9 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
     """
     for key, least in (("tasks", 1), ("samples", 0)):
         check_whole(f"corpus.{key}", settings[key], least)
-    if not 0 < settings["validation_fraction"] < 1:
-        raise ValueError(
-            f"corpus.validation_fraction={settings['validation_fraction']}: give a fraction between 0 and 1"
-        )
-    check_share("corpus.most_skipped", settings["most_skipped"])
-    if settings["bytes_per_token"] <= 0:
-        raise ValueError(f"corpus.bytes_per_token={settings['bytes_per_token']}: give a positive number; 4 is usual")
+    check_number("corpus.validation_fraction", settings["validation_fraction"], above=0, below=1)
+    check_number("corpus.most_skipped", settings["most_skipped"], above=0, most=1)
+    check_number("corpus.bytes_per_token", settings["bytes_per_token"], above=0)
     sources = {name: source for name, source in (settings.get("sources") or {}).items() if source is not None}
     if not sources:
         raise ValueError("corpus.sources is empty: add one, as in +source@corpus.sources.commands=commands")

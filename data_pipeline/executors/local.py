@@ -16,6 +16,7 @@ from pathlib import Path
 import loguru
 
 from common.atomic_files import write_atomic
+from common.settings import check_whole
 from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.submitted import refuse_while_submitted
 from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
@@ -32,8 +33,7 @@ class Local:
     """
 
     def __init__(self, workers: int | None = None) -> None:
-        if workers is not None and workers < 1:
-            raise ValueError(f"executor.workers={workers}: give at least 1, or null for one a core")
+        check_whole("executor.workers", workers, 1, null=True)
         self.workers = workers or available_processes()
 
     def run(self, phases: list[Phase], logs: Path, place: str | None = None) -> bool:

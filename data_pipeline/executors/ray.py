@@ -12,6 +12,7 @@ from pathlib import Path
 
 import loguru
 
+from common.settings import check_number
 from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.submitted import refuse_while_submitted
 from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
@@ -40,10 +41,8 @@ class Ray:
         mem_per_cpu_gb: float = 2,
     ) -> None:
         for name, value in (("workers", 1 if workers is None else workers), ("cpus_per_task", cpus_per_task)):
-            if value < 1:
-                raise ValueError(f"executor.{name}={value}: give at least 1")
-        if mem_per_cpu_gb <= 0:
-            raise ValueError(f"executor.mem_per_cpu_gb={mem_per_cpu_gb}: give more than 0")
+            check_number(f"executor.{name}", value, least=1)
+        check_number("executor.mem_per_cpu_gb", mem_per_cpu_gb, above=0)
         self.workers, self.address = workers, address
         self.resources = {"CPU": cpus_per_task, "memory": int(cpus_per_task * mem_per_cpu_gb * 2**30)}
 

@@ -12,6 +12,7 @@ import loguru
 from datatrove.executor import SlurmPipelineExecutor
 
 from common.atomic_files import write_atomic
+from common.settings import check_number
 from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.submitted import (
     cancel,
@@ -56,8 +57,7 @@ class Slurm:
             raise ValueError(f'executor.time={time}: give it in quotes, such as "24:00:00": YAML makes it a number')
         numbers = {"cpus_per_task": cpus_per_task, "mem_per_cpu_gb": mem_per_cpu_gb, "max_array_size": max_array_size}
         for name, value in {**numbers, "workers": 1 if workers is None else workers}.items():
-            if value < 1:
-                raise ValueError(f"executor.{name}={value}: give at least 1")
+            check_number(f"executor.{name}", value, least=1)
         self.max_array_size = max_array_size
         self.python, self.setup = python or sys.executable, list(setup or [])
         self.settings = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.settings import check_whole, is_number
+from common.settings import check_choice, check_number, check_switch, check_whole
 from data_pipeline.documents import SPLITS
 from data_pipeline.fingerprint import prepared_folder, read_manifest
 from data_pipeline.identity import EARLIER
@@ -77,10 +77,8 @@ class InstructionData(TokenData):
             data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers, full_hash
         )
         for key, value in (("template", template), ("loss_on", loss_on), ("packing", packing)):
-            if value not in CHOICES[key]:
-                raise ValueError(f"data.{key}={value}: give {' or '.join(CHOICES[key])}")
-        if not isinstance(cross_documents, bool):
-            raise ValueError(f"data.cross_documents={cross_documents} is neither true nor false")
+            check_choice(f"data.{key}", value, CHOICES[key])
+        check_switch("data.cross_documents", cross_documents)
         if not isinstance(tokenizer, Pretrained):
             raise ValueError(
                 "tokenizer=bpe is trained on text, and data has instructions: use tokenizer=pretrained and the model's "
@@ -261,10 +259,8 @@ def _check_held_out(records: int | None, fraction: float | None) -> None:
             f"data.validation_records={records} and data.validation_fraction={fraction}: give one of them, and null "
             "for the other"
         )
-    if records is not None:
-        check_whole("data.validation_records", records, 1)
-    elif not is_number(fraction) or not 0 < fraction < 1:
-        raise ValueError(f"data.validation_fraction={fraction}: give a fraction between 0 and 1")
+    check_whole("data.validation_records", records, 1, null=True)
+    check_number("data.validation_fraction", fraction, above=0, below=1, null=True)
 
 
 def _summary(manifest: dict) -> str:

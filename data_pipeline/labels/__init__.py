@@ -7,7 +7,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.settings import check_whole
+from common.settings import SettingError, check_number, check_whole, is_number
 from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.labels.asking import LabelSample
 from data_pipeline.labels.classifier import require_scikit_learn
@@ -50,8 +50,7 @@ def labels(
     question, pieces = read_rubric(rubric), read_excerpt(excerpt or {})
     for key, value, least in (("documents", documents, LEAST_LABELS), ("attempts", attempts, 1)):
         check_whole(f"corpus.cleaning.labels.{key}", value, least)
-    if isinstance(held_out, bool) or not isinstance(held_out, int | float) or not 0.05 <= held_out <= 0.5:
-        raise ValueError(f"corpus.cleaning.labels.held_out={held_out}: give a share from 0.05 to 0.5")
+    check_number("corpus.cleaning.labels.held_out", held_out, least=0.05, most=0.5)
     least = _thresholds(thresholds, set_category, question.categories)
     label = LabelSample(folder, tasks, documents, question, backend, store, attempts, seed)
     step = LabelFilter(str(Path(folder, MODEL)), pieces, least, set_category)
@@ -67,8 +66,8 @@ def _thresholds(given: Mapping[str, float] | None, set_category: bool, known: Ma
     """Return the thresholds with a default of 0; raise ValueError for an invalid one."""
     for category, value in (given or {}).items():
         key = f"corpus.cleaning.labels.thresholds.{category}"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{key}={value}: give a number from 0 to 5")
+        if not is_number(value):
+            raise SettingError(key, value, "give a number from 0 to 5")
         if set_category and category not in (DEFAULT, *known):
             raise ValueError(f"{key}: the rubric has no such category; give one of {', '.join((DEFAULT, *known))}")
     return {DEFAULT: 0.0, **(given or {})}

@@ -6,6 +6,8 @@ import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
+from common.settings import check_number, check_whole, is_number
+
 HIGHEST = 5  # quality is a whole number from 0: one point per criterion
 FIELDS = ("text", "categories", "criteria")
 CATEGORY_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")  # also the name of a folder of the corpus
@@ -49,11 +51,8 @@ class Rubric:
             raise ValueError(f"{KEY}.criteria: {len(self.criteria)} found; give a list of {HIGHEST}, a point each")
         self._check_templates()
         for key, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1)):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ValueError(f"{KEY}.{key}={value}: give a number from {low} to {high}")
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise ValueError(f"{KEY}.max_tokens={self.max_tokens}: give a whole number above 0")
+            check_number(f"{KEY}.{key}", getattr(self, key), least=low, most=high)
+        check_whole(f"{KEY}.max_tokens", self.max_tokens, 1)
 
     def _check_templates(self) -> None:
         for key in ("system", "user"):
@@ -122,6 +121,6 @@ def _whole(value: object) -> int | None:
     """Return a whole number, also from "4" or 4.0; None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"\s*\d\s*", value):
         return int(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or value not in range(10):
+    if not is_number(value) or value not in range(10):
         return None
     return int(value)

@@ -28,8 +28,7 @@ class Excerpt:
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
             check_whole(f"corpus.cleaning.labels.excerpt.{key}", value, 0)
-        if self.beginning < 100:
-            raise ValueError(f"corpus.cleaning.labels.excerpt.beginning={self.beginning}: give 100 characters or more")
+        check_whole("corpus.cleaning.labels.excerpt.beginning", self.beginning, 100)
 
     def of(self, text: str) -> str:
         """Return the excerpt of a text, without characters that JSON or a prompt cannot hold."""

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from common.atomic_files import is_full_disk
 from common.checksums import checksum, size_of
-from common.settings import is_number
+from common.settings import check_number
 from data_pipeline.documents import SPLITS, shards
 from data_pipeline.fingerprint import MANIFEST, read_manifest
 from data_pipeline.identity import SAMPLE, file_identity
@@ -49,7 +49,7 @@ def check_components(corpus: str | None, given: Mapping | None, max_epochs: floa
             "data.components names no text: give data.corpus=FOLDER (that job=corpus wrote), or "
             "'data.components={name: {path: FOLDER}, ...}'"
         )
-    _check_epochs("data.max_epochs", max_epochs)
+    check_number("data.max_epochs", max_epochs, above=0, null=True)
     for name, settings in (given or {}).items():
         key = f"data.components.{name}"
         if not NAME.fullmatch(str(name)):
@@ -68,14 +68,8 @@ def check_components(corpus: str | None, given: Mapping | None, max_epochs: floa
         categories, upsample = settings.get("categories"), settings.get("upsample")
         if categories is not None and (isinstance(categories, str) or not categories):
             raise ValueError(f"{key}.categories={categories!r}: give a list of names, or null for all")
-        if upsample is not None and (not is_number(upsample) or upsample <= 0):
-            raise ValueError(f"{key}.upsample={upsample}: give a factor above 0")
-        _check_epochs(f"{key}.max_epochs", settings.get("max_epochs"))
-
-
-def _check_epochs(key: str, value: float | None) -> None:
-    if value is not None and (not is_number(value) or value <= 0):
-        raise ValueError(f"{key}={value}: give a number above 0, or null for no limit")
+        check_number(f"{key}.upsample", upsample, above=0, null=True)
+        check_number(f"{key}.max_epochs", settings.get("max_epochs"), above=0, null=True)
 
 
 def find_components(corpus: str | None, given: Mapping | None, max_epochs: float | None) -> list[Component]:

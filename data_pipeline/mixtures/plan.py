@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from common.settings import is_number
+from common.settings import check_number, is_number
 
 PHASE_KEYS = ("name", "tokens", "share", "weights")
 
@@ -81,14 +81,12 @@ def _read_phase(index: int, given: Mapping) -> Phase:
         raise ValueError(f"{key} has tokens={tokens} and share={share}: give one of them")
     if tokens is not None and (not is_number(tokens) or tokens < 1 or tokens != int(tokens)):
         raise ValueError(f"{key}.tokens={tokens}: give a whole number above 0, or null for the rest of the run")
-    if share is not None and (not is_number(share) or share <= 0):
-        raise ValueError(f"{key}.share={share}: give a number above 0; shares are taken of their sum")
+    check_number(f"{key}.share", share, above=0, null=True)
     if weights is not None:
         if not isinstance(weights, Mapping) or not weights:
             raise ValueError(f"{key}.weights={weights!r}: give {{component: weight, ...}}, or null for its bytes")
         for name, weight in weights.items():
-            if not is_number(weight) or weight < 0:
-                raise ValueError(f"{key}.weights.{name}={weight}: give a number, 0 or more")
+            check_number(f"{key}.weights.{name}", weight, least=0)
         if not any(weights.values()):
             raise ValueError(f"{key}.weights are all 0: give one component a weight above 0")
         weights = {str(name): Fraction(weight) for name, weight in weights.items()}

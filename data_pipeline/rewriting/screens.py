@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from common.settings import SettingError, check_number
 from data_pipeline.rewriting.facts import kept_and_invented
 from data_pipeline.rewriting.sections import prose
 
@@ -215,11 +216,10 @@ def _screen(kind: type, place: str, settings: Mapping) -> object:
     for key, value in settings.items():
         if key not in known:
             raise ValueError(f"{place}.{key} is no setting of this screen: give {', '.join(known)}")
-        numeric = known[key] in (int, float)
-        if numeric and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-            raise ValueError(f"{place}.{key}={value}: give a number, 0 or more")
-        if not numeric and isinstance(value, str | int | float | None):
-            raise ValueError(f"{place}.{key}={value}: give a list")
+        if known[key] in (int, float):
+            check_number(f"{place}.{key}", value, least=0)
+        elif isinstance(value, str | int | float | None):
+            raise SettingError(f"{place}.{key}", value, "give a list")
         for pattern in value if key in ("patterns", "strip") else ():
             try:
                 _compiled(pattern)

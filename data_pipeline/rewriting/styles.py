@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 
+from common.settings import check_choice, check_number
 from data_pipeline.documents import Document
 from data_pipeline.fingerprint import fingerprint
 
@@ -45,12 +46,9 @@ class Style:
 
     def __post_init__(self) -> None:
         self._check_templates()
-        if self.form not in FORMS:
-            raise ValueError(f"{self._key('form')}={self.form}: give one of {', '.join(FORMS)}")
+        check_choice(self._key("form"), self.form, FORMS)
         for key, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1), ("max_tokens_ratio", 0.01, 100)):
-            value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ValueError(f"{self._key(key)}={value}: give a number from {low} to {high}")
+            check_number(self._key(key), getattr(self, key), least=low, most=high)
 
     def _key(self, name: str) -> str:
         return f"rewrite.styles.{self.name}.{name}"

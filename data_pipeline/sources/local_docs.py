@@ -43,8 +43,7 @@ class LocalDocs(SourceInParts):
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_bytes is not None:
-            check_whole("data.source.max_bytes", self.max_bytes, 1)
+        check_whole("data.source.max_bytes", self.max_bytes, 1, null=True)
         if self.packages is not None:  # Hydra passes its own list type
             object.__setattr__(self, "packages", list(self.packages))
 

@@ -11,6 +11,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.settings import check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
@@ -43,8 +44,7 @@ class TextFiles(SourceInParts):
     max_document_bytes: int = 1024 * 1024
 
     def __post_init__(self) -> None:
-        if self.max_document_bytes < 4:  # the longest UTF-8 character
-            raise ValueError(f"data.source.max_document_bytes={self.max_document_bytes}: give at least 4")
+        check_number("data.source.max_document_bytes", self.max_document_bytes, least=4)  # the longest UTF-8 character
         if not isinstance(self.path, str):  # a Path, or Hydra's own list type
             paths = [str(path) for path in self.path] if not isinstance(self.path, Path) else str(self.path)
             object.__setattr__(self, "path", paths)

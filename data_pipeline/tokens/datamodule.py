@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from common.settings import check_share, check_whole, is_number
+from common.settings import check_number, check_whole
 from data_pipeline.documents import SPLITS, Problems
 from data_pipeline.fingerprint import MANIFEST, fingerprint, folder_of, other_text, prepared_folder, read_manifest
 from data_pipeline.identity import EARLIER, SAMPLE
@@ -50,8 +50,7 @@ class PackedText(TokenData):
         super().__init__(
             data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers, full_hash
         )
-        if processes is not None:
-            check_whole("data.processes", processes, 1, most_processes())
+        check_whole("data.processes", processes, 1, most_processes(), null=True)
         self.tokenizer, self.block_length = tokenizer, block_length
         self.processes = processes or available_processes()
 
@@ -141,9 +140,8 @@ class TextData(PackedText):
             num_workers,
             full_hash,
         )
-        if not is_number(validation_fraction) or not 0 < validation_fraction < 1:
-            raise ValueError(f"data.validation_fraction={validation_fraction}: give a fraction between 0 and 1")
-        check_share("data.most_skipped", most_skipped)
+        check_number("data.validation_fraction", validation_fraction, above=0, below=1)
+        check_number("data.most_skipped", most_skipped, above=0, most=1)
         self.source, self.validation_fraction, self.strict = source, validation_fraction, strict
         self.most_skipped = most_skipped
         self._documents_folder: Path | None = None

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from common.atomic_files import write_atomic
-from common.settings import check_whole
+from common.settings import check_choice, check_whole
 from evaluation import places
 from evaluation.harness.published import METRICS
 from lit_modules.launching import run_folder
@@ -48,12 +48,10 @@ class Settings:
             if name not in self.tasks and name not in METRICS:
                 raise ValueError(f"benchmark.num_fewshot.{name} is for none of benchmark.tasks={list(self.tasks)}")
         for key in ("limit", "max_length"):
-            if getattr(self, key) is not None:
-                check_whole(f"benchmark.{key}", getattr(self, key), 1)
+            check_whole(f"benchmark.{key}", getattr(self, key), 1, null=True)
         if self.batch_size != "auto":
             check_whole("batch_size", self.batch_size, 1)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype} is unknown: give {', '.join(DTYPES)}")
+        check_choice("dtype", self.dtype, DTYPES)
 
 
 def run(cfg: DictConfig) -> None:

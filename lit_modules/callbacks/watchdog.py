@@ -37,7 +37,7 @@ import lightning
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-from common.settings import is_number
+from common.settings import check_number
 from lit_modules.callbacks.rank_progress import LONG, Marks, RankProgress, furthest_behind, no_answer
 from lit_modules.launching import failures, restarts
 from lit_modules.launching.process import ProcessInfo, this_process
@@ -68,8 +68,7 @@ class Watchdog(Callback):
     """
 
     def __init__(self, seconds: float | None = 600) -> None:
-        if seconds is not None and not (is_number(seconds) and seconds > 0):
-            raise ValueError(f"callbacks.watchdog.seconds={seconds} is no time: give seconds, or null for no watchdog")
+        check_number("callbacks.watchdog.seconds", seconds, above=0, null=True)
         self.seconds = seconds
         self.gone_after = min(20.0, (seconds or 0.0) / 2)  # seconds without a heartbeat
         self.interval = self.gone_after / 4

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from common.atomic_files import write_atomic
 from common.hub import is_path, use_cache_where_unreachable
 from common.setting_types import check_type
-from common.settings import check_whole, is_number, shown
+from common.settings import check_number, check_whole
 from data_pipeline.tokens.tokenizer import add_document_start, document_start, end_tokens
 from lit_modules import checkpoints
 from lit_modules.generation import cuda_graphs
@@ -154,17 +154,9 @@ def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict
     Raises:
         ValueError: a value is out of range.
     """
-    check_number("temperature", temperature)
-    if top_k is not None:
-        check_number("top_k", top_k, whole=True)
-    if top_p is not None:
-        check_number("top_p", top_p)
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature} is negative: give 0 (the likeliest token) or more")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} leaves no token: give 1 or more, or null")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} is not a part of the probability: give a number above 0, at most 1, or null")
+    check_number("temperature", temperature, least=0)
+    check_whole("top_k", top_k, 1, null=True)
+    check_number("top_p", top_p, above=0, most=1, null=True)
     if temperature == 0:
         return {"do_sample": False}
     return {
@@ -173,12 +165,6 @@ def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict
         "top_k": top_k or 0,
         "top_p": 1.0 if top_p is None else top_p,
     }
-
-
-def check_number(key: str, value: Any, *, whole: bool = False) -> None:
-    """Raise ValueError, naming the key, for a value that is not a finite number (or not a whole one)."""
-    if not is_number(value) or (whole and not isinstance(value, int)):
-        raise ValueError(f"{key}={shown(value)}: give a {'whole ' if whole else ''}number")
 
 
 def load(checkpoint: str) -> tuple[Any, Any]:

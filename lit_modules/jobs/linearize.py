@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
-from common.settings import check_keys, check_whole
+from common.settings import check_choice, check_keys, check_whole
 from lit_modules.jobs.summary import conclude, measured
 from lit_modules.jobs.training_job import Parts, build_trainer, rehearse, set_lengths, train
 from lit_modules.linearization.layer_setup import check_softmax_layers, set_up_layers
@@ -110,8 +110,7 @@ def build_stage(name: str, stage: DictConfig) -> Stage:
 
 def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) -> None:
     """Raise ValueError for mistakes that show before any weights or data are read."""
-    if cfg.base_dtype not in DTYPES:
-        raise ValueError(f"base_dtype={cfg.base_dtype} is not known: give one of {', '.join(DTYPES)}")
+    check_choice("base_dtype", cfg.base_dtype, DTYPES)
     if cfg.lora is not None and not OmegaConf.is_dict(cfg.lora):
         raise ValueError(f"lora={cfg.lora} is not known: give its keys, as lora.rank=8, or null for none")
     if cfg.base is None:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from common.atomic_files import replace_atomically
 from common.quantities import count
 from common.setting_types import check_type
-from common.settings import check_whole, shown
+from common.settings import check_choice, check_number, check_switch, check_whole
 from lit_modules import checkpoints
 from lit_modules.callbacks.device_stats import ranks
 from lit_modules.callbacks.preemption import listening
@@ -166,10 +166,9 @@ def check_settings(cfg: DictConfig) -> None:
     """
     for key in ("max_tokens", "log_every_tokens", "validate_every_tokens", "checkpoint_every_tokens"):
         check_whole(key, cfg[key], 1)
-    if cfg.validation_tokens is not None:
-        check_whole("validation_tokens", cfg.validation_tokens, 1)
+    check_whole("validation_tokens", cfg.validation_tokens, 1, null=True)
     check_whole("seed", cfg.seed, 0, 2**32 - 1)
-    check_type("compile", cfg.compile, bool)
+    check_switch("compile", cfg.compile)
     check_type("data_dir", cfg.data_dir, str)
     check_policy(cfg.activation_checkpointing)
     check_arguments(cfg, GROUPS)
@@ -180,15 +179,9 @@ def check_settings(cfg: DictConfig) -> None:
             f"data.batch_tokens={cfg.data.batch_tokens} is more than the run's max_tokens={cfg.max_tokens}: lower the "
             "first, or raise the second"
         )
-    if cfg.trainer.accelerator not in ACCELERATORS:
-        raise ValueError(
-            f"trainer.accelerator={shown(cfg.trainer.accelerator)} is not supported: give {', '.join(ACCELERATORS)}"
-        )
-    if cfg.trainer.precision not in PRECISIONS:
-        raise ValueError(f"trainer.precision={cfg.trainer.precision} is not supported: give {', '.join(PRECISIONS)}")
-    clip = cfg.trainer.gradient_clip_val
-    if clip is not None and clip < 0:
-        raise ValueError(f"trainer.gradient_clip_val={clip} is not a norm: give a number above 0, or null for no limit")
+    check_choice("trainer.accelerator", cfg.trainer.accelerator, ACCELERATORS)
+    check_choice("trainer.precision", cfg.trainer.precision, PRECISIONS)
+    check_number("trainer.gradient_clip_val", cfg.trainer.gradient_clip_val, least=0, null=True)
 
 
 def build_trainer(cfg: DictConfig, module: Training, strategy: Strategy, folder: Path) -> lightning.Trainer:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from common.settings import check_whole, shown
+from common.settings import check_whole, is_whole, shown
 from data_pipeline.workers import most_processes
 from lit_modules.launching import rendezvous, run_folder
 from lit_modules.launching.failures import host
@@ -66,7 +66,7 @@ def check_devices(accelerator: str, asked: Any) -> None:
     numbered = bool(given) and all(str(each).strip().isdigit() for each in given)
     if asked == "auto" or (accelerator != "cpu" and (numbered or asked in (-1, "-1"))):
         return
-    if not isinstance(asked, int) or isinstance(asked, bool) or not 1 <= asked <= most_processes():
+    if not is_whole(asked) or not 1 <= asked <= most_processes():
         gpus = "" if accelerator == "cpu" else ", the numbers of GPUs as [0,1]"
         raise ValueError(
             f"trainer.devices={shown(asked)}: give a whole number from 1 to {most_processes()}{gpus}, or auto"

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from common.settings import check_whole, instead, is_number
+from common.settings import SettingError, check_number, check_whole, instead
 from lit_modules.launching.consistency import devices
 
 # As in sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes ...
@@ -48,14 +48,14 @@ def check_launcher(config: DictConfig, known: set[str]) -> None:
 
 def _check_numbers(launcher: DictConfig) -> None:
     for name in ("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task"):
-        value, needed = launcher[name], name in ("nodes", "tasks_per_node")
-        if (needed or value is not None) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            follows = " (it follows trainer.devices)" if name in ("tasks_per_node", "gpus_per_node") else ""
-            raise ValueError(f"hydra.launcher.{name}={value}: give a whole number, 1 or more{follows}")
+        try:
+            check_whole(f"hydra.launcher.{name}", launcher[name], 1, null=name in ("gpus_per_node", "cpus_per_task"))
+        except SettingError as error:
+            error.fix += " (it follows trainer.devices)" * (name in ("tasks_per_node", "gpus_per_node"))
+            raise
     check_whole("hydra.launcher.array_parallelism", launcher.array_parallelism, 1)
     check_whole("hydra.launcher.signal_delay_s", launcher.signal_delay_s, 1, MOST_DELAY)
-    if launcher.mem_gb is not None and not (is_number(launcher.mem_gb) and launcher.mem_gb > 0):
-        raise ValueError(f"hydra.launcher.mem_gb={launcher.mem_gb}: give a number of gigabytes")
+    check_number("hydra.launcher.mem_gb", launcher.mem_gb, above=0, null=True)
 
 
 def _check_ranks(config: DictConfig) -> None:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.atomic_files import write_atomic
 from common.setting_types import check_type
+from common.settings import check_switch
 from lit_modules.launching import consistency, failures, rank_logs, rendezvous, restarts, supervision
 from lit_modules.launching.choices import choices
 from lit_modules.launching.process import ProcessInfo, this_process
@@ -40,7 +41,7 @@ def register_resolvers() -> None:
 
 def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume: str | None) -> str:
     """Return choose_run's folder on all ranks; a requeued start continues in its own folder."""
-    check_type("job.makes_a_run", makes_a_run, bool)
+    check_switch("job.makes_a_run", makes_a_run)
     check_type("runs_dir", runs_dir, str)
     check_type("resume", resume, str | None)
     if not makes_a_run:
@@ -90,7 +91,7 @@ def started_by(folder: Path) -> str | None:
 def check_switches(cfg: DictConfig) -> None:
     """Raise ValueError for a switch of the command that is neither true nor false."""
     for key in ("debug", "dry_run"):
-        check_type(key, cfg[key], bool)
+        check_switch(key, cfg[key])
 
 
 def begin(cfg: DictConfig, folder: Path) -> bool:

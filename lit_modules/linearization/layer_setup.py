@@ -11,6 +11,7 @@ from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
 from common.atomic_files import write_atomic
+from common.settings import check_whole
 from lit_modules.launching.process import this_process
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM
 from lit_modules.networks.linearized.calibration import fit_clusters
@@ -46,10 +47,7 @@ def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> Non
             f"softmax_layers.{way}={number}: the base has one layer, and one is to be linearized: give null"
         )
     least, most = (2, layers) if way == "every" else (1, layers - 1)
-    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= most:
-        raise ValueError(
-            f"softmax_layers.{way}={number} of {layers} layers: give a whole number from {least} to {most}"
-        )
+    check_whole(f"softmax_layers.{way}", number, least, most)
 
 
 def chosen_ways(kept: Any) -> dict[str, Any]:

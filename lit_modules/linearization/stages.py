@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from common.settings import check_whole, is_number
+from common.settings import check_number, check_whole
 from lit_modules.networks.linearized.lora import trainable
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
@@ -44,12 +44,9 @@ class Stage:
 
     def check(self, name: str) -> None:
         """Raise ValueError for a setting that cannot work; `name` is the stage's."""
-        if self.tokens is not None:
-            check_whole(f"stages.{name}.tokens", self.tokens, 1)
+        check_whole(f"stages.{name}.tokens", self.tokens, 1, null=True)
         for key in OBJECTIVES:
-            weight = getattr(self, key)
-            if not is_number(weight) or weight < 0:
-                raise ValueError(f"stages.{name}.{key}={weight} is not a weight: give a number, 0 or more")
+            check_number(f"stages.{name}.{key}", getattr(self, key), least=0)
         if not any(getattr(self, key) for key in OBJECTIVES):
             raise ValueError(f"stages.{name}: {', '.join(OBJECTIVES)} are all 0: give one of them a weight")
         if not self.train:
@@ -59,8 +56,7 @@ class Stage:
                 f"stages.{name}: train={list(self.train)} would change the layers that attention_transfer learns from: "
                 "train feature_maps, scalars or lora"
             )
-        if self.lr is not None and not (is_number(self.lr) and self.lr > 0):
-            raise ValueError(f"stages.{name}.lr={self.lr}: give a learning rate above 0, or null for optimizer.lr")
+        check_number(f"stages.{name}.lr", self.lr, above=0, null=True)
 
 
 def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) -> list[tuple[int, str, Stage]]:

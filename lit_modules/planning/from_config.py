@@ -5,7 +5,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from common.gpus import find_gpu
-from common.settings import check_whole, is_number, shown
+from common.settings import check_number, check_whole
 from lit_modules.parallel.layout import lay_out
 from lit_modules.planning.setup import Setup
 
@@ -22,8 +22,7 @@ def setup_of(cfg: DictConfig) -> Setup:
     for key in ("sequence_length", "micro_batch_size", "batch_tokens"):
         check_whole(f"data.{key}", cfg.data[key], 1)
     check_whole("trainer.num_nodes", cfg.trainer.num_nodes, 1)
-    if not is_number(cfg.plan.network) or cfg.plan.network <= 0:
-        raise ValueError(f"plan.network={shown(cfg.plan.network)} is not GB/s: give a number above 0")
+    check_number("plan.network", cfg.plan.network, above=0)
     setup = Setup(
         gpu=str(cfg.plan.gpu),
         sequence_length=cfg.data.sequence_length,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.settings import check_number, check_whole
 from data_pipeline.rewriting.backends import Answer, Backend, Request, RewritingStopped
 from data_pipeline.rewriting.backends.limits import Budget, Pace, backoff, retry_after
 from data_pipeline.rewriting.styles import CHARACTERS_PER_TOKEN
@@ -47,11 +48,10 @@ class Endpoint(Backend):
     extra: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for key in ("concurrency", "timeout_s", "tries", "backoff_s", "longest_wait_s"):
-            _check_positive(key, getattr(self, key), whole=key in ("concurrency", "tries"))
-        for key in ("requests_per_minute", "tokens_per_minute", "max_requests", "max_tokens"):
-            if getattr(self, key) is not None:
-                _check_positive(key, getattr(self, key), whole=key.startswith("max_"))
+        for key in ("concurrency", "tries", "max_requests", "max_tokens"):
+            check_whole(f"rewrite.backend.{key}", getattr(self, key), 1, null=key.startswith("max_"))
+        for key in ("timeout_s", "backoff_s", "longest_wait_s", "requests_per_minute", "tokens_per_minute"):
+            check_number(f"rewrite.backend.{key}", getattr(self, key), above=0, null=key.endswith("_per_minute"))
         self._client: Any = None
         self._answered_at = 0.0
         self._refused = 0
@@ -246,8 +246,3 @@ def _read(completion: Any, tokens_in: int, tries: int) -> Answer:
     estimates = (tokens_in, int(len(text) / CHARACTERS_PER_TOKEN) + 1)
     known = [c if isinstance(c, int) and c >= 0 else e for c, e in zip(counts, estimates, strict=True)]
     return Answer(text, str(choice.finish_reason), *known, tries)
-
-
-def _check_positive(key: str, value: object, whole: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0:
-        raise ValueError(f"rewrite.backend.{key}={value}: give a {'whole ' if whole else ''}number above 0")

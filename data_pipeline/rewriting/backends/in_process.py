@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.settings import check_whole
 from data_pipeline.rewriting.backends import Answer, Backend, Request, RewritingStopped
 
 
@@ -21,8 +22,7 @@ class InProcess(Backend):
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise ValueError(f"rewrite.backend.batch_size={self.batch_size}: give a whole number above 0")
+        check_whole("rewrite.backend.batch_size", self.batch_size, 1)
 
     @property
     def in_flight(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.settings import check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.github.github_events import (
@@ -62,8 +63,7 @@ class GithubIssues(SourceInParts):
                 if "/" not in pattern:
                     raise ValueError(f"source.repositories={pattern}: give owner/name, or a glob such as {pattern}/*")
         for name in ("minimum_comments", "minimum_stars", "trace_lines"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"source.{name}={getattr(self, name)}: give 0 or more")
+            check_number(f"source.{name}", getattr(self, name), least=0)
         if self.log_lines < 2:
             raise ValueError(
                 f"source.log_lines={self.log_lines}: give at least 2, one for the head and one for the tail"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.settings import check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import EARLIER, SAMPLE, file_identity, settings_identity
 from data_pipeline.licences import licence_of_text
@@ -60,8 +61,7 @@ class MarkdownDocs(SourceInParts):
         if not isinstance(self.paths, str):  # a Path, or Hydra's own list type
             paths = [str(path) for path in self.paths] if not isinstance(self.paths, Path) else str(self.paths)
             object.__setattr__(self, "paths", paths)
-        if self.max_file_bytes < 1:
-            raise ValueError(f"source.max_file_bytes={self.max_file_bytes}: give a positive number of bytes")
+        check_number("source.max_file_bytes", self.max_file_bytes, least=1)
 
     def identity(self, by: str = SAMPLE) -> dict:
         """Return the settings, and the content of every page and of all that pages may include."""

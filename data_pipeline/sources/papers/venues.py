@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
+from common.settings import check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.json_lines import lines, parse, records
@@ -73,8 +74,7 @@ class Venues(SourceInParts):
         for name in ("records", "full_text", "ranks", "areas"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None and name == "areas" else as_list(value))
-        if self.pdf_seconds <= 0:
-            raise ValueError(f"source.pdf_seconds={self.pdf_seconds}: give a positive number of seconds")
+        check_number("source.pdf_seconds", self.pdf_seconds, above=0)
         self._venue_list()
 
     def identity(self, by: str = SAMPLE) -> dict:

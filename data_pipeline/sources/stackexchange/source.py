@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from common.settings import check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import EARLIER, SAMPLE, file_identity, settings_identity
 from data_pipeline.markup.html.fragments import markdown
@@ -48,8 +49,7 @@ class StackExchange(SourceInParts):
     category: str = "debug"
 
     def __post_init__(self) -> None:
-        if self.answers < 1:
-            raise ValueError(f"source.answers={self.answers}: give at least 1")
+        check_number("source.answers", self.answers, least=1)
         # Hydra passes its own list type.
         object.__setattr__(self, "paths", self.paths if isinstance(self.paths, str) else [str(p) for p in self.paths])
         if self.tags is not None:

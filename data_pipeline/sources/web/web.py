@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.settings import check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.parts import SourceInParts
@@ -59,8 +60,7 @@ class Web(SourceInParts):
         object.__setattr__(self, "sites", plain)
         Sites(plain)
         for name in ("max_page_bytes", "max_page_elements"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"source.{name}={getattr(self, name)}: give a positive number")
+            check_number(f"source.{name}", getattr(self, name), least=1)
 
     def identity(self, by: str = SAMPLE) -> dict:
         """Return the settings, the extractor's version, and the content of every file."""

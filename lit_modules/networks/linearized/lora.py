@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from common.settings import check_whole
+from common.settings import check_choice, check_number, check_whole
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
 ADAPTER = "default"  # peft's name for the one adapter
@@ -52,12 +52,9 @@ def add_lora(
         ValueError: if a projection does not exist, rank or dropout is out of range, or the model already has LoRA.
     """
     check_whole("lora.rank", rank, 1, model.config.hidden_size)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
-        raise ValueError(f"lora.alpha={alpha}: give a number above 0")
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise ValueError(f"lora.dropout={dropout} is not a probability: give 0 or more, below 1")
-    if where not in ("all", "linearized"):
-        raise ValueError(f"lora.where={where} is not known: give one of all, linearized")
+    check_number("lora.alpha", alpha, above=0)
+    check_number("lora.dropout", dropout, least=0, below=1)
+    check_choice("lora.where", where, ("all", "linearized"))
     if isinstance(targets, str) or not isinstance(targets, Sequence):
         raise ValueError(f"lora.targets={targets} is not a list: give projections as [q_proj,k_proj]")
     if has_lora(model):

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from common.settings import is_number
+from common.settings import check_choice, check_number, check_switch, check_whole, is_whole
 
 TEMPERATURES = {
     "gla": 16.0,
@@ -84,27 +84,20 @@ class Linearization:
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                choices = ", ".join("null" if choice is None else choice for choice in known)
-                raise ValueError(f"linearization.{name}={getattr(self, name)} is not known: give one of {choices}")
+            check_choice(f"linearization.{name}", getattr(self, name), known)
         for name in ("window", "sinks", "num_slots"):
-            value, least = getattr(self, name), int(name == "num_slots")
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"linearization.{name}={value} is not a count: give a whole number, {least} or more")
+            check_whole(f"linearization.{name}", getattr(self, name), int(name == "num_slots"))
         for name in ("learned_gate_shift", "delayed", "rotate_state", "output_norm"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"linearization.{name}={getattr(self, name)} is neither true nor false")
+            check_switch(f"linearization.{name}", getattr(self, name))
         for name in ("state_weight", "window_weight"):
-            if not is_number(getattr(self, name)):
-                raise ValueError(f"linearization.{name}={getattr(self, name)} is not a number")
-        if self.temperature is not None and not (is_number(self.temperature) and self.temperature > 0):
-            raise ValueError(f"linearization.temperature={self.temperature}: give a number above 0, or null")
+            check_number(f"linearization.{name}", getattr(self, name))
+        check_number("linearization.temperature", self.temperature, above=0, null=True)
         self._check_softmax_layers()
         self._check_combinations()
 
     def _check_softmax_layers(self) -> None:
         layers = self.softmax_layers
-        if not isinstance(layers, list | tuple) or any(isinstance(n, bool) or not isinstance(n, int) for n in layers):
+        if not isinstance(layers, list | tuple) or not all(map(is_whole, layers)):
             raise ValueError(f"linearization.softmax_layers={layers} is no list of layers: give indices, as [7,15]")
         object.__setattr__(self, "softmax_layers", tuple(sorted(set(layers))))
 

@@ -182,5 +182,5 @@ def alive(process: int) -> bool:
 
 @pytest.mark.parametrize("workers", [0, -1])
 def test_no_workers_at_all_are_refused(workers: int) -> None:
-    with pytest.raises(ValueError, match=rf"executor\.workers={workers}: give at least 1"):
+    with pytest.raises(ValueError, match=rf"executor\.workers={workers}: give a whole number, 1 or more, or null"):
         Local(workers)

@@ -44,8 +44,11 @@ def test_a_cluster_is_described_once_in_the_local_folder(tmp_path: Path) -> None
     [
         ({"partition": None, "time": "1:00:00"}, r"^executor\.partition: give the SLURM partition"),
         ({"partition": "cpu", "time": 86400}, r"^executor\.time=86400: give it in quotes"),
-        ({"partition": "cpu", "time": "1:00:00", "workers": 0}, r"^executor\.workers=0: give at least 1"),
-        ({"partition": "cpu", "time": "1:00:00", "mem_per_cpu_gb": 0}, r"^executor\.mem_per_cpu_gb=0: give at least 1"),
+        ({"partition": "cpu", "time": "1:00:00", "workers": 0}, r"^executor\.workers=0: give a number at least 1"),
+        (
+            {"partition": "cpu", "time": "1:00:00", "mem_per_cpu_gb": 0},
+            r"^executor\.mem_per_cpu_gb=0: give a number",
+        ),
     ],
 )
 def test_settings_that_no_cluster_could_take_are_refused(settings: dict, words: str) -> None:

@@ -195,10 +195,10 @@ def test_what_is_left_out_is_counted(make_data, write_records, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"template": "vicuna"}, r"^data\.template=vicuna: give alpaca or chat"),
-        ({"loss_on": "prompts"}, r"^data\.loss_on=prompts: give answers or all"),
-        ({"packing": "none"}, r"^data\.packing=none: give concatenate or whole"),
-        ({"cross_documents": "no"}, r"^data\.cross_documents=no is neither"),
+        ({"template": "vicuna"}, r"^data\.template=vicuna: give one of alpaca, chat"),
+        ({"loss_on": "prompts"}, r"^data\.loss_on=prompts: give one of answers, all"),
+        ({"packing": "none"}, r"^data\.packing=none: give one of concatenate, whole"),
+        ({"cross_documents": "no"}, r"^data\.cross_documents=no: give true or false"),
         ({"validation_records": 0}, r"^data\.validation_records=0"),
         ({"validation_records": None}, r"^data\.validation_records=None and data\.validation_fraction=None: give one"),
         ({"validation_fraction": 0.1}, r"^data\.validation_records=8 and data\.validation_fraction=0\.1: give one"),

@@ -70,7 +70,7 @@ def test_a_wrong_rubric_is_named(change: dict, said: str) -> None:
     [
         ({"documents": 10}, "documents=10: give a whole number, 50 or more"),
         ({"attempts": 0}, "attempts=0: give a whole number, 1 or more"),
-        ({"held_out": 0}, "held_out=0: give a share"),
+        ({"held_out": 0}, "held_out=0: give a number at least 0.05 and at most 0.5"),
         ({"excerpt": {"start": 5}}, "excerpt.start is no part of an excerpt: give beginning, middle, end"),
         ({"excerpt": {"end": -1}}, "excerpt.end=-1: give a whole number"),
         ({"thresholds": {"debug": "high"}}, "thresholds.debug=high: give a number"),

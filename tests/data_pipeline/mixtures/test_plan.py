@@ -141,7 +141,7 @@ def test_the_last_step_is_read_to_its_end():
         ([{"weights": [1]}], r"data\.phases\[0\]\.weights=\[1\]"),
         ([{"weights": {"a": -1, "b": 2}}], r"data\.phases\[0\]\.weights\.a=-1"),
         ([{"weights": {"a": "x"}}], r"data\.phases\[0\]\.weights\.a=x"),
-        ([{"weights": {"a": float("nan")}}], r"data\.phases\[0\]\.weights\.a=nan"),
+        ([{"weights": {"a": float("nan")}}], r"data\.phases\[0\]\.weights\.a=NaN"),
         ([{"weights": {"a": 0, "b": 0}}], r"data\.phases\[0\]\.weights are all 0"),
     ],
 )

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.settings import SettingError, shown
 from data_pipeline.rewriting.backends import BudgetSpent
 from data_pipeline.rewriting.backends.endpoint import Endpoint
 from data_pipeline.rewriting.backends.limits import BURST_S, Budget, Pace, backoff, retry_after
@@ -98,7 +99,7 @@ def test_requests_keep_to_the_number_under_way_and_to_the_pace(tmp_path, server)
 )
 def test_a_setting_that_cannot_be_is_named(setting):
     ((key, value),) = setting.items()
-    with pytest.raises(ValueError, match=rf"rewrite\.backend\.{key}={value}"):
+    with pytest.raises(SettingError, match=rf"rewrite\.backend\.{key}={shown(value)}: give a "):
         Endpoint(base_url="http://x/v1", model="m", **setting)
 
 

@@ -134,7 +134,7 @@ def test_a_parquet_file_without_the_column_counts_its_rows(make_data, tmp_path):
 
 @pytest.mark.parametrize("value", [0, 1.5, "most", True])
 def test_most_skipped_is_a_share(make_data, value):
-    with pytest.raises(ValueError, match=rf"data\.most_skipped={shown(value)}: give a number above 0 and up to 1"):
+    with pytest.raises(ValueError, match=rf"data\.most_skipped={shown(value)}: give a number above 0 and at most 1"):
         make_data(most_skipped=value)
 
 

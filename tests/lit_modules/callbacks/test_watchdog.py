@@ -12,6 +12,7 @@ import lightning
 import pytest
 import torch
 
+from common.settings import SettingError, shown
 from lit_modules.callbacks.rank_progress import RankProgress, furthest_behind, no_answer
 from lit_modules.callbacks.watchdog import PATIENCE, Watchdog
 from lit_modules.launching import restarts
@@ -158,7 +159,7 @@ def test_ranks_that_no_longer_answer_are_all_named() -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, "soon", True])
 def test_a_time_that_is_none_is_refused_by_name(seconds) -> None:
-    with pytest.raises(ValueError, match=rf"^callbacks\.watchdog\.seconds={seconds} is no time"):
+    with pytest.raises(SettingError, match=rf"^callbacks\.watchdog\.seconds={shown(seconds)}: give a number above 0"):
         Watchdog(seconds)
 
 

@@ -41,7 +41,7 @@ def test_the_launcher_without_m_is_refused_before_anything_runs(run, command):
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("mem_gb", -1, "hydra.launcher.mem_gb=-1: give a number of gigabytes"),
+        ("mem_gb", -1, "hydra.launcher.mem_gb=-1: give a number above 0"),
         ("array_parallelism", 0, "hydra.launcher.array_parallelism=0: give a whole number, 1 or more"),
         ("signal_delay_s", "abc", "hydra.launcher.signal_delay_s=abc: give a whole number, from 1 to "),
         ("setup", "module load", "hydra.launcher.setup=module load: give a list of texts"),
@@ -87,7 +87,7 @@ def test_a_cluster_says_once_in_conf_local_what_its_jobs_need(run, command, tmp_
     [
         ("hydra.launcher.time=60", 'hydra.launcher.time=60: give it in quotes, such as "24:00:00"'),
         ("hydra.launcher.time=abc", "hydra.launcher.time=abc is not a time: give hours:minutes:seconds, such as "),
-        ("hydra.launcher.mem_gb=much", "hydra.launcher.mem_gb=much: give a number of gigabytes"),
+        ("hydra.launcher.mem_gb=much", "hydra.launcher.mem_gb=much: give a number above 0"),
         ("+hydra.launcher.qeue=long", "hydra.launcher.qeue: there is no such setting; give "),
         (
             "+hydra.launcher.partion=long",
