@@ -23,7 +23,7 @@ from common.atomic_files import is_full_disk
 from lit_modules.launching import arguments, failures, run_folder, start
 from lit_modules.launching.command_line import check_command_line
 from lit_modules.launching.process import this_process
-from lit_modules.launching.supervision import supervise
+from lit_modules.launching.supervision import fork_supervisor
 
 HERE = Path(__file__).resolve().parent
 INSTALLED_CONF = HERE / "palimpsest_conf"  # conf/'s name in a wheel
@@ -34,12 +34,12 @@ OURS = (ValueError, run_folder.RunFailed, run_folder.SilentExit)
 
 def main() -> None:
     """Run the command line. A user's mistake prints one line on stderr and exits with status 2."""
-    supervise()
+    fork_supervisor()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise the original error instead of printing part of it
     start.register_resolvers()
     with one_line_errors():
         refuse_the_other_kernels_package()
-        sys.argv[1:] = arguments.prepared(sys.argv[1:], CONF)
+        sys.argv[1:] = arguments.prepare_arguments(sys.argv[1:], CONF)
         check_command_line(sys.argv[1:], CONF)
         compose_and_run()
 
@@ -60,14 +60,14 @@ def begin_and_run(cfg: DictConfig, folder: Path) -> None:
     begun = False
     try:
         start.check_switches(cfg)
-        begun = start.begin(cfg, folder)
+        begun = start.prepare_rank(cfg, folder)
         if begun:
             with failures.report_first_failure(folder, cfg.debug, mistake):
                 job(cfg)(cfg)
     except Exception as error:
         refused = error.status == USER_ERROR if isinstance(error, run_folder.SilentExit) else mistake(error) is not None
         if this_process().rank == 0 and (refused or not begun):
-            run_folder.discard_unbegun(folder)
+            run_folder.discard_unstarted(folder)
         raise
 
 

@@ -17,7 +17,7 @@ def log_to_run(run: Path, values: Mapping[str, float], pictures: Mapping[str, Pa
     """Log values and figures at the run's last step, if it has a wandb run; only warn if the run is still running."""
     if not (run / "wandb" / RUN_ID).is_file():
         return
-    if run_folder.is_held(run):
+    if run_folder.is_locked(run):
         log.warning(f"{run} is going on, so its wandb run is left alone: the same command logs to it later")
         return
     from lit_modules.loggers.wandb import Wandb

@@ -116,7 +116,7 @@ def measured(cfg: DictConfig, settings: Settings, suite: Any, place: places.Plac
     from lit_modules.generation import job
 
     device = job.choose_device(cfg.device)
-    commit, versions = run_folder.commit(), {name: importlib.metadata.version(name) for name in PACKAGES}
+    commit, versions = run_folder.code_commit(), {name: importlib.metadata.version(name) for name in PACKAGES}
     identity = {
         "weights": places.weights(str(cfg.checkpoint)),
         "commit": commit,

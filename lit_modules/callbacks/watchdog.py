@@ -41,7 +41,7 @@ from common.settings import check_number
 from lit_modules.callbacks.rank_progress import LONG, Marks, RankProgress, furthest_behind, no_answer
 from lit_modules.launching import failures, restarts
 from lit_modules.launching.process import ProcessInfo, this_process
-from lit_modules.launching.rank_logs import say_on_terminal
+from lit_modules.launching.rank_logs import print_on_terminal
 from lit_modules.launching.run_folder import RunFailed, SilentExit
 
 PATIENCE = 3  # factor on the limit for work that may take long
@@ -89,11 +89,11 @@ class Watchdog(Callback):
         self.folder, self.here = Path(trainer.default_root_dir), this_process()
         self.trainer, self.world_size = trainer, trainer.world_size
         if stage == "fit":
-            restarted = restarts.count(self.folder, self.here) if trainer.is_global_zero else 0
-            if trainer.strategy.broadcast(restarted) > restarts.MOST:
-                raise RunFailed(f"{self.folder}: {restarts.too_often()}")
+            restarted = restarts.count_restart(self.folder, self.here) if trainer.is_global_zero else 0
+            if trainer.strategy.broadcast(restarted) > restarts.MAX_RESTARTS:
+                raise RunFailed(f"{self.folder}: {restarts.restart_limit_message()}")
         gpu = trainer.local_rank if trainer.strategy.root_device.type == "cuda" else None
-        self.place = RankProgress(trainer.global_rank, failures.host(), gpu, step=trainer.global_step)
+        self.place = RankProgress(trainer.global_rank, failures.host_name(), gpu, step=trainer.global_step)
         self.since, self.seen = time.monotonic(), set()
         self.others: dict[int, RankProgress] = {}
         self.beaten: dict[int, float] = {}  # when a rank's heartbeat last grew, by this rank's clock
@@ -258,7 +258,7 @@ class Watchdog(Callback):
             file.write(f"this rank: {self.place.doing} since step {self.place.step}; its threads:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        first = restarts.is_first(self.folder)
+        first = restarts.is_first_to_ask(self.folder)
         if first:
             self.tell(self.loss(words, RankProgress(**culprit)))
         self.leave_together(first)
@@ -269,9 +269,9 @@ class Watchdog(Callback):
     def tell(self, lost: RankLost) -> None:
         """Write failed.json and print the error on the terminal."""
         if self.here.alone:
-            say_on_terminal(f"palimpsest: {lost}")
+            print_on_terminal(f"palimpsest: {lost}")
         else:
-            failures.record(self.folder, lost)
+            failures.record_failure(self.folder, lost)
 
     def leave_together(self, first: bool) -> None:
         """Wait until the first rank has requested the restart: the launcher kills the others when one ends."""
@@ -309,11 +309,11 @@ class Watchdog(Callback):
                     self.tell_place()
             return None
         deadline = time.monotonic() + 2 * self.gone_after
-        while time.monotonic() < deadline and failures.first_failed(self.folder) is None:
+        while time.monotonic() < deadline and failures.first_failure(self.folder) is None:
             failed, silent = self.failed(), self.silent()
             if failed:
                 return RankLost(failed[0].error, failed[0], self.folder)
-            if silent and restarts.is_first(self.folder):
+            if silent and restarts.is_first_to_ask(self.folder):
                 return self.loss(no_answer(silent), silent[0])
             if silent:
                 return RankLost(no_answer(silent), silent[0], self.folder)

@@ -28,7 +28,7 @@ def measured(trainer: lightning.Trainer, module: Training, data: Any) -> dict[st
         "validation_loss": found.loss,
         "validation_perplexity": math.exp(min(found.loss, 700.0)),
         "validation_tokens": found.tokens,
-        "commit": run_folder.commit(),
+        "commit": run_folder.code_commit(),
     }
     if data.validation_bytes:
         bits = found.loss * found.tokens / math.log(2) / data.validation_bytes

@@ -73,7 +73,7 @@ def train(
     quieten_libraries()
     trainer, module, data = build(cfg, folder)
     refuse_local_sweep(trainer)
-    lock = run_folder.hold(folder) if trainer.is_global_zero else None
+    lock = run_folder.lock_folder(folder) if trainer.is_global_zero else None
     config = run_folder.resolved_config(folder, cfg)
     find = checkpoints.newest_whole if trainer.is_global_zero else checkpoints.newest  # newest_whole reads all of it
     checkpoint = find(folder / "checkpoints")
@@ -82,7 +82,7 @@ def train(
 
     data.resumed = checkpoints.data_fingerprint(folder / "checkpoints")
     data.prepare()
-    with run_folder.begun(folder, config) if trainer.is_global_zero else contextlib.nullcontext():
+    with run_folder.write_initial_config(folder, config) if trainer.is_global_zero else contextlib.nullcontext():
         adopt(cfg, module, data, folder)
     module.data_fingerprint = data.fingerprint
     module.components = tuple(data.component_bytes)
@@ -262,7 +262,7 @@ def first_failure(cfg: DictConfig, folder: Path) -> LambdaCallback:
     """
 
     def record(trainer: lightning.Trainer, module: Training, error: BaseException) -> None:
-        failures.record(folder, out_of_memory.explained(cfg, error))
+        failures.record_failure(folder, out_of_memory.explained(cfg, error))
 
     return LambdaCallback(on_exception=record)
 
@@ -283,7 +283,7 @@ def add_loggers(
     metrics = MetricsCsv(folder)
     step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
     metrics.resume_from(step)
-    settings = {**config, "commit": run_folder.commit(), "ranks": ranks(trainer)}
+    settings = {**config, "commit": run_folder.code_commit(), "ranks": ranks(trainer)}
     # passed after instantiation: Hydra must not build the targets that the settings name
     others = [hydra.utils.instantiate(logger, _partial_=True) for logger in cfg.logger.values()]
     trainer.loggers = [metrics, *(logger(folder=folder, settings=settings) for logger in others)]

@@ -12,7 +12,7 @@ MISSING = "???"  # OmegaConf reads this as a missing value, even in quotes
 OWN_CONF = Path("conf")
 
 
-def prepared(arguments: Sequence[str], conf: Path) -> list[str]:
+def prepare_arguments(arguments: Sequence[str], conf: Path) -> list[str]:
     """Return the arguments to pass to Hydra.
 
     Args:
@@ -23,10 +23,10 @@ def prepared(arguments: Sequence[str], conf: Path) -> list[str]:
         ValueError: the prompt was split at its spaces (no quotes in the shell), or is ???.
     """
     check_prompt_is_whole(arguments)
-    if any(each.startswith(PROMPT) and text_of(each) == MISSING for each in arguments):
+    if any(each.startswith(PROMPT) and argument_text(each) == MISSING for each in arguments):
         raise ValueError(f"prompt={MISSING} means no value here: give that text in a file, prompt_file=FILE")
-    quoted = [PROMPT + quote(text_of(each)) if each.startswith(PROMPT) else each for each in arguments]
-    return [*own_settings(arguments, conf), *quoted]
+    quoted = [PROMPT + quote(argument_text(each)) if each.startswith(PROMPT) else each for each in arguments]
+    return [*installed_settings(arguments, conf), *quoted]
 
 
 def check_prompt_is_whole(arguments: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ def check_prompt_is_whole(arguments: Sequence[str]) -> None:
             )
 
 
-def text_of(argument: str) -> str:
+def argument_text(argument: str) -> str:
     """Return the text of `prompt=...`: verbatim, or the inside of one pair of quotes that encloses all of it."""
     text = argument.removeprefix(PROMPT)
     for mark in ("'", '"'):
@@ -54,7 +54,7 @@ def quote(text: str) -> str:
     return QuotedString(plain, Quote.single).with_quotes()
 
 
-def own_settings(arguments: Sequence[str], conf: Path) -> list[str]:
+def installed_settings(arguments: Sequence[str], conf: Path) -> list[str]:
     """Return the flag that adds ./conf; none if it is the project's own or another folder is given."""
     given = any(each.partition("=")[0] in ("--config-dir", "-cd") for each in arguments)
     if given or not OWN_CONF.is_dir() or OWN_CONF.samefile(conf):

@@ -9,11 +9,11 @@ import lightning
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
-from lit_modules.launching.supervision import watch
+from lit_modules.launching.supervision import watch_children
 
 
-class Launcher(_SubprocessScriptLauncher):
-    """Lightning's launcher with our `watch`: Lightning's own silently kills rank 0 when another rank ends."""
+class WatchingLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher with our `watch_children`: Lightning's own silently kills rank 0 when another rank ends."""
 
     over = False  # whether this process is ending the other ranks itself
 
@@ -24,7 +24,7 @@ class Launcher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             folder = Path(trainer.default_root_dir)
-            threading.Thread(target=watch, args=(self.procs, folder, lambda: self.over), daemon=True).start()
+            threading.Thread(target=watch_children, args=(self.procs, folder, lambda: self.over), daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*arguments, **settings)
 
@@ -33,10 +33,10 @@ class Launcher(_SubprocessScriptLauncher):
         super().kill(signum)
 
 
-class NamesKilledRanks:
-    """Mixin that makes a multi-process Lightning strategy use `Launcher`; put it before the strategy in the bases."""
+class WatchesRanks:
+    """Mixin that makes a multi-process strategy use `WatchingLauncher`; put it before the strategy in the bases."""
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if isinstance(self._launcher, _SubprocessScriptLauncher):
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = WatchingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)

@@ -7,7 +7,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 
 from common.settings import nearest
-from lit_modules.launching.conf_files import Files, is_part
+from lit_modules.launching.conf_files import ConfFiles, is_part
 
 FEW = 12  # most choices listed in a message
 
@@ -15,10 +15,10 @@ FEW = 12  # most choices listed in a message
 def choices(group: str) -> str:
     """Return the choices of a group on one line, for the help."""
     sources = GlobalHydra.instance().config_loader().get_sources()
-    return ", ".join(Files([Path(source.path) for source in sources if source.scheme() == "file"]).choices(group))
+    return ", ".join(ConfFiles([Path(source.path) for source in sources if source.scheme() == "file"]).choices(group))
 
 
-def missing_choice(files: Files, error: MissingConfigException) -> str:
+def missing_choice(files: ConfFiles, error: MissingConfigException) -> str:
     """Return the error message for an unknown choice."""
     path = error.missing_cfg_file or ""
     named = re.search(r"Available options in '([^']+)'", str(error))

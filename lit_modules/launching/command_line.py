@@ -18,12 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.settings import nearest
 from lit_modules.launching.choices import FEW, missing_choice
-from lit_modules.launching.conf_files import GLOBAL, Files, put
+from lit_modules.launching.conf_files import GLOBAL, ConfFiles, set_at
 from lit_modules.launching.known_keys import Composition
 
 CONFIG = "config"  # the name of the primary file
 SEARCH_PATH = "hydra.searchpath"
-ONLY_TELL = ("-h", "--help", "--hydra-help", "--version", "-i", "--info", "-sc", "--shell-completion")
+INFORMATION_FLAGS = ("-h", "--help", "--hydra-help", "--version", "-i", "--info", "-sc", "--shell-completion")
 BODIES = ("experiment/", "local/")  # files that set keys but declare none
 
 
@@ -38,19 +38,19 @@ def check_command_line(given: Sequence[str], conf: Path) -> None:
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-path", "-cp")
     flags, others = parser.parse_known_args(given)
-    if flags.config_name or flags.config_path or any(each.partition("=")[0] in ONLY_TELL for each in others):
+    if flags.config_name or flags.config_path or any(each.partition("=")[0] in INFORMATION_FLAGS for each in others):
         return
     lines = [each for each in others if each.startswith("~") or (not each.startswith("-") and "=" in each)]
     if flags.config_dir:
         lines.append(f"{SEARCH_PATH}=[file://{os.path.abspath(flags.config_dir)}]")
     with hydra.initialize_config_dir(str(conf), version_base="1.3"):
-        loader, files = GlobalHydra.instance().config_loader(), Files([conf])
+        loader, files = GlobalHydra.instance().config_loader(), ConfFiles([conf])
         try:
             overrides = OverridesParser.create(loader).parse_overrides(lines)
             added = [path for each in overrides if each.key_or_group == SEARCH_PATH for path in each.value()]
             files.folders += [Path(path.removeprefix("file://")) for path in added]
-            for variant in variants(overrides, loader, files):
-                composition(loader, files, variant).check()
+            for variant in overrides_without_sweeps(overrides, loader, files):
+                compose_command_line(loader, files, variant).check()
         except MissingConfigException as error:
             raise ValueError(missing_choice(files, error)) from error
         except ConfigCompositionException as error:
@@ -59,9 +59,13 @@ def check_command_line(given: Sequence[str], conf: Path) -> None:
             return
 
 
-def variants(overrides: list[Override], loader: ConfigLoader, files: Files) -> Iterator[list[Override]]:
+def overrides_without_sweeps(
+    overrides: list[Override], loader: ConfigLoader, files: ConfFiles
+) -> Iterator[list[Override]]:
     """Yield overrides without sweeps: the first value of each, then every further choice of a group, one at a time."""
-    values = [[f"{each.get_key_element()}={value}" for value in swept(each)] or [each.input_line] for each in overrides]
+    values = [
+        [f"{each.get_key_element()}={value}" for value in sweep_values(each)] or [each.input_line] for each in overrides
+    ]
     first = [each[0] for each in values]
     lines = [first]
     for place, each in enumerate(values):
@@ -70,17 +74,17 @@ def variants(overrides: list[Override], loader: ConfigLoader, files: Files) -> I
     return (OverridesParser.create(loader).parse_overrides(each) for each in lines)
 
 
-def swept(override: Override) -> list[str]:
+def sweep_values(override: Override) -> list[str]:
     """Return the values of a sweep; empty for an override without a sweep."""
     return list(override.sweep_string_iterator()) if override.is_discrete_sweep() else []
 
 
-def is_choice(override: Override, files: Files) -> bool:
+def is_choice(override: Override, files: ConfFiles) -> bool:
     """Return whether an override selects a choice of a group, rather than setting a key."""
     return files.is_group(override.key_or_group) and not isinstance(override.value(), dict)
 
 
-def composition(loader: ConfigLoader, files: Files, overrides: list[Override]) -> Composition:
+def compose_command_line(loader: ConfigLoader, files: ConfFiles, overrides: list[Override]) -> Composition:
     """Compose conf/ with the overrides, adding unknown keys, and collect the keys that conf/ declares.
 
     Raises:
@@ -98,19 +102,19 @@ def composition(loader: ConfigLoader, files: Files, overrides: list[Override]) -
     given = files.merged((each.config_path, each.package) for each in found.defaults)
     for each in overrides:
         if each not in chosen and not each.is_delete():
-            put(given, re.split(r"[.\[\]]+", each.key_or_group.rstrip("]")), each.value())
+            set_at(given, re.split(r"[.\[\]]+", each.key_or_group.rstrip("]")), each.value())
     declared = declared_keys(files, found, {f"{each.key_or_group}/{each.value()}" for each in chosen if each.is_add()})
-    elsewhere = Elsewhere(loader, files, lines, found)
+    elsewhere = OtherChoices(loader, files, lines, found)
     return Composition(
-        given=given | {"hydra": launcher(given)},
-        declared=declared | {"hydra": launcher(declared)},
+        given=given | {"hydra": launcher_config(given)},
+        declared=declared | {"hydra": launcher_config(declared)},
         choices=elsewhere.choices,
         keys_of_others=elsewhere.keys_of_others,
         is_shared=elsewhere.is_shared,
     )
 
 
-def check_choice(override: Override, files: Files) -> None:
+def check_choice(override: Override, files: ConfFiles) -> None:
     """Raise ValueError for a group's value that is neither a name nor a list of names."""
     if not override.is_delete() and not isinstance(override.value(), str | list):
         some = ", ".join(files.choices(override.key_or_group)[:FEW])
@@ -118,14 +122,14 @@ def check_choice(override: Override, files: Files) -> None:
         raise ValueError(f"{override.input_line} is not a choice: {mend}")
 
 
-def declared_keys(files: Files, found: Any, added: set[str]) -> dict[str, Any]:
+def declared_keys(files: ConfFiles, found: Any, added: set[str]) -> dict[str, Any]:
     """Return the keys of conf/'s files, without those of experiments and conf/local.
 
     Args:
         added: files of groups that the command line adds; they only set values of keys declared without them.
     """
     own, with_added = (
-        files.merged((each.config_path, each.package) for each in found.defaults if not comes_from(each, found, among))
+        files.merged((each.config_path, each.package) for each in found.defaults if not is_added(each, found, among))
         for among in (added, set())
     )
     declared = {key: with_added[key] for key in own}
@@ -135,10 +139,10 @@ def declared_keys(files: Files, found: Any, added: set[str]) -> dict[str, Any]:
     return declared
 
 
-class Elsewhere:
+class OtherChoices:
     """The keys that other jobs and other choices than those of the command line declare."""
 
-    def __init__(self, loader: ConfigLoader, files: Files, lines: list[str], found: Any) -> None:
+    def __init__(self, loader: ConfigLoader, files: ConfFiles, lines: list[str], found: Any) -> None:
         self.loader, self.files, self.lines = loader, files, lines
         self.bodies = [each.config_path for each in found.defaults if each.config_path.startswith(BODIES)]
         self.choices = found.overrides.known_choices
@@ -166,12 +170,12 @@ class Elsewhere:
         return {choice: self.files.keys(f"{group}/{choice}", below) for choice in others}
 
 
-def launcher(tree: dict[str, Any]) -> dict[str, Any]:
+def launcher_config(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration of Hydra's launcher; Hydra checks the rest of `hydra` itself."""
     return {"launcher": tree["hydra"].get("launcher", {})} if isinstance(tree["hydra"], dict) else {}
 
 
-def comes_from(file: Any, found: Any, added: set[str]) -> bool:
+def is_added(file: Any, found: Any, added: set[str]) -> bool:
     """Return whether a file was included by an experiment, conf/local, or a group that the command line adds."""
     parents = {each.config_path: each.parent for each in found.defaults}
     path = file.config_path
@@ -182,7 +186,7 @@ def comes_from(file: Any, found: Any, added: set[str]) -> bool:
     return False
 
 
-def refuse_unknown_group(files: Files, error: ConfigCompositionException) -> None:
+def refuse_unknown_group(files: ConfFiles, error: ConfigCompositionException) -> None:
     """Raise ValueError for an unknown group in a defaults list or on the command line."""
     line = " ".join(str(error).split())
     found = re.search(r"Could not override '([^'@]+)(@[^']*)?'\. No match in the defaults list", line)

@@ -13,7 +13,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if 
 GLOBAL = "# @package _global_"  # first line of a file whose keys are at the root
 
 
-class Files:
+class ConfFiles:
     """The files of conf/, and of a folder that --config-dir adds."""
 
     def __init__(self, folders: list[Path]) -> None:
@@ -43,7 +43,7 @@ class Files:
     def whole(self, path: str) -> dict[Any, Any]:
         """Return a file's keys merged over the files that it includes, without the choices of groups."""
         whole = self.included(path)
-        put(whole, [], {key: value for key, value in self.body(path).items() if key != "defaults"})
+        set_at(whole, [], {key: value for key, value in self.body(path).items() if key != "defaults"})
         return whole
 
     def included(self, path: str) -> dict[Any, Any]:
@@ -54,7 +54,7 @@ class Files:
             if isinstance(entry, str) and entry != "_self_":
                 name, _, package = entry.partition("@")
                 name = name[1:] if name.startswith("/") else f"{group}/{name}"
-                put(said, package.split(".") if package else [], self.whole(name))
+                set_at(said, package.split(".") if package else [], self.whole(name))
         return said
 
     def merged(self, placed: Iterable[tuple[str, str]]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Files:
         whole: dict[str, Any] = {}
         for path, package in placed:
             body = {key: value for key, value in self.body(path).items() if key != "defaults"}
-            put(whole, package.split(".") if package else [], body)
+            set_at(whole, package.split(".") if package else [], body)
         return whole
 
     def keys(self, path: str, below: str) -> list[str]:
@@ -102,16 +102,16 @@ def is_part(name: str) -> bool:
     return name.startswith("_")
 
 
-def put(node: dict[Any, Any], keys: list[str], value: Any) -> None:
+def set_at(node: dict[Any, Any], keys: list[str], value: Any) -> None:
     """Set the value at a path of keys below a node; a mapping is merged into an existing one."""
     if not keys:
         for key, each in value.items():
-            put(node, [key], each)
+            set_at(node, [key], each)
     elif isinstance(value, dict) or keys[1:]:
         below = node.get(keys[0])
         if not isinstance(below, list):
             node[keys[0]] = dict(below) if isinstance(below, dict) else {}
-            put(node[keys[0]], keys[1:], value)
+            set_at(node[keys[0]], keys[1:], value)
         elif not keys[1:]:  # a longer path would address an element of the list
             node[keys[0]] = value
     else:

@@ -13,14 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 from common.settings import check_whole, is_whole, shown
 from data_pipeline.workers import most_processes
 from lit_modules.launching import rendezvous, run_folder
-from lit_modules.launching.failures import host
+from lit_modules.launching.failures import host_name
 from lit_modules.launching.process import ProcessInfo, this_process
 from lit_modules.launching.run_folder import ROOT
 
 log = logging.getLogger(__name__)
 
 PARTS = ("palimpsest.py", "common/**/*.py", "lit_modules/**/*.py", "data_pipeline/**/*.py", "kernels/**/*.py")
-SKEW = 30.0  # seconds of clock difference between nodes worth a warning; the run itself needs no clocks
+MAX_CLOCK_SKEW = 30.0  # seconds of clock difference between nodes worth a warning; the run itself needs no clocks
 
 
 def apply_launcher_sizes(trainer: DictConfig, here: ProcessInfo) -> None:
@@ -45,7 +45,7 @@ def apply_launcher_sizes(trainer: DictConfig, here: ProcessInfo) -> None:
         )
     if trainer.num_nodes == 1:
         trainer.num_nodes = here.nodes
-    found = devices(trainer.devices)
+    found = devices_per_node(trainer.devices)
     if found is None:
         trainer.devices = here.local_size
     elif (found, trainer.num_nodes) != (here.local_size, here.nodes):
@@ -73,7 +73,7 @@ def check_devices(accelerator: str, asked: Any) -> None:
         )
 
 
-def devices(asked: Any) -> int | None:
+def devices_per_node(asked: Any) -> int | None:
     """Return the number of devices per node that trainer.devices asks for; None if it leaves that open."""
     if asked in ("auto", -1, "-1"):
         return None
@@ -82,46 +82,46 @@ def devices(asked: Any) -> int | None:
     return asked if isinstance(asked, int) else len(asked)
 
 
-def agree(cfg: DictConfig, folder: Path) -> None:
+def check_consistency(cfg: DictConfig, folder: Path) -> None:
     """Check that all ranks agree on code, folder and devices; then apply the launcher's sizes.
 
     Raises:
         ValueError: the ranks cannot run together; raised on rank 0, which reports it.
         run_folder.SilentExit: the same, on the other ranks.
     """
-    met = rendezvous.meeting()
+    met = rendezvous.current_rendezvous()
     if met is None:
         apply_launcher_sizes(cfg.trainer, this_process())
         return
-    announced = met.announce("token", lambda: [time.time(), rendezvous.write_token(folder)])
+    announced = met.broadcast("token", lambda: [time.time(), rendezvous.write_token(folder)])
     # read the clock before looking for the folder, which can be slow
     now = time.time()
-    mine = report(met.here) | {"time": now, "sees": rendezvous.sees(folder, announced[1])}
+    mine = rank_report(met.here) | {"time": now, "sees": rendezvous.is_token_visible(folder, announced[1])}
     if not mine["sees"]:
-        run_folder.discard_unbegun(folder)  # Hydra created it on this node's local disk
+        run_folder.discard_unstarted(folder)  # Hydra created it on this node's local disk
 
     def judge_them() -> None:
-        reports = met.report("report", mine)
-        (folder / rendezvous.TOKEN).unlink(missing_ok=True)
+        reports = met.gather("report", mine)
+        (folder / rendezvous.TOKEN_FILE).unlink(missing_ok=True)
         apply_launcher_sizes(cfg.trainer, met.here)
         check_ranks_agree(reports, cfg, folder)
-        warn_of_clocks(reports, announced[0], time.time())
+        warn_of_clock_skew(reports, announced[0], time.time())
 
     if met.here.rank > 0:
-        met.report("report", mine)
-    met.announce("verdict", judge_them)
+        met.gather("report", mine)
+    met.broadcast("verdict", judge_them)
     apply_launcher_sizes(cfg.trainer, met.here)
 
 
-def report(here: ProcessInfo) -> dict[str, Any]:
+def rank_report(here: ProcessInfo) -> dict[str, Any]:
     """Return this rank's report, without its clock and whether it sees the folder."""
     import torch
 
     return {
         "rank": here.rank,
-        "host": host(),
-        "commit": run_folder.commit() if here.local_rank == 0 else None,
-        "code": fingerprint(),
+        "host": host_name(),
+        "commit": run_folder.code_commit() if here.local_rank == 0 else None,
+        "code": code_fingerprint(),
         "torch": torch.__version__,
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "gpus": torch.cuda.device_count(),
@@ -129,7 +129,7 @@ def report(here: ProcessInfo) -> dict[str, Any]:
 
 
 @cache
-def fingerprint() -> str:
+def code_fingerprint() -> str:
     """Return eight hexadecimal digits that identify this installation's Python files."""
     digest = hashlib.sha256()
     for path in sorted(file for part in PARTS for file in ROOT.glob(part)):
@@ -157,7 +157,7 @@ def check_ranks_agree(reports: list[dict[str, Any]], cfg: DictConfig, folder: Pa
     if cfg.trainer.accelerator in ("gpu", "cuda") or any(each["gpus"] for each in reports):
         if cfg.trainer.accelerator == "cpu":
             return
-        asked = devices(cfg.trainer.devices) or 1
+        asked = devices_per_node(cfg.trainer.devices) or 1
         poor = next((each for each in reports if each["gpus"] < asked), None)
         if poor is not None:
             raise ValueError(
@@ -171,7 +171,7 @@ def version(each: dict[str, Any], name: str) -> str:
     return f"{each['commit']} ({each[name]})" if name == "code" and each["commit"] else each[name]
 
 
-def warn_of_clocks(reports: list[dict[str, Any]], asked: float, heard: float) -> None:
+def warn_of_clock_skew(reports: list[dict[str, Any]], asked: float, heard: float) -> None:
     """Warn about the first node whose clock is far from rank 0's.
 
     Args:
@@ -180,7 +180,7 @@ def warn_of_clocks(reports: list[dict[str, Any]], asked: float, heard: float) ->
     """
     for each in reports:
         skew = each["time"] - heard if each["time"] > heard else min(0.0, each["time"] - asked)
-        if abs(skew) > SKEW:
+        if abs(skew) > MAX_CLOCK_SKEW:
             log.warning(
                 f"the clock of {each['host']} is {abs(skew):.0f} s {'before' if skew > 0 else 'behind'} that of "
                 f"{reports[0]['host']}: times in logs do not compare (the run itself needs no clocks)"

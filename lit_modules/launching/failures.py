@@ -10,19 +10,20 @@ from typing import Any
 
 from lit_modules.launching import run_folder
 from lit_modules.launching.process import this_process
-from lit_modules.launching.rank_logs import say_on_terminal, write_traceback
+from lit_modules.launching.rank_logs import print_on_terminal, write_traceback
 
-FAILED = "failed.json"  # {"rank", "world_size", "host", "error", "mistake", "log"}; for a killed rank also "killed"
+# {"rank", "world_size", "host", "error", "mistake", "log"}; for a killed rank also "killed"
+FAILURE_FILE = "failed.json"
 
 
-def mistake(error: BaseException) -> str | None:
+def mistake_message(error: BaseException) -> str | None:
     """Return the message of a user's mistake, which library code raises as ValueError; None for any other error."""
     return str(error) if isinstance(error, ValueError) else None
 
 
 @contextlib.contextmanager
 def report_first_failure(
-    folder: Path, debug: bool, mistake: Callable[[Exception], str | None] = mistake
+    folder: Path, debug: bool, mistake: Callable[[Exception], str | None] = mistake_message
 ) -> Iterator[None]:
     """Wrap the job of each rank: the first rank that fails reports it in one line, the others exit silently.
 
@@ -38,17 +39,17 @@ def report_first_failure(
         yield
     except Exception as error:
         # after Lightning has dropped its ranks, this process counts as alone; failed.json may still name one of them
-        if isinstance(error, run_folder.SilentExit) or (this_process().alone and first_failed(folder) is None):
+        if isinstance(error, run_folder.SilentExit) or (this_process().alone and first_failure(folder) is None):
             raise
-        record(folder, error, mistake, aloud=not debug)
+        record_failure(folder, error, mistake, aloud=not debug)
         if debug:
             raise
         write_traceback(error)
         raise run_folder.SilentExit(1 if mistake(error) is None else 2) from error
 
 
-def record(
-    folder: Path, error: BaseException, mistake: Callable[[Exception], str | None] = mistake, aloud: bool = True
+def record_failure(
+    folder: Path, error: BaseException, mistake: Callable[[Exception], str | None] = mistake_message, aloud: bool = True
 ) -> None:
     """Write failed.json for this rank's error unless the file exists; then inform the user.
 
@@ -64,13 +65,13 @@ def record(
     found = {
         "rank": here.rank,
         "world_size": here.world_size,
-        "host": host(),
+        "host": host_name(),
         "error": " ".join(words.split()),
         "mistake": mistake(error) is not None,
         "log": str(folder / here.log),
     } | getattr(error, "culprit", {})  # another rank, if the watchdog knows it to be the cause
     try:
-        handle = os.open(folder / FAILED, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        handle = os.open(folder / FAILURE_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except (FileExistsError, FileNotFoundError):
         return
     except OSError:  # e.g. a full disk: two reports are better than none
@@ -79,10 +80,10 @@ def record(
         with contextlib.suppress(OSError), open(handle, "w", encoding="utf-8") as opened:
             opened.write(json.dumps(found, indent=2) + "\n")
     if aloud:
-        say_on_terminal(f"palimpsest: {told(found)}")
+        print_on_terminal(f"palimpsest: {describe_failure(found)}")
 
 
-def told(found: dict[str, Any]) -> str:
+def describe_failure(found: dict[str, Any]) -> str:
     """Format a record of failed.json as one line."""
     where = f"rank {found['rank']} of {found['world_size']} on {found['host']}"
     if found.get("killed"):
@@ -92,21 +93,21 @@ def told(found: dict[str, Any]) -> str:
     return found["error"] if found["rank"] == 0 else f"{found['error']} ({where})"
 
 
-def first_failed(folder: Path) -> str | None:
+def first_failure(folder: Path) -> str | None:
     """Return the line for the rank that failed first; None if no failure is recorded."""
     try:
-        return told(json.loads((folder / FAILED).read_text(encoding="utf-8")))
+        return describe_failure(json.loads((folder / FAILURE_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError):  # no record, or one cut short by a full disk
         return None
 
 
-def set_aside(folder: Path) -> None:
+def archive_failure(folder: Path) -> None:
     """Rename the failure of an earlier attempt: failed-1.json, failed-2.json, ..."""
-    if (folder / FAILED).is_file():
+    if (folder / FAILURE_FILE).is_file():
         number = 1 + sum(1 for _ in folder.glob("failed-*.json"))
-        os.rename(folder / FAILED, folder / f"failed-{number}.json")
+        os.rename(folder / FAILURE_FILE, folder / f"failed-{number}.json")
 
 
-def host() -> str:
+def host_name() -> str:
     """Return this node's name as SLURM knows it, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -99,12 +99,12 @@ class Composition:
                 self._check_other(place, path, str(key), known)
             below = self._resolved(names.get(key))
             self._check_kind(place, path, value, below)
-            for where, node in nodes(path, value):
+            for where, node in mappings_in(path, value):
                 self._check(where, node, below, free or is_built)
 
     def _built_of(self, place: str, given: dict[Any, Any]) -> tuple[bool, Arguments | None]:
         """Return whether a node's keys are arguments of a target, and those arguments if its source shows them."""
-        pattern = is_of(place, WITHOUT_TARGET)
+        pattern = matching_pattern(place, WITHOUT_TARGET)
         target = self._resolved(target_of(given)) or (WITHOUT_TARGET[pattern] if pattern else None)
         found = arguments(target) if target is not None else None
         if found is not None and found.names == ("cfg",):
@@ -114,10 +114,10 @@ class Composition:
     def _check_kind(self, place: str, path: str, value: Any, declared: Any) -> None:
         """Raise ValueError for a single value where keys belong, for keys where a value belongs, and for a null."""
         if isinstance(value, dict):
-            if isinstance(declared, int | float | list) or (isinstance(declared, str) and not is_open(declared)):
+            if isinstance(declared, int | float | list) or (isinstance(declared, str) and not is_unresolved(declared)):
                 raise ValueError(f"{path} has no keys: give {path}=VALUE")
-        elif isinstance(declared, dict) or is_of(path, WITHOUT_TARGET):
-            if value is not None and not is_open(value):
+        elif isinstance(declared, dict) or matching_pattern(path, WITHOUT_TARGET):
+            if value is not None and not is_unresolved(value):
                 self._refuse_value(path, value, declared or {})
             if value is None and place not in OF_TARGETS and target_of(declared or {}) is not None:
                 raise ValueError(f"{path}=null: the job needs it: give its keys, or leave {path} out")
@@ -198,12 +198,12 @@ def target_of(node: dict[Any, Any]) -> str | None:
     return target if isinstance(target, str) else None
 
 
-def is_open(value: Any) -> bool:
+def is_unresolved(value: Any) -> bool:
     """Return whether a value is an interpolation or still missing (???)."""
     return isinstance(value, str) and ("${" in value or value == "???")
 
 
-def is_of(path: str, patterns: dict[str, str]) -> str | None:
+def matching_pattern(path: str, patterns: dict[str, str]) -> str | None:
     """Return the pattern that a path matches: `stages.*` matches the nodes directly below `stages`."""
     parts = path.split(".")
     for pattern in patterns:
@@ -213,10 +213,10 @@ def is_of(path: str, patterns: dict[str, str]) -> str | None:
     return None
 
 
-def nodes(path: str, value: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+def mappings_in(path: str, value: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yield the mapping that a value is, or the mappings in a list."""
     if isinstance(value, dict):
         yield path, value
     elif isinstance(value, list):
         for number, each in enumerate(value):
-            yield from nodes(f"{path}[{number}]", each)
+            yield from mappings_in(f"{path}[{number}]", each)

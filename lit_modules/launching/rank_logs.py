@@ -17,7 +17,7 @@ def log_file(folder: str, job_name: str) -> str:
     return f"{folder}/{job_name}.log" if here.rank == 0 else f"{folder}/{here.log}"
 
 
-class DropsWhatDiskRefuses:
+class IgnoresDiskErrors:
     """Mixin for a logging handler that drops messages which its file or terminal refuses, without a traceback.
 
     Put it before the handler in the bases. Code that writes important files reports a full disk itself.
@@ -28,11 +28,11 @@ class DropsWhatDiskRefuses:
             super().handleError(record)
 
 
-class Terminal(DropsWhatDiskRefuses, logging.StreamHandler):
+class Terminal(IgnoresDiskErrors, logging.StreamHandler):
     """The terminal's handler; its output may be redirected to a file."""
 
 
-class LogFile(DropsWhatDiskRefuses, logging.FileHandler):
+class LogFile(IgnoresDiskErrors, logging.FileHandler):
     """A file handler that creates the file's folder on the first message."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -46,7 +46,7 @@ class LogFile(DropsWhatDiskRefuses, logging.FileHandler):
         return super()._open()
 
 
-def log_to_own_file(folder: Path, here: ProcessInfo) -> None:
+def redirect_to_log_file(folder: Path, here: ProcessInfo) -> None:
     """Redirect stdout and stderr of a rank other than 0 to its log, including output of native libraries."""
     global _terminal
     if here.rank == 0:
@@ -65,7 +65,7 @@ def log_to_own_file(folder: Path, here: ProcessInfo) -> None:
     os.close(log)
 
 
-def say_on_terminal(line: str) -> None:
+def print_on_terminal(line: str) -> None:
     """Write a line to the user's terminal, even from a rank whose stderr goes to a log."""
     if _terminal is None:
         print(line, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lit_modules.launching.start import check_switches
 
 
-def check_run(launcher: Any, overrides: list[str], folder: Path) -> None:
+def rehearse_run(launcher: Any, overrides: list[str], folder: Path) -> None:
     """Compose one run of a sweep as its job will, and raise the errors that its settings would cause there.
 
     Args:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]  # of the code that runs
 
 # Settings that a resumed run may change: those that affect neither the weights' shapes, nor the data, nor the
 # mathematics of a step. All others must be as in the original run.
-MAY_CHANGE = (
+CHANGEABLE_KEYS = (
     "job",
     "trainer.accelerator",
     "trainer.devices",
@@ -74,7 +74,7 @@ class SilentExit(Exception):
         self.status = status
 
 
-def choose_run(makes_a_run: bool, runs_dir: str, experiment: str | None, resume: str | None) -> str:
+def choose_run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume: str | None) -> str:
     """Return the folder of this run: a new one, or an existing one for `resume`.
 
     Args:
@@ -107,12 +107,12 @@ def choose_run(makes_a_run: bool, runs_dir: str, experiment: str | None, resume:
     return str(new_folder(parent))
 
 
-def choose_sweep(runs_dir: str, experiment: str | None, resume: str | None) -> str:
+def choose_sweep_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str:
     """Return the folder of a sweep (`-m`), whose runs are 0, 1, 2, ...: a new one, or an existing one for `resume`.
 
     Args:
         runs_dir: the folder of all runs.
-        experiment: as for `choose_run`.
+        experiment: as for `choose_run_folder`.
         resume: None (a new sweep), "auto" (the sweep of the newest unfinished run of this experiment, else a new one),
             a sweep's folder, or a run's folder, which is then a sweep of one (see `sweep_run`).
 
@@ -161,7 +161,7 @@ def newest_unfinished(parent: Path) -> Path | None:
         return None
     for folder in sorted((f for f in parent.iterdir() if f.is_dir()), key=lambda f: f.name, reverse=True):
         for run in runs_in(folder):
-            if (run / CONFIG).is_file() and not (run / SUMMARY).is_file() and not is_held(run):
+            if (run / CONFIG).is_file() and not (run / SUMMARY).is_file() and not is_locked(run):
                 return run
     return None
 
@@ -181,7 +181,7 @@ def new_folder(parent: Path) -> Path:
     raise ValueError(f"{parent} holds 1000 runs of the second {stamp}: wait a second and start again")
 
 
-def choose_hydra(makes_a_run: bool, folder: str) -> str | None:
+def choose_hydra_folder(makes_a_run: bool, folder: str) -> str | None:
     """Return the folder for Hydra's files: `.hydra`, or a new subfolder for a resumed run, to keep the original files.
 
     None for a job without a run folder.
@@ -193,7 +193,7 @@ def choose_hydra(makes_a_run: bool, folder: str) -> str | None:
     return ".hydra"
 
 
-def hold(folder: Path) -> TextIO:
+def lock_folder(folder: Path) -> TextIO:
     """Lock the run's folder while the returned file is open; the lock ends with the process.
 
     Raises:
@@ -211,7 +211,7 @@ def hold(folder: Path) -> TextIO:
     return handle
 
 
-def is_held(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Return whether a live process holds the run's folder."""
     if not (folder / LOCK).is_file():
         return False
@@ -224,7 +224,7 @@ def is_held(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def begun(folder: Path, config: dict[str, Any]) -> Iterator[None]:
+def write_initial_config(folder: Path, config: dict[str, Any]) -> Iterator[None]:
     """Write the resolved configuration of a new run, which makes it resumable.
 
     Remove it if the run raises ValueError.
@@ -255,7 +255,7 @@ def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
     for key, (before, after) in differences(began, now).items():
         if before is None and after is False:  # a switch that the original run's version did not have
             continue
-        if not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE):
+        if not any(key == free or key.startswith(f"{free}.") for free in CHANGEABLE_KEYS):
             raise ValueError(
                 f"{key}={after} differs from the run that is resumed, which has {key}={before} ({folder}): "
                 f"give {key}={before}, or start a new run without resume"
@@ -263,7 +263,7 @@ def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
     return now
 
 
-def discard_unbegun(folder: Path) -> None:
+def discard_unstarted(folder: Path) -> None:
     """Remove Hydra's files of a run that was refused before its start, and the folder if nothing else is in it."""
     if (folder / CONFIG).is_file():
         return
@@ -278,7 +278,7 @@ def discard_unbegun(folder: Path) -> None:
             empty.rmdir()
 
 
-def commit() -> str | None:
+def code_commit() -> str | None:
     """Return the commit of the running checkout, with "-dirty" for local changes; None outside a git checkout."""
     if not (ROOT / ".git").exists():  # installed, possibly inside another project's checkout
         return None

@@ -8,13 +8,15 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 
-class ThroughSlurm(Callback):
+class SlurmLaunching(Callback):
     """Hydra callback that replaces submitit's executor by ours before hydra-submitit-launcher uses it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse the launcher without -m: Hydra would ignore it and train on the login node."""
         if is_slurm(config):
-            refuse("it needs -m: palimpsest -m ... hydra/launcher=slurm; leave the launcher out to run on this machine")
+            exit_with(
+                "it needs -m: palimpsest -m ... hydra/launcher=slurm; leave the launcher out to run on this machine"
+            )
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if not is_slurm(config):
@@ -22,13 +24,13 @@ class ThroughSlurm(Callback):
         try:
             importlib.metadata.version("hydra-submitit-launcher")
         except importlib.metadata.PackageNotFoundError:
-            refuse(
+            exit_with(
                 "the package hydra-submitit-launcher is not installed; it belongs to an extra: run "
                 "`pip install 'palimpsest-lm[slurm]'`"
             )
-        from lit_modules.launching.slurm_submission import take_over
+        from lit_modules.launching.slurm_submission import replace_executor
 
-        take_over(config)
+        replace_executor(config)
 
 
 def is_slurm(config: DictConfig) -> bool:
@@ -36,7 +38,7 @@ def is_slurm(config: DictConfig) -> bool:
     return config.hydra.launcher._target_.endswith(".SlurmLauncher")
 
 
-def refuse(line: str) -> NoReturn:
+def exit_with(line: str) -> NoReturn:
     """Exit with one line; Hydra only warns about exceptions in a callback."""
     print(f"palimpsest: hydra/launcher=slurm: {line}", file=sys.stderr)
     sys.exit(2)

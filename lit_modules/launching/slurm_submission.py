@@ -22,15 +22,15 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, pic
 from submitit.slurm.slurm import SlurmExecutor
 
 from lit_modules.launching import rehearsal, run_folder, slurm_queue
-from lit_modules.launching.failures import first_failed
+from lit_modules.launching.failures import first_failure
 from lit_modules.launching.launcher_settings import check_launcher
-from lit_modules.launching.start import started_by
+from lit_modules.launching.start import start_of_folder
 
 STARTED_BY_SLURM = re.compile(r"slurm (?P<job>\d+)\..*")  # the format of ProcessInfo.job
 OF_THE_LAUNCHER = ("_target_", "submitit_folder", "max_num_timeout")  # settings that are not submitit parameters
 
 
-def take_over(config: DictConfig) -> None:
+def replace_executor(config: DictConfig) -> None:
     """Make submitit use `Submission` with this configuration from now on."""
     Submission.config = config
     plugins.get_executors()[SlurmExecutor.name()] = Submission
@@ -44,12 +44,12 @@ class Task:
 
     def __call__(self, *arguments: Any) -> Any:
         from lit_modules.launching.start import register_resolvers
-        from lit_modules.launching.supervision import supervise
+        from lit_modules.launching.supervision import fork_supervisor
 
         # submitit's handlers would requeue the job and swallow SIGTERM; training installs its own
         for number in (signal.SIGTERM, signal.SIGCONT, JobEnvironment._usr_sig()):
             signal.signal(number, signal.SIG_DFL)
-        supervise()
+        fork_supervisor()
         os.environ["HYDRA_FULL_ERROR"] = "1"
         register_resolvers()
         return self.launch(*arguments)
@@ -97,7 +97,7 @@ class Submission(SlurmExecutor):
         try:
             folders = [sweep / run_folder.sweep_run(str(sweep), delayed.args[2]) for delayed in delayed_submissions]
             for delayed, folder in zip(delayed_submissions, folders, strict=True):
-                rehearsal.check_run(delayed.function, delayed.args[0], folder)
+                rehearsal.rehearse_run(delayed.function, delayed.args[0], folder)
                 delayed.function = Task(delayed.function)
         except Exception:
             self.discard()
@@ -108,18 +108,18 @@ class Submission(SlurmExecutor):
             raise SystemExit(0)
         if shutil.which("sbatch") is None:
             self.discard()
-            slurm_queue.ask("sbatch")
+            slurm_queue.run_slurm_command("sbatch")
         try:
-            refuse_what_is_queued(folders)
+            refuse_queued_runs(folders)
             with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats sbatch's errors there
                 jobs = super()._internal_process_submissions(delayed_submissions)
             numbers = [job.job_id for job in jobs]
-            slurm_queue.refuse_if_never_to_begin(numbers, self.config.hydra.launcher)
+            slurm_queue.cancel_unsatisfiable(numbers, self.config.hydra.launcher)
         except (FailedJobError, ValueError) as error:
             self.discard()
             if isinstance(error, ValueError):
                 raise
-            raise ValueError(slurm_queue.refused(str(error), self.config.hydra.launcher)) from error
+            raise ValueError(slurm_queue.submission_error(str(error), self.config.hydra.launcher)) from error
         self.wait(jobs, {job.job_id: folder for job, folder in zip(jobs, folders, strict=True)})
         return jobs
 
@@ -155,24 +155,26 @@ class Submission(SlurmExecutor):
             print(f"job {job.job_id}: run {folders[job.job_id]}; output of its tasks {job.paths.folder}", flush=True)
         paths = {job.job_id: JobPaths(self.folder, job_id=job.job_id, task_id=0) for job in jobs}
         try:
-            ended = slurm_queue.follow(list(paths), say, lambda job: paths[job].result_pickle.exists())
+            ended = slurm_queue.wait_for_jobs(list(paths), print_state, lambda job: paths[job].result_pickle.exists())
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"; the jobs go on: follow them with squeue --jobs={numbers}, cancel them with scancel "
                 f"{numbers.replace(',', ' ')}"
             ) from None
-        failed = [job for job in jobs if ended[job.job_id].word != "COMPLETED" or not succeeded(job)]
+        failed = [job for job in jobs if ended[job.job_id].word != "COMPLETED" or not has_succeeded(job)]
         if failed:
-            lines = [f"job {job.job_id}: {reason(job, ended[job.job_id], folders[job.job_id])}" for job in failed]
+            lines = [
+                f"job {job.job_id}: {failure_reason(job, ended[job.job_id], folders[job.job_id])}" for job in failed
+            ]
             many = f"{len(failed)} of {len(jobs)} runs failed: " if len(jobs) > 1 else ""
             raise run_folder.RunFailed(many + "; ".join(lines))
 
 
-def refuse_what_is_queued(folders: list[Path]) -> None:
+def refuse_queued_runs(folders: list[Path]) -> None:
     """Raise ValueError for a resumed run whose job is still queued or running: two jobs would share its folder."""
     for folder in folders:
-        start = STARTED_BY_SLURM.fullmatch(started_by(folder) or "")
-        state = start and (slurm_queue.states([start["job"]]) or {}).get(start["job"])
+        start = STARTED_BY_SLURM.fullmatch(start_of_folder(folder) or "")
+        state = start and (slurm_queue.job_states([start["job"]]) or {}).get(start["job"])
         if state and state.word not in slurm_queue.ENDED:
             raise ValueError(
                 f"resume: {folder} is that of SLURM job {start['job']}, which is {state.word.lower()}: wait for it, or "
@@ -180,13 +182,13 @@ def refuse_what_is_queued(folders: list[Path]) -> None:
             )
 
 
-def say(job: str, state: slurm_queue.State) -> None:
+def print_state(job: str, state: slurm_queue.JobState) -> None:
     """Print a job's new state."""
     why = f" ({state.reason})" if state.reason not in ("", "None") else ""
     print(f"job {job}: {state.word.lower().replace('_', ' ')}{why}", flush=True)
 
 
-def succeeded(job: Any, seconds: float = 10.0) -> bool:
+def has_succeeded(job: Any, seconds: float = 10.0) -> bool:
     """Return whether every task of a job left a successful result; wait, since file systems can be slow."""
     deadline = time.monotonic() + seconds
     for rank in range(job.num_tasks):
@@ -201,14 +203,14 @@ def succeeded(job: Any, seconds: float = 10.0) -> bool:
     return True
 
 
-def reason(job: Any, state: slurm_queue.State, folder: Path) -> str:
+def failure_reason(job: Any, state: slurm_queue.JobState, folder: Path) -> str:
     """Return why a job failed: the first failed rank's line, else its tasks' last line, else SLURM's state."""
-    said = first_failed(folder) or last_words(job)
+    said = first_failure(folder) or last_log_line(job)
     end = state.word.lower().replace("_", " ") + (f", {state.exit}" if state.exit else "")
     return said or f"{end}, without a word; see {job.paths.stderr.parent}"
 
 
-def last_words(job: Any) -> str | None:
+def last_log_line(job: Any) -> str | None:
     """Return our own last line in the logs of a job's tasks, else their last line."""
     logs = sorted(job.paths.folder.glob(f"{job.job_id}_*_log.err"))
     lines = [line.strip() for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]

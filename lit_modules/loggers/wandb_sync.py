@@ -38,7 +38,7 @@ def run(cfg: DictConfig) -> None:
         RunFailed: wandb's server does not answer, or did not take everything.
     """
     waiting = {folder: parts for folder in run_folders(cfg.run, cfg.runs_dir) if (parts := unsent_parts(folder))}
-    for folder in [folder for folder in waiting if run_folder.is_held(folder)]:
+    for folder in [folder for folder in waiting if run_folder.is_locked(folder)]:
         print(f"{folder}: is going on; left for later")
         del waiting[folder]
     if not waiting:

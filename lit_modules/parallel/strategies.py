@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.settings import check_keys, check_whole
 from lit_modules.checkpoints.strategy import Checkpointed
-from lit_modules.launching.children import NamesKilledRanks
+from lit_modules.launching.children import WatchesRanks
 from lit_modules.parallel.layout import Layout, lay_out
 
 # Timeout of a collective. The watchdog reports a hanging rank much earlier; this is for runs without it.
@@ -27,7 +27,7 @@ class OneDevice(Checkpointed, SingleDeviceStrategy):
     context_group: dist.ProcessGroup | None = None
 
 
-class DataParallel(Checkpointed, NamesKilledRanks, DDPStrategy):
+class DataParallel(Checkpointed, WatchesRanks, DDPStrategy):
     """DDP: every rank holds all weights. `settings` are arguments of torch's DistributedDataParallel.
 
     Args:
@@ -75,7 +75,7 @@ class DataParallel(Checkpointed, NamesKilledRanks, DDPStrategy):
         self.context_group = self.layout.context_group(self.root_device.type)
 
 
-class Sharded(Checkpointed, NamesKilledRanks, ModelParallelStrategy):
+class Sharded(Checkpointed, WatchesRanks, ModelParallelStrategy):
     """FSDP2: weights, gradients and optimizer states of each block are sharded over ranks.
 
     Args:

@@ -159,7 +159,7 @@ def test_values_go_to_the_wandb_run_at_its_last_step_unless_it_is_going_on(tmp_p
     assert told == []  # a run without wandb
     (run / "wandb").mkdir()
     (run / "wandb" / "run-id.txt").write_text("abc")
-    with run_folder.hold(run):
+    with run_folder.lock_folder(run):
         log()
     assert told == []
     log()

@@ -33,7 +33,7 @@ def composed():
 @pytest.fixture
 def evaluate(composed, tasks_folder, datasets_folder, tmp_path, monkeypatch):
     """Run the job with the tiny tasks and data in float64; return what it wrote to the test's folder."""
-    monkeypatch.setattr(run_folder, "commit", lambda: "0" * 40)
+    monkeypatch.setattr(run_folder, "code_commit", lambda: "0" * 40)
 
     def call(checkpoint, *tasks, **changes):
         cfg = composed.copy()

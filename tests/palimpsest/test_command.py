@@ -10,7 +10,7 @@ import pytest
 from hydra.errors import InstantiationException
 
 import palimpsest
-from lit_modules.launching.conf_files import Files
+from lit_modules.launching.conf_files import ConfFiles
 from tests.conftest import ROOT, composed
 
 pytestmark = pytest.mark.core
@@ -114,7 +114,7 @@ def test_the_other_package_named_kernels_is_pointed_out(run, monkeypatch):
     assert "pip uninstall kernels" in found.err
 
 
-@pytest.mark.parametrize("experiment", Files([ROOT / "conf"]).choices("experiment"))
+@pytest.mark.parametrize("experiment", ConfFiles([ROOT / "conf"]).choices("experiment"))
 def test_every_experiment_composes_and_builds_its_parts(experiment):
     import hydra
     import torch
@@ -167,7 +167,7 @@ def test_a_full_disk_ends_a_start_in_one_line(run, command, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "config.yaml")
 
-    monkeypatch.setattr(palimpsest.start, "begin", full)
+    monkeypatch.setattr(palimpsest.start, "prepare_rank", full)
     found = run()
     assert found.status == 1
     assert (

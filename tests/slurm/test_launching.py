@@ -179,7 +179,7 @@ def test_ctrl_c_leaves_the_jobs_and_says_how_to_follow_and_cancel_them(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(slurm_queue, "follow", interrupted)
+    monkeypatch.setattr(slurm_queue, "wait_for_jobs", interrupted)
     found = run(*LAUNCHER, "hydra.launcher.setup=['sleep 60']")
     (job,) = slurm.ask("squeue", "-h", "-o", "%i").split()
     slurm.ask("scancel", job)

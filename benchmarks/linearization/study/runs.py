@@ -144,7 +144,7 @@ def main() -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lit_modules.launching.run_folder import commit
+    from lit_modules.launching.run_folder import code_commit
 
     try:
         runs = wanted(arguments)
@@ -171,12 +171,12 @@ def main() -> int:
                 failures += 1
                 print(f"{name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
                 continue
-            result, points = records(found, teacher, commit() or "", gpu)
+            result, points = records(found, teacher, code_commit() or "", gpu)
             append(arguments.results / CURVES, points)
             unigram = {**found, "name": UNIGRAM, "seed": 0, "tokens": 0, "nats": found["unigram"], "settings": "[]"}
             missing = (UNIGRAM, 0) not in done
             done |= {(name, seed), (UNIGRAM, 0)}
-            yardstick = [records({**unigram, "points": {}}, teacher, commit() or "", gpu)[0]] if missing else []
+            yardstick = [records({**unigram, "points": {}}, teacher, code_commit() or "", gpu)[0]] if missing else []
             append(arguments.results / RUNS, [*yardstick, result])
             kept = f", softmax layers {found['kept']}" if found["kept"] else ""
             print(

@@ -170,22 +170,22 @@ def checkpoint(folder: Path, step: int) -> None:
 def test_a_run_restarts_three_times_without_a_new_checkpoint_and_no_more(tmp_path: Path) -> None:
     checkpoint(tmp_path, 4)
     again = ProcessInfo(attempt=1)
-    assert [restarts.count(tmp_path, again) for _ in range(3)] == [1, 2, 3]
+    assert [restarts.count_restart(tmp_path, again) for _ in range(3)] == [1, 2, 3]
     assert restarts.restart(tmp_path, again).startswith("stopped after 3 restarts without a new checkpoint")
     checkpoint(tmp_path, 8)
     assert restarts.restart(tmp_path, again) == "resume=auto goes on from the last checkpoint"
-    assert restarts.count(tmp_path, again) == 1
+    assert restarts.count_restart(tmp_path, again) == 1
 
 
 def test_a_person_who_starts_the_run_begins_the_count_anew(tmp_path: Path) -> None:
     for _ in range(3):
-        restarts.count(tmp_path, ProcessInfo(attempt=2))
-    assert restarts.count(tmp_path, ProcessInfo()) == 0
-    assert restarts.count(tmp_path, ProcessInfo(attempt=1)) == 1
+        restarts.count_restart(tmp_path, ProcessInfo(attempt=2))
+    assert restarts.count_restart(tmp_path, ProcessInfo()) == 0
+    assert restarts.count_restart(tmp_path, ProcessInfo(attempt=1)) == 1
 
 
 def test_a_start_after_too_many_ends_in_one_line(run, command, monkeypatch) -> None:
-    monkeypatch.setattr(restarts, "count", lambda folder, here: restarts.MOST + 1)
+    monkeypatch.setattr(restarts, "count_restart", lambda folder, here: restarts.MAX_RESTARTS + 1)
     found = run()
     assert found.status == 1
     assert "stopped after 3 restarts without a new checkpoint" in found.err
@@ -193,7 +193,7 @@ def test_a_start_after_too_many_ends_in_one_line(run, command, monkeypatch) -> N
 
 
 def test_one_rank_of_an_attempt_asks_for_the_restart(tmp_path: Path) -> None:
-    assert restarts.is_first(tmp_path)
-    assert not restarts.is_first(tmp_path)
-    restarts.count(tmp_path, ProcessInfo())
-    assert restarts.is_first(tmp_path)
+    assert restarts.is_first_to_ask(tmp_path)
+    assert not restarts.is_first_to_ask(tmp_path)
+    restarts.count_restart(tmp_path, ProcessInfo())
+    assert restarts.is_first_to_ask(tmp_path)

@@ -21,7 +21,7 @@ PARSER = OverridesParser.create()
 
 def read(argument: str) -> str:
     """The prompt that a job reads."""
-    (given,) = [each for each in arguments.prepared([argument], CONF) if each.startswith("prompt=")]
+    (given,) = [each for each in arguments.prepare_arguments([argument], CONF) if each.startswith("prompt=")]
     value = PARSER.parse_override(given).value()
     return OmegaConf.create({"prompt": value.text if isinstance(value, QuotedString) else value}).prompt
 
@@ -71,28 +71,28 @@ def test_one_pair_of_quotes_around_a_whole_prompt_is_taken_off(quoted, text):
 @example("????")
 @example("<???>")
 def test_every_text_reaches_the_job_as_it_is(text):
-    assume(arguments.text_of(f"prompt={text}") != arguments.MISSING)  # refused: the test below
-    assert read(f"prompt={text}") == arguments.text_of(f"prompt={text}")
+    assume(arguments.argument_text(f"prompt={text}") != arguments.MISSING)  # refused: the test below
+    assert read(f"prompt={text}") == arguments.argument_text(f"prompt={text}")
     assert read(f"prompt=<{text}>") == f"<{text}>"
 
 
 def test_a_prompt_that_the_shell_has_cut_is_refused_in_words():
     with pytest.raises(ValueError, match="world is not key=value: put quotes around the whole prompt"):
-        arguments.prepared(["job=generate", "prompt=Hello,", "world"], CONF)
-    arguments.prepared(["prompt=Hello", "-m", "~callbacks"], CONF)
+        arguments.prepare_arguments(["job=generate", "prompt=Hello,", "world"], CONF)
+    arguments.prepare_arguments(["prompt=Hello", "-m", "~callbacks"], CONF)
 
 
 @pytest.mark.parametrize("argument", ["prompt=???", "prompt='???'"])
 def test_the_one_text_that_means_no_value_is_refused(argument):
     with pytest.raises(ValueError, match=re.escape("prompt=??? means no value here")):
-        arguments.prepared([argument], CONF)
+        arguments.prepare_arguments([argument], CONF)
 
 
 def test_settings_in_the_current_folder_are_searched_unless_others_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert arguments.prepared(["seed=1"], CONF) == ["seed=1"]
+    assert arguments.prepare_arguments(["seed=1"], CONF) == ["seed=1"]
     Path("conf").mkdir()
-    assert arguments.prepared(["seed=1"], CONF) == ["--config-dir", str(tmp_path / "conf"), "seed=1"]
-    assert arguments.prepared(["seed=1"], tmp_path / "conf") == ["seed=1"]
+    assert arguments.prepare_arguments(["seed=1"], CONF) == ["--config-dir", str(tmp_path / "conf"), "seed=1"]
+    assert arguments.prepare_arguments(["seed=1"], tmp_path / "conf") == ["seed=1"]
     for given_folder in (["--config-dir", "x"], ["--config-dir=x"], ["-cd", "x"]):
-        assert arguments.prepared(given_folder, CONF) == given_folder
+        assert arguments.prepare_arguments(given_folder, CONF) == given_folder

@@ -12,7 +12,7 @@ import pytest
 
 from lit_modules.launching import start
 from lit_modules.launching.command_line import check_command_line
-from lit_modules.launching.conf_files import Files
+from lit_modules.launching.conf_files import ConfFiles
 from lit_modules.launching.known_keys import OF_TRAINER
 from lit_modules.launching.signatures import Arguments, arguments
 from tests.conftest import ROOT
@@ -244,7 +244,7 @@ def test_arguments_of_a_networks_configuration_are_its_own_fields_and_any_of_hug
 
 
 def test_every_choice_has_the_keys_of_its_target():
-    files = Files([CONF])
+    files = ConfFiles([CONF])
     for file in CONF.rglob("[!_]*.yaml"):
         body = files.whole(str(file.relative_to(CONF).with_suffix("")))
         target = body.get("_target_")

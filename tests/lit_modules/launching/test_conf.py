@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from lit_modules.launching.conf_files import OF_HYDRA, Files, is_part
+from lit_modules.launching.conf_files import OF_HYDRA, ConfFiles, is_part
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.core
 
 CONF = ROOT / "conf"
-FILES = Files([CONF])
+FILES = ConfFiles([CONF])
 PATHS = sorted(
     str(file.relative_to(CONF).with_suffix("")) for file in CONF.rglob("*.yaml") if "local" not in file.parts
 )

@@ -42,7 +42,7 @@ def test_the_first_rank_that_fails_is_recorded_and_speaks_and_later_ones_are_sil
     assert said.startswith("palimpsest: rank 1 of 2 on ")
     assert f"failed first: ArithmeticError: too much; its log is {tmp_path}/logs/rank_00001.log" in said
     assert json.loads((tmp_path / "failed.json").read_text())["rank"] == 1
-    assert failures.first_failed(tmp_path) == said.removeprefix("palimpsest: ").strip()
+    assert failures.first_failure(tmp_path) == said.removeprefix("palimpsest: ").strip()
 
 
 def test_a_users_mistake_is_said_once_and_in_its_own_words(as_rank, tmp_path, capsys):
@@ -62,11 +62,11 @@ def test_a_new_attempt_keeps_the_failures_of_those_before_it(as_rank, tmp_path):
     as_rank(0)
     for number in (1, 2):
         end_with(RuntimeError(f"attempt {number}"), tmp_path)
-        failures.set_aside(tmp_path)
-    failures.set_aside(tmp_path)
+        failures.archive_failure(tmp_path)
+    failures.archive_failure(tmp_path)
     kept = [json.loads((tmp_path / f"failed-{number}.json").read_text())["error"] for number in (1, 2)]
     assert kept == ["RuntimeError: attempt 1", "RuntimeError: attempt 2"]
-    assert failures.first_failed(tmp_path) is None
+    assert failures.first_failure(tmp_path) is None
 
 
 def test_an_error_of_a_process_alone_is_left_as_it_is(as_rank, tmp_path):
@@ -78,7 +78,7 @@ def test_an_error_of_a_process_alone_is_left_as_it_is(as_rank, tmp_path):
 
 def test_the_process_that_started_the_others_is_silent_when_one_of_them_has_spoken(as_rank, tmp_path, capsys):
     as_rank(1, launcher="lightning")
-    failures.record(tmp_path, ArithmeticError("too much"))
+    failures.record_failure(tmp_path, ArithmeticError("too much"))
     capsys.readouterr()
     as_rank(0, world_size=1, launcher=None)
     assert end_with(RuntimeError("connection closed by peer"), tmp_path) == 1
@@ -91,9 +91,9 @@ def test_all_that_another_rank_says_is_in_its_log_and_its_failure_on_the_termina
         "from lit_modules.launching.process import this_process; folder = sys.argv[1]; "
         "handlers = [rank_logs.Terminal(), rank_logs.LogFile(rank_logs.log_file(folder, 'palimpsest'))]; "
         "logging.basicConfig(handlers=handlers, level='INFO', format='%(message)s'); "
-        "rank_logs.log_to_own_file(pathlib.Path(folder), this_process()); "
+        "rank_logs.redirect_to_log_file(pathlib.Path(folder), this_process()); "
         "print('printed', flush=True); logging.info('logged'); os.write(2, b'from a library\\n'); "
-        "rank_logs.say_on_terminal('said')"
+        "rank_logs.print_on_terminal('said')"
     )
     environment = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, capture_output=True, text=True)

@@ -141,11 +141,11 @@ def test_a_run_whose_job_is_still_queued_is_not_resumed_in_a_second_one(tmp_path
 
     (tmp_path / "started.json").write_text('{"job": "slurm 1234.0", "attempt": 0}')
     asked = []
-    states = {} if word is None else {"1234": slurm_queue.State(word)}
-    monkeypatch.setattr(slurm_queue, "states", lambda jobs: asked.extend(jobs) or states)
+    states = {} if word is None else {"1234": slurm_queue.JobState(word)}
+    monkeypatch.setattr(slurm_queue, "job_states", lambda jobs: asked.extend(jobs) or states)
     refused = pytest.raises(
         ValueError, match=r"is that of SLURM job 1234, which is \w+: wait for it, or cancel it first"
     )
     with refused if word in ("PENDING", "RUNNING") else contextlib.nullcontext():
-        slurm_submission.refuse_what_is_queued([tmp_path / "new", tmp_path])
+        slurm_submission.refuse_queued_runs([tmp_path / "new", tmp_path])
     assert asked == ["1234"]

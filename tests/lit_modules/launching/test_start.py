@@ -31,10 +31,10 @@ def cfg():
 def test_a_requeued_start_goes_on_in_its_folder_and_another_start_has_its_own(started, cfg, tmp_path):
     started(HERE)
     first = start.run_folder(True, str(tmp_path), "demo", None)
-    assert start.begin(cfg, run_folder.Path(first))
+    assert start.prepare_rank(cfg, run_folder.Path(first))
     started(replace(HERE, job="slurm 13.batch"))
     other = start.run_folder(True, str(tmp_path), "demo", None)
-    assert start.begin(cfg, run_folder.Path(other))
+    assert start.prepare_rank(cfg, run_folder.Path(other))
     assert other != first
     started(replace(HERE, attempt=1))
     assert start.run_folder(True, str(tmp_path), "demo", None) == first
@@ -45,9 +45,9 @@ def test_a_requeued_start_goes_on_in_its_folder_and_another_start_has_its_own(st
 
 def test_a_requeued_run_that_has_finished_has_nothing_left_to_do(started, cfg, tmp_path):
     started(replace(HERE, attempt=1))
-    assert start.begin(cfg, tmp_path)
+    assert start.prepare_rank(cfg, tmp_path)
     run_folder.write_summary(tmp_path, {"loss": 1.0})
-    assert not start.begin(cfg, tmp_path)
+    assert not start.prepare_rank(cfg, tmp_path)
 
 
 def test_a_folder_where_nothing_can_be_written_is_one_line(started, tmp_path):
@@ -61,7 +61,7 @@ def test_a_dry_run_without_a_launcher_is_refused(started, cfg, tmp_path):
     started(HERE)
     cfg.dry_run = True
     with pytest.raises(ValueError, match=r"dry_run=true .*: give -m hydra/launcher=slurm as well"):
-        start.begin(cfg, tmp_path)
+        start.prepare_rank(cfg, tmp_path)
 
 
 def test_only_the_first_rank_writes_hydras_files(started, tmp_path):

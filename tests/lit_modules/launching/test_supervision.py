@@ -12,7 +12,7 @@ import lightning
 import pytest
 
 from lit_modules.launching import supervision
-from lit_modules.launching.children import Launcher
+from lit_modules.launching.children import WatchingLauncher
 from lit_modules.parallel.strategies import DataParallel
 from tests.conftest import ROOT
 
@@ -28,8 +28,8 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from lit_modules.launching import supervision
-supervision.supervise()
-supervision.tell_folder(Path(sys.argv[1]))
+supervision.fork_supervisor()
+supervision.send_folder(Path(sys.argv[1]))
 """
 
 
@@ -83,7 +83,7 @@ def test_signals_are_passed_on_and_a_rank_ends_with_the_process_above_it(tmp_pat
 
 def test_elsewhere_no_process_is_put_above(monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("it forks"))
-    supervision.supervise()
+    supervision.fork_supervisor()
 
 
 def test_of_the_ranks_on_one_machine_the_one_that_is_killed_is_named(tmp_path, monkeypatch, capfd):
@@ -99,7 +99,7 @@ def test_of_the_ranks_on_one_machine_the_one_that_is_killed_is_named(tmp_path, m
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     children[1].kill()
     with pytest.raises(Ended, match="1"):
-        supervision.watch(children, tmp_path, lambda: False)
+        supervision.watch_children(children, tmp_path, lambda: False)
     assert capfd.readouterr().err == (
         "palimpsest: rank 2 of 3 on here was killed (out of memory?); resume=auto goes on from the last checkpoint; "
         f"its log is {tmp_path}/logs/rank_00002.log\n"
@@ -111,7 +111,7 @@ def test_ranks_that_this_process_ends_are_not_named(tmp_path, capfd):
     child = subprocess.Popen(["sleep", "60"])
     child.kill()
     time.sleep(0.1)
-    supervision.watch([child], tmp_path, lambda: True)
+    supervision.watch_children([child], tmp_path, lambda: True)
     child.wait()
     assert capfd.readouterr().err == ""
 
@@ -126,4 +126,4 @@ def test_lightning_starts_the_ranks_through_the_launcher_that_names_them():
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    assert type(trainer.strategy.launcher) is Launcher
+    assert type(trainer.strategy.launcher) is WatchingLauncher

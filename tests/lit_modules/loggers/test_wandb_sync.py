@@ -149,7 +149,7 @@ def test_a_wandb_that_fails_costs_one_line_and_not_the_run(server, tmp_path, cap
 
 def test_a_run_that_is_going_on_is_left_for_later(server, tmp_path, capfd):
     kept(tmp_path)
-    with run_folder.hold(tmp_path):
+    with run_folder.lock_folder(tmp_path):
         sync(tmp_path)
     assert "is going on; left for later" in capfd.readouterr().out
     assert run_id(tmp_path) not in server.runs

@@ -230,7 +230,7 @@ def test_instructions_are_learned_and_measured_on_their_answers(linearize, folde
         "max_tokens=2048",
     )
     with monkeypatch.context() as killed:
-        killed.setattr(run_folder, "hold", lambda folder: io.StringIO())  # a process that is killed lets go of its run
+        killed.setattr(run_folder, "lock_folder", lambda folder: io.StringIO())  # a killed process frees its run
         killed.setattr(layer_setup, "sensitivity", Mock(side_effect=KeyboardInterrupt))
         assert linearize(*settings, data=alpaca(records)).status == 130
     read.clear()
