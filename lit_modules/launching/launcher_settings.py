@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig
 
 from common.settings import SettingError, check_number, check_whole, instead
-from lit_modules.launching.consistency import devices
+from lit_modules.launching.consistency import devices_per_node
 
 # As in sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes ...
 TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)
@@ -66,7 +66,7 @@ def _check_ranks(config: DictConfig) -> None:
             f"trainer.num_nodes={trainer.num_nodes} is not hydra.launcher.nodes={launcher.nodes}: leave "
             "trainer.num_nodes out, it follows"
         )
-    if isinstance(trainer.devices, int) and devices(trainer.devices) not in (None, launcher.tasks_per_node):
+    if isinstance(trainer.devices, int) and devices_per_node(trainer.devices) not in (None, launcher.tasks_per_node):
         raise ValueError(
             f"hydra.launcher.tasks_per_node={launcher.tasks_per_node} is not trainer.devices={trainer.devices}: leave "
             "hydra.launcher.tasks_per_node out, it follows"

@@ -15,11 +15,17 @@ from common.settings import check_switch
 from lit_modules.launching import consistency, failures, rank_logs, rendezvous, restarts, supervision
 from lit_modules.launching.choices import choices
 from lit_modules.launching.process import ProcessInfo, this_process
-from lit_modules.launching.run_folder import SUMMARY, choose_hydra, choose_run, choose_sweep, sweep_run
+from lit_modules.launching.run_folder import (
+    SUMMARY,
+    choose_hydra_folder,
+    choose_run_folder,
+    choose_sweep_folder,
+    sweep_run,
+)
 
 log = logging.getLogger(__name__)
 
-STARTED = "started.json"  # {"job", "attempt", "at"}: the start that a requeue continues
+START_FILE = "started.json"  # {"job", "attempt", "at"}: the start that a requeue continues
 
 
 def register_resolvers() -> None:
@@ -49,21 +55,21 @@ def run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, resume:
     here = this_process()
 
     def choose() -> str:
-        began = begun_by(here, Path(runs_dir) / (experiment or "default"))
-        return str(began) if began else choose_run(makes_a_run, runs_dir, experiment, resume)
+        began = find_requeued_folder(here, Path(runs_dir) / (experiment or "default"))
+        return str(began) if began else choose_run_folder(makes_a_run, runs_dir, experiment, resume)
 
-    return choose() if here.launcher == "lightning" else rendezvous.one_folder(choose)
+    return choose() if here.launcher == "lightning" else rendezvous.agree_on_folder(choose)
 
 
 def sweep_folder(runs_dir: str, experiment: str | None, resume: str | None) -> str:
     """Return choose_sweep's folder on all ranks."""
     check_type("runs_dir", runs_dir, str)
-    return rendezvous.one_folder(lambda: choose_sweep(runs_dir, experiment, resume))
+    return rendezvous.agree_on_folder(lambda: choose_sweep_folder(runs_dir, experiment, resume))
 
 
 def hydra_folder(makes_a_run: bool, folder: str) -> str | None:
     """Return choose_hydra's folder; None on all ranks except 0, which alone writes Hydra's files."""
-    return choose_hydra(makes_a_run, folder) if this_process().rank == 0 else None
+    return choose_hydra_folder(makes_a_run, folder) if this_process().rank == 0 else None
 
 
 def gpus_per_node(accelerator: str, devices: Any) -> Any:
@@ -71,20 +77,20 @@ def gpus_per_node(accelerator: str, devices: Any) -> Any:
     return None if accelerator == "cpu" else devices
 
 
-def begun_by(here: ProcessInfo, parent: Path) -> Path | None:
+def find_requeued_folder(here: ProcessInfo, parent: Path) -> Path | None:
     """Return the newest run below `parent` that this start created before its requeue; None without one."""
     if here.job is None or here.attempt == 0 or not parent.is_dir():
         return None
     for folder in sorted((each for each in parent.iterdir() if each.is_dir()), key=lambda f: f.name, reverse=True):
-        if started_by(folder) == here.job:
+        if start_of_folder(folder) == here.job:
             return folder
     return None
 
 
-def started_by(folder: Path) -> str | None:
+def start_of_folder(folder: Path) -> str | None:
     """Return the name (`ProcessInfo.job`) of the start that last ran here; None if unknown."""
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / STARTED).read_text(encoding="utf-8")).get("job")
+        return json.loads((folder / START_FILE).read_text(encoding="utf-8")).get("job")
     return None
 
 
@@ -94,7 +100,7 @@ def check_switches(cfg: DictConfig) -> None:
         check_switch(key, cfg[key])
 
 
-def begin(cfg: DictConfig, folder: Path) -> bool:
+def prepare_rank(cfg: DictConfig, folder: Path) -> bool:
     """Prepare this rank for its job: check consistency, set the trainer's sizes, and open its log.
 
     Returns:
@@ -105,23 +111,23 @@ def begin(cfg: DictConfig, folder: Path) -> bool:
         run_folder.SilentExit: another rank reports the mistake.
     """
     here = this_process()
-    supervision.tell_folder(folder)
+    supervision.send_folder(folder)
     if cfg.dry_run:
         raise ValueError("dry_run=true prints the script of a launcher: give -m hydra/launcher=slurm as well")
     if here.launcher == "lightning" and here.rank > 0:
-        rank_logs.log_to_own_file(folder, here)
+        rank_logs.redirect_to_log_file(folder, here)
         return True
-    consistency.agree(cfg, folder)
-    rank_logs.log_to_own_file(folder, here)
+    consistency.check_consistency(cfg, folder)
+    rank_logs.redirect_to_log_file(folder, here)
     if (here.attempt > 0 or cfg.resume is not None) and (folder / SUMMARY).is_file():
         if here.rank == 0:
             log.info(f"run: {folder} has finished; nothing is left to do")
         return False
     if here.rank == 0:
-        failures.set_aside(folder)
+        failures.archive_failure(folder)
         if here.attempt == 0:
-            restarts.forget(folder)
+            restarts.reset_count(folder)
         if here.job is not None:
             when = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
-            write_atomic(folder / STARTED, json.dumps({"job": here.job, "attempt": here.attempt, "at": when}) + "\n")
+            write_atomic(folder / START_FILE, json.dumps({"job": here.job, "attempt": here.attempt, "at": when}) + "\n")
     return True
