@@ -61,7 +61,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     with tempfile.TemporaryDirectory() as folder:
         source = LocalDocs(max_bytes=arguments.megabytes * 10**6)
-        data = TextData(source, ByteLevelBPE(16384), folder)
+        data = TextData(source=source, tokenizer=ByteLevelBPE(16384), data_dir=folder)
         data.prepare()
         documents_folder = next(Path(folder).glob("documents-*"))
         in_memory = [text for split in SPLITS for text in texts(documents_folder, split)]

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ RECORDS_AT_ONCE = 512
 CHOICES = {"template": ("alpaca", "chat"), "loss_on": ("answers", "all"), "packing": tuple(PACKINGS)}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class InstructionData(TokenData):
     """Instructions and their answers, rendered, tokenized, and packed into sequences under `data_dir`.
 
@@ -49,46 +51,34 @@ class InstructionData(TokenData):
             the record.
     """
 
+    path: str | int | Path
+    split: str = "train"
+    revision: str | None = None
+    columns: Mapping[str, str | None] | None = None
+    template: str = "chat"
+    loss_on: str = "answers"
+    packing: str = "whole"
+    cross_documents: bool = False
+    sequence_length: int = 1024
+    validation_length: int = 1024
+    batch_tokens: int = 8192
+    validation_records: int | None = 200
+    validation_fraction: float | None = None
+
     documents_have_start = False  # an example starts as its template says
 
-    def __init__(
-        self,
-        path: str | int | Path,
-        tokenizer: Pretrained,
-        data_dir: str | Path = "data",
-        split: str = "train",
-        revision: str | None = None,
-        columns: Mapping[str, str | None] | None = None,
-        template: str = "chat",
-        loss_on: str = "answers",
-        packing: str = "whole",
-        cross_documents: bool = False,
-        sequence_length: int = 1024,
-        validation_length: int = 1024,
-        batch_tokens: int = 8192,
-        micro_batch_size: int = 8,
-        validation_records: int | None = 200,
-        validation_fraction: float | None = None,
-        seed: int = 0,
-        num_workers: int = 0,
-        full_hash: bool = False,
-    ) -> None:
-        super().__init__(
-            data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers, full_hash
-        )
-        for key, value in (("template", template), ("loss_on", loss_on), ("packing", packing)):
-            check_choice(f"data.{key}", value, CHOICES[key])
-        check_switch("data.cross_documents", cross_documents)
-        if not isinstance(tokenizer, Pretrained):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, known in CHOICES.items():
+            check_choice(f"data.{key}", getattr(self, key), known)
+        check_switch("data.cross_documents", self.cross_documents)
+        if not isinstance(self.tokenizer, Pretrained):
             raise ValueError(
                 "tokenizer=bpe is trained on text, and data has instructions: use tokenizer=pretrained and the model's "
                 "own (tokenizer.path)"
             )
-        _check_held_out(validation_records, validation_fraction)
-        self.records = Records(_place(path), split, revision, _names(columns))
-        self.tokenizer, self.template, self.loss_on = tokenizer, template, loss_on
-        self.packing, self.cross_documents = packing, cross_documents
-        self.validation_records, self.validation_fraction = validation_records, validation_fraction
+        _check_held_out(self.validation_records, self.validation_fraction)
+        self.records = Records(_place(self.path), self.split, self.revision, _names(self.columns))
         self._folder: Path | None = None
 
     def prepare(self) -> None:
@@ -100,7 +90,7 @@ class InstructionData(TokenData):
         if self.fingerprint is not None:
             return
         records, earlier = (self.records.identity(by) for by in (self.identified_by, EARLIER))
-        tokenizer = self._prepare_tokenizer(self.tokenizer, None)
+        tokenizer = self._prepare_tokenizer(None)
         if self.hf_tokenizer.eos_token_id is None:
             raise ValueError(
                 f"tokenizer.path={self.tokenizer.path} has no eos_token, which ends every answer: set one in its "

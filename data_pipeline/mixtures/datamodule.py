@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from data_pipeline.mixtures.sequences import HeldOutSequences, TrainingSequences
 from data_pipeline.tokens.batches import BlockSequences
 from data_pipeline.tokens.datamodule import PackedText
 from data_pipeline.tokens.order import RunOrder
-from data_pipeline.tokens.tokenizer import ByteLevelBPE, Pretrained
 from data_pipeline.tokens.yardsticks import NAMES, yardsticks
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 MIXTURE_FORMATS = {"documents": 1, "mixture": 1}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MixtureData(PackedText):
     """Text of several components, read in one run with weights by phase.
 
@@ -49,47 +50,21 @@ class MixtureData(PackedText):
         max_tokens: of the whole run.
     """
 
+    max_tokens: int
+    corpus: str | None = None
+    components: Mapping | None = None
+    phases: Sequence[Mapping] | None = None
+    max_epochs: float | None = None
+
     _collate = staticmethod(collate_components)
 
-    def __init__(
-        self,
-        tokenizer: ByteLevelBPE | Pretrained,
-        max_tokens: int,
-        corpus: str | None = None,
-        components: Mapping | None = None,
-        phases: Sequence[Mapping] | None = None,
-        max_epochs: float | None = None,
-        data_dir: str | Path = "data",
-        block_length: int = 2048,
-        sequence_length: int = 2048,
-        validation_length: int = 2048,
-        batch_tokens: int = 524288,
-        micro_batch_size: int = 8,
-        seed: int = 0,
-        processes: int | None = None,
-        num_workers: int = 0,
-        full_hash: bool = False,
-    ) -> None:
-        super().__init__(
-            tokenizer,
-            data_dir,
-            block_length,
-            sequence_length,
-            validation_length,
-            batch_tokens,
-            micro_batch_size,
-            seed,
-            processes,
-            num_workers,
-            full_hash,
-        )
-        check_whole("data.max_tokens", max_tokens, 1)
-        check_components(corpus, components, max_epochs)
-        self.corpus, self.components, self.max_epochs = corpus, components, max_epochs
-        self.max_tokens = max_tokens
-        self._phases = read_phases(phases)
-        steps = math.ceil(max_tokens / batch_tokens)
-        self._ends = phase_ends(self._phases, max_tokens, steps * (batch_tokens // sequence_length), sequence_length)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole("data.max_tokens", self.max_tokens, 1)
+        check_components(self.corpus, self.components, self.max_epochs)
+        self._phases = read_phases(self.phases)
+        sequences = math.ceil(self.max_tokens / self.batch_tokens) * (self.batch_tokens // self.sequence_length)
+        self._ends = phase_ends(self._phases, self.max_tokens, sequences, self.sequence_length)
         self._blocks: dict[str, Path] = {}
         self._documents: dict[str, Path] = {}
         self._planned: list[PlannedPhase] = []
@@ -106,7 +81,7 @@ class MixtureData(PackedText):
         self._check_weights(components)
         for component in components:
             self._documents[component.name] = self._prepare_documents(component)
-        tokenizer = self._prepare_tokenizer(self.tokenizer, self._join_documents())
+        tokenizer = self._prepare_tokenizer(self._join_documents())
         for component in components:
             self._blocks[component.name] = self._prepare_component(component, tokenizer)
         counted = {name: read_manifest(folder) for name, folder in self._blocks.items()}

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +16,6 @@ from data_pipeline.tokens.blocks import write_blocks
 from data_pipeline.tokens.gathering import gather
 from data_pipeline.tokens.longcrawl64 import VOCABULARY, ArraySequences, LongCrawl64
 from data_pipeline.tokens.token_data import LEAST_LENGTH, TokenData, tokenizer_identity
-from data_pipeline.tokens.tokenizer import ByteLevelBPE, Pretrained
 from data_pipeline.tokens.yardsticks import yardsticks
 from data_pipeline.workers import available_processes, most_processes
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 FORMATS = {"documents": 2, "blocks": 1}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PackedText(TokenData):
     """Text in documents folders, tokenized and packed into rows of `block_length` under `data_dir`.
 
@@ -32,27 +33,14 @@ class PackedText(TokenData):
         processes: number of worker processes; None for one per core.
     """
 
-    def __init__(
-        self,
-        tokenizer: ByteLevelBPE | Pretrained,
-        data_dir: str | Path,
-        block_length: int,
-        sequence_length: int,
-        validation_length: int,
-        batch_tokens: int,
-        micro_batch_size: int,
-        seed: int,
-        processes: int | None,
-        num_workers: int,
-        full_hash: bool,
-    ) -> None:
-        check_lengths(block_length, sequence_length, validation_length)
-        super().__init__(
-            data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers, full_hash
-        )
-        check_whole("data.processes", processes, 1, most_processes(), null=True)
-        self.tokenizer, self.block_length = tokenizer, block_length
-        self.processes = processes or available_processes()
+    block_length: int = 2048
+    processes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_lengths(self.block_length, self.sequence_length, self.validation_length)
+        super().__post_init__()
+        check_whole("data.processes", self.processes, 1, most_processes(), null=True)
+        self.processes = self.processes or available_processes()
 
     def _prepare_blocks(self, documents: Path, tokenizer: Path) -> Path:
         identity = self._blocks_identity(documents, tokenizer)
@@ -96,6 +84,7 @@ class PackedText(TokenData):
         return sequences
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TextData(PackedText):
     """Text from a source: gathered, split, tokenized and packed into rows of `block_length` under `data_dir`.
 
@@ -104,46 +93,18 @@ class TextData(PackedText):
 
     Args:
         source: one of `data_pipeline.sources`.
-        tokenizer: one of `data_pipeline.tokens.tokenizer`.
         validation_fraction: share of documents drawn by hash; those that other documents repeat return to train.
-        processes: number of worker processes; None for one per core.
     """
 
-    def __init__(
-        self,
-        source: object,
-        tokenizer: ByteLevelBPE | Pretrained,
-        data_dir: str | Path = "data",
-        block_length: int = 2048,
-        sequence_length: int = 2048,
-        validation_length: int = 2048,
-        batch_tokens: int = 524288,
-        micro_batch_size: int = 8,
-        validation_fraction: float = 0.01,
-        seed: int = 0,
-        processes: int | None = None,
-        num_workers: int = 0,
-        strict: bool = False,
-        most_skipped: float = 0.5,
-        full_hash: bool = False,
-    ) -> None:
-        super().__init__(
-            tokenizer,
-            data_dir,
-            block_length,
-            sequence_length,
-            validation_length,
-            batch_tokens,
-            micro_batch_size,
-            seed,
-            processes,
-            num_workers,
-            full_hash,
-        )
-        check_number("data.validation_fraction", validation_fraction, above=0, below=1)
-        check_number("data.most_skipped", most_skipped, above=0, most=1)
-        self.source, self.validation_fraction, self.strict = source, validation_fraction, strict
-        self.most_skipped = most_skipped
+    source: object
+    validation_fraction: float = 0.01
+    strict: bool = False
+    most_skipped: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("data.validation_fraction", self.validation_fraction, above=0, below=1)
+        check_number("data.most_skipped", self.most_skipped, above=0, most=1)
         self._documents_folder: Path | None = None
         self._blocks_folder: Path | None = None
 
@@ -156,7 +117,7 @@ class TextData(PackedText):
         if self.fingerprint is not None:
             return
         documents = self._documents_of_resumed() or self._prepare_documents()
-        tokenizer = self._prepare_tokenizer(self.tokenizer, documents)
+        tokenizer = self._prepare_tokenizer(documents)
         blocks = self._prepare_blocks(documents, tokenizer)
         self._documents_folder, self._blocks_folder = documents, blocks
         self.manifest = read_manifest(blocks)
@@ -219,29 +180,18 @@ class TextData(PackedText):
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LongCrawl64Data(TokenData):
     """LongCrawl64's arrays of GPT-2 tokens, cut to `sequence_length` and read in place.
 
     `tokenizer` must be GPT-2's: it decodes samples and gives the vocabulary size.
     """
 
-    def __init__(
-        self,
-        source: LongCrawl64,
-        tokenizer: Pretrained,
-        data_dir: str | Path = "data",
-        sequence_length: int = 16384,
-        validation_length: int = 16384,
-        batch_tokens: int = 524288,
-        micro_batch_size: int = 1,
-        seed: int = 0,
-        num_workers: int = 4,
-        full_hash: bool = False,
-    ) -> None:
-        super().__init__(
-            data_dir, sequence_length, validation_length, batch_tokens, micro_batch_size, seed, num_workers, full_hash
-        )
-        self.source, self.tokenizer = source, tokenizer
+    source: LongCrawl64
+    sequence_length: int = 16384
+    validation_length: int = 16384
+    micro_batch_size: int = 1
+    num_workers: int = 4
 
     def prepare(self) -> None:
         """Check the arrays and load the tokenizer.
@@ -253,7 +203,7 @@ class LongCrawl64Data(TokenData):
             return
         self.train_sequences = len(self.open("train", self.sequence_length))
         self.open("validation", self.validation_length)
-        self._prepare_tokenizer(self.tokenizer, None)
+        self._prepare_tokenizer(None)
         if len(self.hf_tokenizer) < VOCABULARY:
             raise ValueError(
                 f"tokenizer has {len(self.hf_tokenizer)} tokens, and LongCrawl64 holds GPT-2's {VOCABULARY}: "

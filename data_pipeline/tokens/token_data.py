@@ -2,6 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ class OrderedLoader(DataLoader):
         """Ignore the state."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)  # fields are the arguments; equality and text stay Lightning's
 class TokenData(LightningDataModule, ABC):
     """Base of every kind of data: lengths, batches, order. Lengths and batch sizes are in tokens.
 
@@ -45,8 +47,14 @@ class TokenData(LightningDataModule, ABC):
     sequences at a time and accumulates. Validation reads sequences of `validation_length`, in batches of about as many
     tokens. `data_pipeline.tokens.batches.collate` makes the batches.
 
-    `full_hash` identifies input files by all their content, not by a sample of large ones. `resumed`, the fingerprint
-    of the data that a resumed run started with, may be set before `prepare()`.
+    Args:
+        tokenizer: one of `data_pipeline.tokens.tokenizer`.
+        data_dir: folder of everything that is prepared.
+        seed: seed of the order.
+        num_workers: number of processes that read; 0 for the training process itself.
+        full_hash: identify input files by all their content, not by a sample of large ones.
+
+    `resumed`, the fingerprint of the data that a resumed run started with, may be set before `prepare()`.
 
     After `prepare()`: `hf_tokenizer`; `fingerprint`, which names the prepared tokens; `manifest`, their counts;
     `train_sequences`, the number of training sequences; `validation_bytes`, UTF-8 bytes of held-out text or None.
@@ -54,33 +62,30 @@ class TokenData(LightningDataModule, ABC):
     number components; and `phase_starts`, which maps optimizer steps to the names of the phases that start there.
     """
 
+    tokenizer: ByteLevelBPE | Pretrained
+    data_dir: str | Path = "data"
+    sequence_length: int = 2048
+    validation_length: int = 2048
+    batch_tokens: int = 524288
+    micro_batch_size: int = 8
+    seed: int = 0
+    num_workers: int = 0
+    full_hash: bool = False
+
     documents_have_start = True  # every document starts with the start token
     _collate = staticmethod(collate)
 
-    def __init__(
-        self,
-        data_dir: str | Path,
-        sequence_length: int,
-        validation_length: int,
-        batch_tokens: int,
-        micro_batch_size: int,
-        seed: int,
-        num_workers: int,
-        full_hash: bool,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        check_whole("data.sequence_length", sequence_length, LEAST_LENGTH)
-        check_whole("data.validation_length", validation_length, LEAST_LENGTH)
-        check_whole("data.batch_tokens", batch_tokens, 1)
-        check_whole("data.micro_batch_size", micro_batch_size, 1)
-        check_whole("data.seed", seed, 0)
-        check_whole("data.num_workers", num_workers, 0, most_processes())  # 0: the training process reads
-        self.data_dir = Path(data_dir).expanduser()
-        self.sequence_length, self.validation_length = sequence_length, validation_length
-        self.batch_tokens, self.micro_batch_size = batch_tokens, micro_batch_size
-        check_type("data.full_hash", full_hash, bool)
-        self.seed, self.num_workers = seed, num_workers
-        self.identified_by = WHOLE if full_hash else SAMPLE
+        check_whole("data.sequence_length", self.sequence_length, LEAST_LENGTH)
+        check_whole("data.validation_length", self.validation_length, LEAST_LENGTH)
+        check_whole("data.batch_tokens", self.batch_tokens, 1)
+        check_whole("data.micro_batch_size", self.micro_batch_size, 1)
+        check_whole("data.seed", self.seed, 0)
+        check_whole("data.num_workers", self.num_workers, 0, most_processes())  # 0: the training process reads
+        check_type("data.full_hash", self.full_hash, bool)
+        self.data_dir = Path(self.data_dir).expanduser()
+        self.identified_by = WHOLE if self.full_hash else SAMPLE
         self.hf_tokenizer: PreTrainedTokenizerFast | None = None
         self.fingerprint: str | None = None
         self.resumed: str | None = None
@@ -182,13 +187,13 @@ class TokenData(LightningDataModule, ABC):
         replicas = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
         return replicas["rank"], replicas["num_replicas"]
 
-    def _prepare_tokenizer(self, tokenizer: ByteLevelBPE | Pretrained, documents_folder: Path | None) -> Path:
+    def _prepare_tokenizer(self, documents_folder: Path | None) -> Path:
         def build(folder: Path) -> dict:
-            built = tokenizer.build(documents_folder)
+            built = self.tokenizer.build(documents_folder)
             built.save_pretrained(folder)
             return {"vocab_size": len(built)}
 
-        identity, earlier = (tokenizer_identity(tokenizer, documents_folder, by) for by in (SAMPLE, EARLIER))
+        identity, earlier = (tokenizer_identity(self.tokenizer, documents_folder, by) for by in (SAMPLE, EARLIER))
         folder = prepared_folder(self.data_dir, "tokenizer", identity, build, earlier)
         try:
             self.hf_tokenizer = AutoTokenizer.from_pretrained(folder)
