@@ -11,7 +11,6 @@ from typing import Any
 
 import hydra
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
@@ -184,11 +183,8 @@ def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
         if not isinstance(strategy, OneDevice | DataParallel):
             raise ValueError("strategy: job=linearize runs on one device or with strategy=ddp")
         return strategy
-    try:
-        if count_devices(cfg.trainer.accelerator, cfg.trainer.devices) * cfg.trainer.num_nodes == 1:
-            return OneDevice(device_of(cfg.trainer.accelerator, cfg.trainer.devices))
-    except (MisconfigurationException, TypeError, ValueError) as error:
-        raise ValueError(f"trainer: {error}") from error
+    if count_devices(cfg.trainer.accelerator, cfg.trainer.devices) * cfg.trainer.num_nodes == 1:
+        return OneDevice(device_of(cfg.trainer.accelerator, cfg.trainer.devices))
     return DataParallel(find_unused_parameters=several)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import hydra
 import lightning
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 
@@ -91,10 +90,7 @@ def build_strategy(cfg: DictConfig, config: PalimpsestConfig) -> Strategy:
     if cfg.strategy._target_:
         return hydra.utils.instantiate(cfg.strategy)
     parameters = planned_parameters(config)
-    try:
-        return choose(cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes, parameters)
-    except (MisconfigurationException, TypeError, ValueError) as error:
-        raise ValueError(f"trainer: {error}") from error
+    return choose(cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes, parameters)
 
 
 def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Path) -> None:

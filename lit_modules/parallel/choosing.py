@@ -54,10 +54,7 @@ def check_memory(config: PalimpsestConfig, cfg: DictConfig, strategy: Strategy) 
         ValueError: if it cannot fit; the line gives the needed and the available memory.
     """
     accelerator, devices, num_nodes = cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes
-    try:
-        here = count_devices(accelerator, devices)
-    except (MisconfigurationException, TypeError, ValueError) as error:
-        raise ValueError(f"trainer: {error}") from error
+    here = count_devices(accelerator, devices)
     each = 2 if cfg.trainer.precision == "bf16-true" else 4
     held = 4 if "Adam" in cfg.optimizer._target_ else 2
     parameters = planned_parameters(config)
@@ -80,19 +77,32 @@ def on_gpu(accelerator: str) -> bool:
 
 def count_devices(accelerator: str, devices: Any) -> int:
     """Count the devices of this machine that the trainer's `accelerator` and `devices` mean."""
-    kind = CUDAAccelerator if on_gpu(accelerator) else CPUAccelerator
-    if devices in ("auto", -1, "-1"):
-        return kind.auto_device_count()
-    parsed = kind.parse_devices(devices)
-    return len(parsed) if isinstance(parsed, list) else int(parsed or 0)
+    found = devices_here(accelerator, devices)
+    return len(found) if isinstance(found, list) else found
 
 
 def device_of(accelerator: str, devices: Any) -> torch.device:
-    """Return the one device that the trainer's `accelerator` and `devices` mean."""
-    if not on_gpu(accelerator):
-        return torch.device("cpu")
-    chosen = CUDAAccelerator.parse_devices(1 if devices in ("auto", -1, "-1") else devices)
-    return torch.device("cuda", chosen[0])
+    """Return the first device that the trainer's `accelerator` and `devices` mean."""
+    found = devices_here(accelerator, devices)
+    return torch.device("cuda", found[0]) if isinstance(found, list) else torch.device("cpu")
+
+
+def devices_here(accelerator: str, devices: Any) -> int | list[int]:
+    """Return the number of CPU devices, or the indices of the GPUs, that the trainer's settings mean.
+
+    Raises:
+        ValueError: this machine does not have them.
+    """
+    kind, every = (CUDAAccelerator, -1) if on_gpu(accelerator) else (CPUAccelerator, 1)
+    try:
+        found = kind.parse_devices(every if devices in ("auto", -1, "-1") else devices)
+    except (MisconfigurationException, TypeError):
+        found = None
+    if not found:
+        number = torch.cuda.device_count()
+        has = f"has GPUs 0 to {number - 1}: give some of these" if number else "has no GPU: give trainer=cpu"
+        raise ValueError(f"trainer.accelerator={accelerator}, trainer.devices={devices}: this machine {has}")
+    return found
 
 
 def memory_of_a_device(accelerator: str) -> int | None:

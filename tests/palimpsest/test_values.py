@@ -87,6 +87,7 @@ def check(cfg: DictConfig, folder: Path) -> None:
         ("optimizer.lr=null", "optimizer.lr=null: give a number"),
         ("optimizer.betas=5", "optimizer.betas=5: give a list of 2 values"),
         ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: give a list of 2 values"),
+        ("optimizer.betas=[0.9,x]", 'optimizer.betas=[0.9, "x"]: give a list of 2 values, each a number'),
         ("optimizer.weight_decay=abc", "optimizer.weight_decay=abc: give a number"),
         ("schedule.final=true", "schedule.final=true: give a number"),
         ("callbacks.progress.every_tokens=abc", "callbacks.progress.every_tokens=abc: give a whole number"),
@@ -125,6 +126,15 @@ def check(cfg: DictConfig, folder: Path) -> None:
 )
 def test_a_value_that_cannot_be_meant_is_refused_by_its_key(refused, tmp_path, override, said):
     assert refused(tmp_path, override).startswith((said, f"data.tokenizer: {said}"))
+
+
+@pytest.mark.parametrize("devices", ["auto", "1", "-1", "[0,1]"])
+@pytest.mark.parametrize("target", ["null", "lit_modules.parallel.strategies.DataParallel"])
+def test_gpus_that_there_are_not_are_refused_by_their_key(refused, tmp_path, monkeypatch, devices, target):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    said = refused(tmp_path, "trainer.accelerator=gpu", f"trainer.devices={devices}", f"strategy._target_={target}")
+    assert said.startswith("trainer.accelerator=gpu, trainer.devices=")
+    assert said.endswith(": this machine has no GPU: give trainer=cpu")
 
 
 @pytest.mark.parametrize("strategy", ["DataParallel", "Sharded"])
