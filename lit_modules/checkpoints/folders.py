@@ -37,7 +37,7 @@ def name_of(step: int) -> str:
 
 def step_of(path: Path) -> int:
     """Return the optimizer step in a checkpoint's folder name."""
-    return int(STEP.fullmatch(path.name).group(1))
+    return int(path.name.removeprefix("step_"))
 
 
 def is_checkpoint(path: Path) -> bool:

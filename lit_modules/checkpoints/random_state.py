@@ -19,7 +19,9 @@ class RandomState(Callback):
         self.restored: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        name, keys, position, has_gauss, cached = np.random.get_state()
+        of_numpy = np.random.get_state()
+        assert isinstance(of_numpy, tuple)  # a dict only with legacy=False
+        name, keys, position, has_gauss, cached = of_numpy
         state = {
             "torch": torch.get_rng_state(),
             "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from lit_modules.checkpoints.folders import METADATA, TRAINER, step_folders
 
@@ -73,7 +73,13 @@ def sizes(path: Path) -> dict[str, torch.Size]:
     Raises:
         ValueError: its metadata cannot be read.
     """
-    return {name: entry.size for name, entry in Reader(path).read_metadata().state_dict_metadata.items()}
+    return {name: entry.size for name, entry in tensor_entries(path).items()}
+
+
+def tensor_entries(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Return shape and dtype of every tensor of a checkpoint, which has nothing but tensors; raises as `sizes`."""
+    entries = Reader(path).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def read_into(tensors: dict[str, Tensor], path: Path, *, alone: bool = False) -> None:
@@ -127,10 +133,9 @@ def consolidated(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: a file cannot be read.
     """
-    entries = Reader(path).read_metadata().state_dict_metadata
     weights = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries.items()
+        for name, entry in tensor_entries(path).items()
         if name.startswith(WEIGHTS)
     }
     read_into(weights, path, alone=True)

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from common.settings import check_whole
 from lit_modules.checkpoints.folders import clear_partials, keep_newest, link_best, name_of
+from lit_modules.checkpoints.strategy import Checkpointed
 from lit_modules.checkpoints.writing import Outcome
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Checkpoints(Checkpoint):
             return
         step = trainer.global_step
         self.due = self.due or step % module.steps_of(self.every_tokens) == 0 or step == trainer.max_steps
+        assert trainer.val_check_batch is not None
         if self.due and (batch_idx + 1) % trainer.val_check_batch != 0:
             self.save(trainer)  # else after the validation, which a run killed during it repeats
 
@@ -118,6 +120,7 @@ class Checkpoints(Checkpoint):
             Its path; None if none was pending or it could not be written.
         """
         began = time.perf_counter()
+        assert isinstance(trainer.strategy, Checkpointed)
         outcome = trainer.strategy.wait_for_checkpoint()
         if outcome is None:
             return None
@@ -130,8 +133,9 @@ class Checkpoints(Checkpoint):
     def account(self, trainer: lightning.Trainer, outcome: Outcome, waited: float) -> None:
         """Log the time that a checkpoint took."""
         self.checkpoint_seconds += waited
-        metrics = {
-            "tokens": trainer.global_step * trainer.lightning_module.batch_tokens,
+        module: Any = trainer.lightning_module
+        metrics: dict[str, float] = {
+            "tokens": trainer.global_step * module.batch_tokens,
             "checkpoint/waited_seconds": waited,
             "checkpoint/write_seconds": outcome.seconds,
         }

@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,7 +23,7 @@ RATES = "learning_rates"
 RANDOM_STATE = RandomState().state_key
 
 
-class Checkpointed:
+class Checkpointed(Strategy):
     """Mixin for a Lightning strategy of one device, DDP or FSDP2; put it before the strategy in the bases.
 
     A checkpoint stores tensors by name, independent of sharding. Optimizer hyperparameters come from the configuration,
@@ -39,11 +41,16 @@ class Checkpointed:
             self._writer = Writer()
         return self._writer
 
+    @property
+    def _trained(self) -> lightning.LightningModule:
+        assert self.lightning_module is not None  # Lightning has set it before it saves or loads
+        return self.lightning_module
+
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        return tensors.model_tensors(self.lightning_module)
+        return tensors.model_tensors(self._trained)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        return tensors.optimizer_tensors(self.lightning_module, optimizer)
+        return tensors.optimizer_tensors(self._trained, optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Path | str, storage_options: Callable[[], None] | None = None
@@ -62,7 +69,7 @@ class Checkpointed:
         random = {}
         if RANDOM_STATE in callbacks:
             random[f"{RANDOM}{rank:05d}"] = tensors.packed(callbacks.pop(RANDOM_STATE))
-        checkpoint[RATES] = tensors.learning_rates(self.lightning_module, self.optimizers)
+        checkpoint[RATES] = tensors.learning_rates(self._trained, self.optimizers)
         mine = tensors.share(state, rank, world_size)
         self.checkpoint_writer.begin(Path(filepath), mine, random, checkpoint, storage_options or (lambda: None))
 
@@ -81,7 +88,8 @@ class Checkpointed:
             ValueError: a tensor that the model needs is missing or has another shape.
         """
         path = Path(self.broadcast(str(checkpoint_path)))
-        module, fitting = self.lightning_module, self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        module = self._trained
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
         found, checkpoint = sizes(path), read_trainer(path)
         state = {WEIGHTS + name: tensor for name, tensor in self.lightning_module_state_dict().items()}
         if fitting:
@@ -107,9 +115,9 @@ class Checkpointed:
         state: dict[str, Tensor] = {}
         if not any(name.startswith(OPTIMIZER) for name in found):
             return state  # every earlier step was skipped
-        names = tensors.parameter_names(self.lightning_module)
+        names = tensors.parameter_names(self._trained)
         for optimizer in self.optimizers:
-            made = tensors.optimizer_tensors(self.lightning_module, optimizer, make=True)
+            made = tensors.optimizer_tensors(self._trained, optimizer, make=True)
             state |= {OPTIMIZER + name: tensor for name, tensor in made.items() if OPTIMIZER + name in found}
             for parameter in list(optimizer.state):
                 if not any(f"{OPTIMIZER}{names[parameter]}.{key}" in found for key in optimizer.state[parameter]):

@@ -28,7 +28,7 @@ def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, ma
     """
     if not optimizer.state and not make:
         return {}
-    states = get_optimizer_state_dict(module, optimizer)["state"]
+    states: Any = get_optimizer_state_dict(module, optimizer)["state"]
     return {
         f"{parameter}.{key}": value
         for parameter, state in states.items()
@@ -37,7 +37,7 @@ def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, ma
     }
 
 
-def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
+def parameter_names(module: nn.Module) -> dict[Tensor, str]:
     """Return the names of parameters, without torch.compile's prefixes."""
     return {parameter: name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()}
 

@@ -103,7 +103,7 @@ class Writer:
         if not torch.cuda.is_available():
             return {name: tensor.detach().clone() for name, tensor in tensors.items()}
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        if shapes != self.staged_shapes:
+        if self.stager is None or shapes != self.staged_shapes:
             self.stager, self.staged_shapes = BlockingAsyncStager(cache_staged_state_dict=True), shapes
         return self.stager.stage(tensors)
 
@@ -198,9 +198,8 @@ def together(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> li
         refused = because(error)
     except Exception as error:
         broken = f"{type(error).__name__}: {error}"
-    answers = [(value, refused, broken)]
+    answers = [(value, refused, broken)] * (1 if group is None else dist.get_world_size(group))
     if group is not None:
-        answers = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, (value, refused, broken), group=group)
     for rank, (_, refused, broken) in enumerate(answers):
         if broken is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lit_modules.launching.supervision import watch_children
@@ -21,6 +22,7 @@ class WatchingLauncher(_SubprocessScriptLauncher):
         self, function: Callable, *arguments: Any, trainer: lightning.Trainer | None = None, **settings: Any
     ) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        assert trainer is not None  # every strategy gives it
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
             folder = Path(trainer.default_root_dir)
@@ -33,10 +35,11 @@ class WatchingLauncher(_SubprocessScriptLauncher):
         super().kill(signum)
 
 
-class WatchesRanks:
+class WatchesRanks(Strategy):
     """Mixin that makes a multi-process strategy use `WatchingLauncher`; put it before the strategy in the bases."""
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            self._launcher = WatchingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        theirs = self._launcher
+        if isinstance(theirs, _SubprocessScriptLauncher):
+            self._launcher = WatchingLauncher(theirs.cluster_environment, theirs.num_processes, theirs.num_nodes)

@@ -47,8 +47,9 @@ def check_command_line(given: Sequence[str], conf: Path) -> None:
         loader, files = GlobalHydra.instance().config_loader(), ConfFiles([conf])
         try:
             overrides = OverridesParser.create(loader).parse_overrides(lines)
-            added = [path for each in overrides if each.key_or_group == SEARCH_PATH for path in each.value()]
-            files.folders += [Path(path.removeprefix("file://")) for path in added]
+            for each in overrides:
+                if each.key_or_group == SEARCH_PATH and isinstance(added := each.value(), list):
+                    files.folders += [Path(path.removeprefix("file://")) for path in added]
             for variant in overrides_without_sweeps(overrides, loader, files):
                 compose_command_line(loader, files, variant).check()
         except MissingConfigException as error:
@@ -64,7 +65,8 @@ def overrides_without_sweeps(
 ) -> Iterator[list[Override]]:
     """Yield overrides without sweeps: the first value of each, then every further choice of a group, one at a time."""
     values = [
-        [f"{each.get_key_element()}={value}" for value in sweep_values(each)] or [each.input_line] for each in overrides
+        [f"{each.get_key_element()}={value}" for value in sweep_values(each)] or [str(each.input_line)]
+        for each in overrides
     ]
     first = [each[0] for each in values]
     lines = [first]
@@ -94,7 +96,7 @@ def compose_command_line(loader: ConfigLoader, files: ConfFiles, overrides: list
     chosen = [each for each in overrides if is_choice(each, files)]
     for each in chosen:
         check_choice(each, files)
-    lines = [each.input_line for each in overrides if each in chosen or each.key_or_group == SEARCH_PATH]
+    lines = [str(each.input_line) for each in overrides if each in chosen or each.key_or_group == SEARCH_PATH]
     found = loader.compute_defaults_list(CONFIG, lines, RunMode.RUN)
     for each in found.defaults:
         if each.config_path.startswith(BODIES) and each.package.partition(".")[0] in ("experiment", "local"):

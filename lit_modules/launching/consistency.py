@@ -49,6 +49,7 @@ def apply_launcher_sizes(trainer: DictConfig, here: ProcessInfo) -> None:
     if found is None:
         trainer.devices = here.local_size
     elif (found, trainer.num_nodes) != (here.local_size, here.nodes):
+        assert here.launcher is not None
         needed = found * trainer.num_nodes
         options = {"srun": "--nodes={} --ntasks-per-node={}", "torchrun": "--nnodes={} --nproc-per-node={}"}
         raise ValueError(

@@ -3,8 +3,8 @@
 import logging
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
 
 from lit_modules.launching.process import ProcessInfo, this_process
 
@@ -17,7 +17,7 @@ def log_file(folder: str, job_name: str) -> str:
     return f"{folder}/{job_name}.log" if here.rank == 0 else f"{folder}/{here.log}"
 
 
-class IgnoresDiskErrors:
+class IgnoresDiskErrors(logging.Handler):
     """Mixin for a logging handler that drops messages which its file or terminal refuses, without a traceback.
 
     Put it before the handler in the bases. Code that writes important files reports a full disk itself.
@@ -41,7 +41,7 @@ class LogFile(IgnoresDiskErrors, logging.FileHandler):
         except OSError:  # the file could not be opened
             self.handleError(record)
 
-    def _open(self) -> TextIO:
+    def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         return super()._open()
 

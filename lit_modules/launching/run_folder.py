@@ -247,7 +247,7 @@ def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
     Raises:
         ValueError: a key differs that a resumed run must not change; the line names it.
     """
-    now = OmegaConf.to_container(cfg, resolve=True)
+    now: Any = OmegaConf.to_container(cfg, resolve=True)
     path = folder / CONFIG
     if not path.is_file():
         return now

@@ -62,9 +62,11 @@ def _definition(module: str, names: list[str]) -> tuple[str, Definition] | None:
 
 def _absolute(module: str, statement: ast.ImportFrom) -> str:
     """Return the full name of the module that an import statement in `module` refers to."""
-    if not statement.level:
+    if statement.module is not None and not statement.level:
         return statement.module
-    package = module.split(".") if _source(module).name == "__init__.py" else module.split(".")[:-1]
+    source = _source(module)
+    is_package = source is not None and source.name == "__init__.py"
+    package = module.split(".") if is_package else module.split(".")[:-1]
     above = package[: len(package) - statement.level + 1]
     return ".".join([*above, statement.module] if statement.module else above)
 
@@ -75,22 +77,22 @@ def _of_class(module: str, definition: ast.ClassDef) -> Arguments | None:
             return _of_function(statement, bound=True)
         if isinstance(statement, ast.FunctionDef) and statement.name == "__post_init__" and statement.args.kwarg:
             return Arguments(tuple(_fields(definition)), others=True)  # transformers passes it what is not a field
-    names = [ast.unparse(base) for base in definition.bases]
-    bases = [_find_base(module, name) for name in names if name.partition("[")[0] not in WITHOUT_ARGUMENTS]
-    if None in bases:
-        return None
-    inherited = [_of_class(*base) for base in bases]
-    if None in inherited:
-        return None
+    inherited = []
+    for name in (ast.unparse(base) for base in definition.bases):
+        if name.partition("[")[0] not in WITHOUT_ARGUMENTS:
+            base = _of_base(module, name)
+            if base is None:
+                return None
+            inherited.append(base)
     if any("dataclass" in ast.unparse(decorator) for decorator in definition.decorator_list):
         fields = {name: True for each in inherited for name in each.names} | _fields(definition)
         return Arguments(tuple(name for name, is_argument in fields.items() if is_argument))
     return next((each for each in inherited if each.names or each.others), Arguments(()))
 
 
-def _find_base(module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+def _of_base(module: str, name: str) -> Arguments | None:
     found = _definition(module, name.split("."))
-    return found if found is not None and isinstance(found[1], ast.ClassDef) else None
+    return _of_class(found[0], found[1]) if found is not None and isinstance(found[1], ast.ClassDef) else None
 
 
 def _fields(definition: ast.ClassDef) -> dict[str, bool]:
@@ -108,7 +110,7 @@ def _of_function(definition: ast.FunctionDef, *, bound: bool) -> Arguments:
     return Arguments((*names, *(argument.arg for argument in given.kwonlyargs)), given.kwarg is not None)
 
 
-def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
+def _statements(tree: ast.Module | ast.If | ast.Try) -> Iterator[ast.stmt]:
     """Yield the statements of a module, including those inside `if` and `try`."""
     for statement in tree.body:
         yield statement
@@ -118,8 +120,9 @@ def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
 
 @cache
 def _tree(module: str) -> ast.Module | None:
+    source = _source(module)
     try:
-        return ast.parse(_source(module).read_text(encoding="utf-8"))
+        return None if source is None else ast.parse(source.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return None
 

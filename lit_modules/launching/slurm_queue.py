@@ -79,7 +79,8 @@ def controller_state(job: str) -> JobState | None:
     state = re.search(r"\bJobState=(\S+)", words)
     if state is None:
         return None
-    status, _, signal = (re.search(r"\bExitCode=(\d+:\d+)", words) or [None, "0:0"])[1].partition(":")
+    code = re.search(r"\bExitCode=(\d+):(\d+)", words)
+    status, signal = code.groups() if code is not None else ("0", "0")
     end = f"signal {signal}" if signal != "0" else f"exit status {status}" if status != "0" else ""
     return JobState(state[1], exit=end)
 
@@ -127,8 +128,8 @@ def wait_for_jobs(
     seen: dict[str, JobState] = {}
     while True:
         found = job_states(jobs)
-        for job in jobs if found is not None else ():
-            if job in seen and seen[job].word in ENDED:
+        for job in jobs:
+            if found is None or (job in seen and seen[job].word in ENDED):
                 continue
             state = found.get(job) or JobState(
                 "COMPLETED" if finished(job) else "FAILED", exit="SLURM has forgotten it"

@@ -33,7 +33,7 @@ OF_THE_LAUNCHER = ("_target_", "submitit_folder", "max_num_timeout")  # settings
 def replace_executor(config: DictConfig) -> None:
     """Make submitit use `Submission` with this configuration from now on."""
     Submission.config = config
-    plugins.get_executors()[SlurmExecutor.name()] = Submission
+    plugins.get_executors()[SlurmExecutor.name()] = Submission  # type: ignore[index]  # a dict that submitit shares
 
 
 class Task:
@@ -174,11 +174,14 @@ def refuse_queued_runs(folders: list[Path]) -> None:
     """Raise ValueError for a resumed run whose job is still queued or running: two jobs would share its folder."""
     for folder in folders:
         start = STARTED_BY_SLURM.fullmatch(start_of_folder(folder) or "")
-        state = start and (slurm_queue.job_states([start["job"]]) or {}).get(start["job"])
-        if state and state.word not in slurm_queue.ENDED:
+        if start is None:
+            continue
+        job = start["job"]
+        state = (slurm_queue.job_states([job]) or {}).get(job)
+        if state is not None and state.word not in slurm_queue.ENDED:
             raise ValueError(
-                f"resume: {folder} is that of SLURM job {start['job']}, which is {state.word.lower()}: wait for it, or "
-                f"cancel it first (scancel {start['job']})"
+                f"resume: {folder} is that of SLURM job {job}, which is {state.word.lower()}: wait for it, or "
+                f"cancel it first (scancel {job})"
             )
 
 

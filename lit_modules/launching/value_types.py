@@ -27,9 +27,10 @@ def check_arguments(cfg: DictConfig, groups: Iterable[str]) -> None:
 
 def check_node(path: str, node: DictConfig, function: Callable[..., Any] | None = None) -> None:
     """Check the arguments of `function`, or of the node's `_target_`, after those of nested nodes."""
-    hints = type_hints(function or built_by(node))
-    written = OmegaConf.to_container(node, resolve=False)
-    for name in (name for name in node if not str(name).startswith("_") and is_given(node, name)):
+    target = function or built_by(node)
+    hints = {} if target is None else type_hints(target)
+    written: Any = OmegaConf.to_container(node, resolve=False)
+    for name in (name for name in map(str, node) if not name.startswith("_") and is_given(node, name)):
         reference = REFERENCE.fullmatch(str(written[name]))
         key, value = reference[1] if reference else f"{path}.{name}", node[name]
         if OmegaConf.is_dict(value):
