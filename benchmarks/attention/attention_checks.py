@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention.attention_peers import IMPLEMENTATIONS, Problem, largest_logits, ours
+from benchmarks.measuring.comparison_run import Errors
 from benchmarks.measuring.timing import relative_error
 from kernels import forgetting_attention
 from kernels.forgetting_attention import forgetting_attention_reference
@@ -23,8 +24,6 @@ from kernels.forgetting_attention import forgetting_attention_reference
 NAMES = ("out", "dq", "dk", "dv", "dlog_forget")
 BOUNDS = {"out": 1e-2, "dq": 1e-2, "dk": 1e-2, "dv": 1e-2, "dlog_forget": 5e-2}  # bfloat16, up to 2048 tokens
 GATE_LOGITS = (0.0, 8.0)  # mean gate logit of the fastest and of the slowest head to forget
-
-Errors = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -164,11 +163,6 @@ def chunked_reference(
         d_decay[chunk] += d_scores.sum(1)
         d_decay[past] -= d_scores.sum(0)
     return out, dq, dk, dv, d_decay.flip(0).cumsum(0).flip(0)
-
-
-def out_of_bounds(errors: Errors) -> list[str]:
-    """Return the tensors whose error is over `BOUNDS`."""
-    return [f"{name} {error:.1e} over {BOUNDS[name]:.0e}" for name, error in errors.items() if error > BOUNDS[name]]
 
 
 def check_chunked_reference(device: torch.device) -> None:

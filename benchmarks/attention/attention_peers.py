@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -64,18 +65,11 @@ def ours(problem: Problem, gated: bool = True, pruned: bool = False) -> Call:
     return Call(lambda: forgetting_attention(*leaves, **options), leaves, problem.d_out)
 
 
-def ours_plain(problem: Problem) -> Call:
-    """Call ours without gates."""
-    return ours(problem, gated=False)
-
-
-def ours_pruned(problem: Problem) -> Call:
-    """Call ours with pruning."""
-    return ours(problem, pruned=True)
-
-
 def official(problem: Problem, pruned: bool = False) -> Call:
-    """Call the Triton kernel of the Forgetting Transformer's authors; it needs equal heads and equal lengths."""
+    """Call the Triton kernel of the Forgetting Transformer's authors; it needs equal heads and equal lengths.
+
+    pruned: with adaptive computation pruning, at our threshold.
+    """
     kernel = importlib.import_module("forgetting_transformer").forgetting_attention
     _refuse(problem, window=True, cu_seqlens=True)
     q, k, v = (_heads_first(x) for x in (problem.q, problem.k, problem.v))
@@ -93,11 +87,6 @@ def official(problem: Problem, pruned: bool = False) -> Call:
     )
 
 
-def official_pruned(problem: Problem) -> Call:
-    """Call the authors' kernel with adaptive computation pruning, at our threshold."""
-    return official(problem, pruned=True)
-
-
 def fla(problem: Problem) -> Call:
     """Call flash-linear-attention's parallel forgetting attention."""
     kernel = importlib.import_module("fla.ops.forgetting_attn").parallel_forgetting_attn
@@ -106,7 +95,8 @@ def fla(problem: Problem) -> Call:
     return Call(lambda: kernel(*leaves, window_size=problem.window, cu_seqlens=cu_seqlens), leaves, problem.d_out)
 
 
-def _sdpa(problem: Problem, backend: SDPBackend) -> Call:
+def sdpa(problem: Problem, backend: SDPBackend) -> Call:
+    """Call PyTorch's attention with one of its backends, no gate."""
     _refuse(problem, window=True, cu_seqlens=True)
     leaves = tuple(_heads_first(x) for x in (problem.q, problem.k, problem.v))
     grouped = leaves[0].shape[1] != leaves[1].shape[1]
@@ -121,7 +111,7 @@ def _sdpa(problem: Problem, backend: SDPBackend) -> Call:
 def sdpa_flash(problem: Problem) -> Call:
     """Call PyTorch's FlashAttention-2, no gate; for packed documents its variable-length form."""
     if problem.cu_seqlens is None:
-        return _sdpa(problem, SDPBackend.FLASH_ATTENTION)
+        return sdpa(problem, SDPBackend.FLASH_ATTENTION)
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     # The argument for the causal mask was renamed between PyTorch versions.
     has_flag = "is_causal" in inspect.signature(varlen_attn).parameters
@@ -133,12 +123,8 @@ def sdpa_flash(problem: Problem) -> Call:
     )
 
 
-def sdpa_cudnn(problem: Problem) -> Call:
-    """Call cuDNN through PyTorch, no gate."""
-    return _sdpa(problem, SDPBackend.CUDNN_ATTENTION)
-
-
-def _flash_attention(problem: Problem, module: str) -> Call:
+def flash_attention(problem: Problem, module: str) -> Call:
+    """Call a FlashAttention newer than PyTorch's, no gate."""
     kernel = importlib.import_module(module).flash_attn_func
     _refuse(problem, cu_seqlens=True)
     leaves = tuple(_leaf(x) for x in (problem.q, problem.k, problem.v))
@@ -149,16 +135,6 @@ def _flash_attention(problem: Problem, module: str) -> Call:
         return out[0] if isinstance(out, tuple) else out
 
     return Call(forward, leaves, problem.d_out)
-
-
-def flash_attention_3(problem: Problem) -> Call:
-    """Call FlashAttention-3 (CUDA C++), no gate."""
-    return _flash_attention(problem, "flash_attn_interface")
-
-
-def flash_attention_4(problem: Problem) -> Call:
-    """Call FlashAttention-4 (CuTe DSL), no gate; on Hopper it follows FlashAttention-3."""
-    return _flash_attention(problem, "flash_attn.cute")
 
 
 def flex(problem: Problem) -> Call:
@@ -188,15 +164,15 @@ def _refuse(problem: Problem, window: bool = False, cu_seqlens: bool = False) ->
 
 # In the order of the table columns.
 IMPLEMENTATIONS: dict[str, Callable[[Problem], Call]] = {
-    "ours, plain": ours_plain,
+    "ours, plain": partial(ours, gated=False),
     "ours, gated": ours,
-    "ours, pruned": ours_pruned,
+    "ours, pruned": partial(ours, pruned=True),
     "FoX official": official,
-    "FoX official, pruned": official_pruned,
+    "FoX official, pruned": partial(official, pruned=True),
     "fla": fla,
     "FA2": sdpa_flash,
-    "cuDNN": sdpa_cudnn,
-    "FA3": flash_attention_3,
-    "FA4": flash_attention_4,
+    "cuDNN": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "FA3": partial(flash_attention, module="flash_attn_interface"),  # CUDA C++
+    "FA4": partial(flash_attention, module="flash_attn.cute"),  # CuTe DSL; on Hopper it follows FlashAttention-3
     "flex": flex,
 }

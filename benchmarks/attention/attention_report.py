@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks.measuring import tables
+from benchmarks.measuring.pictures import Panel, draw_lengths
 from common.atomic_files import write_figure
 
 
@@ -35,28 +36,14 @@ class Row(tables.Row):
 
 def draw_rates(rows: Sequence[Row], path: Path) -> Path:
     """Plot TFLOP/s of forward + backward against length, a panel for each head dimension."""
-    dims = sorted({row.shape.head_dim for row in rows})
-    figure = Figure(figsize=(6 * len(dims), 4.5), layout="constrained")
-    for axes, head_dim in zip(figure.subplots(1, len(dims), squeeze=False)[0], dims, strict=True):
-        for number, name in enumerate(dict.fromkeys(row.implementation for row in rows)):
-            points = sorted(
-                (row.shape.length, row.rate)
-                for row in rows
-                if row.implementation == name and row.shape.head_dim == head_dim and row.rate
-            )
-            if points:
-                style = "-" if name.startswith("ours") else "--"
-                axes.plot(*zip(*points, strict=True), style, color=f"C{number}", marker="o", markersize=3, label=name)
-        lengths = sorted({row.shape.length for row in rows})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths])
-        axes.set_title(f"head dimension {head_dim}")
-        axes.set_xlabel("tokens in a sequence")
-        axes.set_ylabel("TFLOP/s, forward + backward")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    return write_figure(path, figure)
+    panels = []
+    for head_dim in sorted({row.shape.head_dim for row in rows}):
+        lines: dict[str, list[tuple[int, float]]] = {row.implementation: [] for row in rows}
+        for row in rows:
+            if row.shape.head_dim == head_dim and row.rate:
+                lines[row.implementation].append((row.shape.length, row.rate))
+        panels.append(Panel(f"head dimension {head_dim}", "TFLOP/s, forward + backward", lines))
+    return draw_lengths(panels, path)
 
 
 def draw_pruning(rows: Sequence[Row], path: Path) -> Path:

@@ -72,7 +72,7 @@ def attention_flops(shape: Shape) -> float:
 class Benchmark(Run):
     """A run, with the errors found in peers."""
 
-    name = "forgetting_attention"
+    name = "attention.forgetting_attention"
     title = "Forgetting attention"
     preamble = (
         "bfloat16, causal, random data; medians of CUDA graph replays (`triton.testing.do_bench_cudagraph`): what the "
@@ -87,8 +87,8 @@ class Benchmark(Run):
     trained: TrainedGates | None
     wrong: dict[tuple[str, int], str] = field(default_factory=dict)  # (peer, head_dim): its errors out of bounds
 
-    def versions(self) -> str:
-        return f"{super().versions()}, cuDNN {torch.backends.cudnn.version()}"
+    def measured_on(self) -> str:
+        return f"{super().measured_on()}, cuDNN {torch.backends.cudnn.version()}"
 
     def cap(self, shape: Shape) -> Shape:
         """Return the shape with its length capped at `longest`."""
@@ -123,18 +123,7 @@ class Benchmark(Run):
         for (name, which), found in measured.items():
             work = flops * (WITH_BACKWARD if which == BOTH else 1)
             wrong = self.wrong.get((name, shape.head_dim), "")
-            rows.append(
-                Row(
-                    section=section,
-                    implementation=name,
-                    shape=shape,
-                    parameter=parameter,
-                    passes=which,
-                    milliseconds=found.milliseconds,
-                    rate=work / found.milliseconds / 1e9 if found.milliseconds else None,
-                    note=" ".join(filter(None, (found.note, wrong))),
-                    pruned=pruned,
-                )
-            )
+            rate = work / found.milliseconds / 1e9 if found.milliseconds else None
+            rows.append(self.new_row(section, name, shape, which, found, parameter, wrong, rate=rate, pruned=pruned))
         self.add_rows(rows)
         return rows

@@ -5,9 +5,9 @@ forward + backward with the gradients of all inputs, on random bfloat16 data, ea
 prefers. Peers that are not installed are skipped and listed.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,9 +19,17 @@ from benchmarks.attention import attention_report as report
 from benchmarks.attention.attention_peers import IMPLEMENTATIONS
 from benchmarks.attention.attention_report import Row, Shape
 from benchmarks.attention.attention_run import Benchmark, TrainedGates, attention_flops, pruned_fraction
-from benchmarks.measuring.comparison_run import parse, spread_documents
+from benchmarks.measuring.comparison_run import (
+    against_copy,
+    error_cells,
+    line_or_reason,
+    out_of_bounds,
+    parse,
+    spread_documents,
+)
+from benchmarks.measuring.report import CommandLine
 from benchmarks.measuring.tables import comparison, table
-from benchmarks.measuring.timing import BOTH, FORWARD, copy_rate, host_microseconds, milliseconds, one_line
+from benchmarks.measuring.timing import BOTH, FORWARD, Call, default_device, host_microseconds, one_line
 from kernels import forgetting_attention
 
 TARGET_SHAPES = [
@@ -54,8 +62,8 @@ def check(run: Benchmark, quick: bool) -> list[str]:
             continue
         errors = checks.errors_of_ours(case, run.device)
         label = f"{case.name}: {case.shape}"
-        wrong += [f"{label}: {found}" for found in checks.out_of_bounds(errors)]
-        lines.append([label, *_error_cells(errors)])
+        wrong += [f"{label}: {found}" for found in out_of_bounds(errors, checks.BOUNDS)]
+        lines.append([label, *error_cells(errors, checks.NAMES)])
         run.say(f"error of {' '.join(lines[-1])}")
     peers = []
     for name in IMPLEMENTATIONS:
@@ -65,17 +73,19 @@ def check(run: Benchmark, quick: bool) -> list[str]:
             try:
                 errors = checks.errors_of(name, head_dim, run.device)
             except Exception as error:
-                peers.append([f"{name}, D{head_dim}", one_line(error), "", "", "", ""])
+                peers.append([f"{name}, D{head_dim}", one_line(error)])
                 break
-            peers.append([f"{name}, D{head_dim}", *_error_cells(errors)])
-            if found := checks.out_of_bounds(errors):
+            peers.append([f"{name}, D{head_dim}", *error_cells(errors, checks.NAMES)])
+            if found := out_of_bounds(errors, checks.BOUNDS):
                 run.wrong[name, head_dim] = f"wrong {', '.join(found)}"
     long = []
     for length in () if quick else (8192, 32768, 131072):
         for head_dim in (64, 128) if length <= run.longest else ():
             for gated in (False, True):
                 errors = checks.errors_at_length(length, head_dim, gated, run.device)
-                long.append([f"{'gated' if gated else 'plain'}, T{length} D{head_dim}", *_error_cells(errors)])
+                long.append(
+                    [f"{'gated' if gated else 'plain'}, T{length} D{head_dim}", *error_cells(errors, checks.NAMES)]
+                )
                 run.say(f"error of {' '.join(long[-1])}")
     header = ["relative error, 2-norm", *checks.NAMES]
     run.add_section(
@@ -84,15 +94,12 @@ def check(run: Benchmark, quick: bool) -> list[str]:
         f"memory are mixed. Bounds of ours up to 2048 tokens: {checks.BOUNDS['out']:.0e}, dlog_forget "
         f"{checks.BOUNDS['dlog_forget']:.0e}.",
         table(header, lines),
-        *(["Ours at length:", table(header, long)] if long else []),
+        "Ours at length:" if long else "",
+        table(header, long) if long else "",
         "Peers, 1024 tokens:",
         table(header, peers),
     )
     return wrong
-
-
-def _error_cells(errors: checks.Errors) -> list[str]:
-    return [f"{errors[name]:.1e}" if name in errors else "" for name in checks.NAMES]
 
 
 def targets(run: Benchmark, quick: bool) -> None:
@@ -233,8 +240,6 @@ def pruning(run: Benchmark) -> None:
 @torch.no_grad()
 def decoding(run: Benchmark) -> None:
     """Measure one query per row against a long cache: bandwidth of reading k, v and the gates over the copy rate."""
-    copy = copy_rate(run.device)
-    run.say(f"a copy moves {copy:.0f} GB/s")
     batch, length, rows = 16, min(32768, run.longest), []
     for heads in ((32, 4, 16), (32, 16, 16), (32, 8, 8), (32, 32, 32)):
         shape = Shape(batch, heads, length, 64)
@@ -248,40 +253,21 @@ def decoding(run: Benchmark) -> None:
         if heads[1] == heads[2]:
             leaves = tuple(x.transpose(1, 2) for x in (q, k, v))
             calls["SDPA, as it chooses"] = lambda leaves=leaves: scaled_dot_product_attention(*leaves, enable_gqa=True)
-        for name, call in calls.items():
+        builds = {name: lambda call=call: Call(call) for name, call in calls.items()}
+        for (name, _), found in run.in_turn(builds, (FORWARD,)).items():
             moved = k.nbytes + v.nbytes + (decay.nbytes if name == "ours, gated" else 0)
-            try:
-                time_ms, note = milliseconds(call, run.device), ""
-            except Exception as error:
-                time_ms, note = None, one_line(error)
-            rate = moved / time_ms / 1e6 if time_ms else None
-            rows.append(
-                Row(
-                    section="decoding",
-                    implementation=name,
-                    shape=shape,
-                    parameter="",
-                    passes=FORWARD,
-                    milliseconds=time_ms,
-                    rate=rate,
-                    note=note,
-                )
-            )
+            rate = moved / found.milliseconds / 1e6 if found.milliseconds else None
+            rows.append(run.new_row("decoding", name, shape, FORWARD, found, rate=rate))
             if heads == (32, 4, 16) and rate and length == 32768:
                 what = f"decoding, {name}, {shape}: of the copy rate"
-                run.judge(what, rate / copy, DECODING_TARGET, at_least=True)
+                run.judge(what, rate / run.copy_rate, DECODING_TARGET, at_least=True)
         run.say(f"decoding: {shape}")
     run.rows += rows
-    cells = [
-        (str(r.shape), r.implementation, f"{r.milliseconds:.3f}", f"{r.rate:.0f}", f"{r.rate / copy:.0%}")
-        if r.milliseconds
-        else (str(r.shape), r.implementation, r.note, "", "")
-        for r in rows
-    ]
     run.add_section(
         "Decoding: one query a row, T tokens cached",
-        f"A device-to-device copy moves {copy:.0f} GB/s, read and written. GB/s counts k, v and float32 gates once.",
-        table(["", "", "milliseconds", "GB/s", "of the copy"], cells),
+        f"A device-to-device copy moves {run.copy_rate:.0f} GB/s, read and written. GB/s counts k, v and float32 gates "
+        "once.",
+        against_copy(rows, run.copy_rate),
     )
 
 
@@ -289,14 +275,13 @@ def host(run: Benchmark) -> None:
     """Measure the host time of a call, which the other tables exclude."""
     if run.device.type != "cuda":
         return
-    problem, cells = run.problem(Shape(1, (4,) * 3, 256, 64)), []
-    for name in (name for name in IMPLEMENTATIONS if name != "flex"):
-        try:
-            call = IMPLEMENTATIONS[name](problem)
-            times = [host_microseconds(passes) for passes in (call.forward, call.forward_backward)]
-            cells.append((name, *(f"{microseconds:.0f}" for microseconds in times)))
-        except Exception as error:
-            cells.append((name, one_line(error), ""))
+    problem = run.problem(Shape(1, (4,) * 3, 256, 64))
+
+    def times(name: str) -> list[str]:
+        call = IMPLEMENTATIONS[name](problem)
+        return [f"{host_microseconds(call.passes(which)):.0f}" for which in (FORWARD, BOTH)]
+
+    cells = [line_or_reason(name, partial(times, name)) for name in IMPLEMENTATIONS if name != "flex"]
     run.add_section(
         "The host's part",
         "Microseconds that a call keeps the host busy, at 256 tokens. Behind a busy device they are hidden.",
@@ -306,17 +291,14 @@ def host(run: Benchmark) -> None:
 
 def main() -> int:
     """Check, measure, print a short table, write the report, the numbers and the plots; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument("--gates", type=Path, help="gates of a trained model, by benchmarks.attention.trained_gates")
     arguments = parse(parser, SECTIONS, [2**n for n in range(10, 18)])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     torch.manual_seed(0)
     trained = None if arguments.gates is None else TrainedGates.load(arguments.gates, device)
     run = Benchmark(device=device, longest=max(arguments.lengths), folder=arguments.output, trained=trained)
 
-    if wrong := check(run, arguments.quick):
-        print("out of bounds, nothing is timed: " + "; ".join(wrong), file=sys.stderr)
-        return 1
     sections: dict[str, Callable[[], None]] = {
         "targets": lambda: targets(run, arguments.quick),
         "diffqkv": lambda: diffqkv(run),
@@ -327,11 +309,7 @@ def main() -> int:
         "host": lambda: host(run),
         "lengths": lambda: sweep(run, arguments.lengths),
     }
-    for name in arguments.sections:
-        sections[name]()
-    run.say(f"done: {arguments.output / 'forgetting_attention.md'}")
-    run.print_verdicts()
-    return 0
+    return run.finish(check(run, arguments.quick), [sections[name] for name in arguments.sections])
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ datatrove alone: its executor, readers and writers, and the same steps in the sa
 removals, the split by text, the card and the manifest. Runs alternate; the table gives medians.
 """
 
-import argparse
 import contextlib
 import ctypes
-import datetime
 import json
 import os
 import platform
@@ -19,16 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.measuring.report import CommandLine, measured_on, page, publish
 from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import RESULTS
 from data_pipeline.documents import Problems
 from data_pipeline.sources.text_files import TextFiles
 from data_pipeline.workers import available_processes
 
-RESULT = RESULTS / "corpus_building.md"
 TASKS = 16
 FILES = 16
 PR_SET_CHILD_SUBREAPER = 36
@@ -162,7 +158,7 @@ def _peaks(out: Path) -> dict[str, int]:
 
 def main() -> None:
     """Measure, print the tables, and write them to a file."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument("text", nargs="+", help="files or folders of text: .txt .md .jsonl .parquet")
     parser.add_argument("--megabytes", type=float, default=20, help="of text, for the comparison (10^6 bytes)")
     parser.add_argument("--least", type=float, default=5, help="megabytes at 1 of the scaling")
@@ -178,30 +174,19 @@ def main() -> None:
         written = write_input(arguments.text, text, int(arguments.megabytes * 1e6))
         compared, ratios = overhead(text, scratch, recipes, workers, arguments.repeats)
         scaled = scaling(arguments.text, scratch, recipes, workers, int(arguments.least * 1e6))
-    about = (
-        f"{datetime.date.today()}; {platform.machine()}, {os.cpu_count()} cores, {workers} workers, {TASKS} tasks; "
-        f"Python {platform.python_version()}, datatrove {version('datatrove')}. "
-        "By `python -m benchmarks.data.corpus_building`."
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {workers} workers, {TASKS} tasks; Python "
+    machine += platform.python_version()
+    text = page(
+        "Building a corpus",
+        f"{measured_on('datatrove', machine=machine)}. By `python -m benchmarks.data.corpus_building`.",
+        f"{written / 1e6:.1f} MB of text, {arguments.repeats} alternating runs each, medians; language, quality, "
+        "masks, exact and near duplicates, exact spans:",
+        compared,
+        f"Overhead: {ratios[0] - 1:+.1%} of the time, {ratios[1] - 1:+.1%} of the processor time.",
+        "Over the size of the input, one run each:",
+        scaled,
     )
-    page = "\n".join(
-        [
-            "# Building a corpus",
-            "",
-            about,
-            "",
-            f"{written / 1e6:.1f} MB of text, {arguments.repeats} alternating runs each, medians; language, quality, "
-            "masks, exact and near duplicates, exact spans:",
-            "",
-            compared,
-            f"Overhead: {ratios[0] - 1:+.1%} of the time, {ratios[1] - 1:+.1%} of the processor time.",
-            "",
-            "Over the size of the input, one run each:",
-            "",
-            scaled,
-        ]
-    )
-    print(page)
-    RESULT.write_text(page.rstrip() + "\n", encoding="utf-8")
+    publish(arguments.output / "corpus_building.md", text)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.measuring.report import CommandLine, page, publish
 from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import RESULTS
 from data_pipeline.corpus.finish import contents
 
-RESULT = RESULTS / "corpus_comparison.md"
 ROWS_IN_GROUP = 512
 
 
@@ -69,8 +68,8 @@ def _write(folder: Path, split: str, rows: list[dict]) -> None:
         pq.write_table(mine, path, compression="zstd", compression_level=19, row_group_size=ROWS_IN_GROUP)
 
 
-def report(cleaned: Path, unfiltered: Path) -> None:
-    """Write the table of both runs' held-out bits per byte for each component."""
+def report(cleaned: Path, unfiltered: Path) -> str:
+    """Return the page with both runs' held-out bits per byte for each component."""
     runs = [json.loads((run / "summary.json").read_text()) for run in (cleaned, unfiltered)]
     found = [run["validation_by_component"] for run in runs]
     lines = []
@@ -81,40 +80,33 @@ def report(cleaned: Path, unfiltered: Path) -> None:
         lines.append(
             [name, text, *(f"{loss:.3f}" for loss in losses), *(f"{b:.3f}" for b in bits), f"{bits[0] / bits[1]:.3f}"]
         )
-    header = [
-        "held-out text of",
-        "MB",
-        "loss, cleaned",
-        "loss, unfiltered",
-        "bits per byte, cleaned",
-        "unfiltered",
-        "ratio",
-    ]
+    header = ["held-out text of", "MB", "loss, cleaned", "loss, unfiltered"]
+    header += ["bits per byte, cleaned", "unfiltered", "ratio"]
     tokens = " and ".join(f"{run['tokens']:,}" for run in runs)
     size = f"{runs[0]['parameters'] / 1e6:.1f}M parameters"
-    words = f"{datetime.date.today()}; FoX of {size}, trained for {tokens} tokens; equally much text of each."
-    page = f"# A cleaned corpus beside unfiltered text\n\n{words} By `python -m benchmarks.data.corpus_comparison`.\n\n"
-    page += table(header, lines)
-    print(page)
-    RESULT.write_text(page, encoding="utf-8")
+    return page(
+        "A cleaned corpus beside unfiltered text",
+        f"{datetime.date.today()}; FoX of {size}, trained for {tokens} tokens; equally much text of each. By "
+        "`python -m benchmarks.data.corpus_comparison`.",
+        table(header, lines),
+    )
 
 
 def main() -> None:
     """Prepare, or report."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(required=True, dest="command")
-    preparing = commands.add_parser("prepare")
-    for name in ("cleaned", "unfiltered", "out"):
-        preparing.add_argument(name, type=Path)
+    parser = CommandLine(__doc__)
+    commands = parser.add_subparsers(required=True, dest="command", parser_class=argparse.ArgumentParser)
+    preparing, reporting = commands.add_parser("prepare"), commands.add_parser("report")
+    for command in (preparing, reporting):
+        command.add_argument("cleaned", type=Path)
+        command.add_argument("unfiltered", type=Path)
+    preparing.add_argument("out", type=Path)
     preparing.add_argument("--megabytes", type=float, default=120, help="of training text of each (10^6 bytes)")
-    reporting = commands.add_parser("report")
-    for name in ("cleaned", "unfiltered"):
-        reporting.add_argument(name, type=Path)
     given = parser.parse_args()
     if given.command == "report":
-        report(given.cleaned, given.unfiltered)
-        return
-    prepare({"cleaned": given.cleaned, "unfiltered": given.unfiltered}, given.out, int(given.megabytes * 1e6))
+        publish(given.output / "corpus_comparison.md", report(given.cleaned, given.unfiltered))
+    else:
+        prepare({"cleaned": given.cleaned, "unfiltered": given.unfiltered}, given.out, int(given.megabytes * 1e6))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ so each has the maximum length, and the screens drop it. The clock starts when t
 without the model is reported separately: it bounds the rate with a faster server.
 """
 
-import argparse
-import datetime
 import json
 import tempfile
 import time
@@ -15,12 +13,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from benchmarks.measuring.configuration import compose
+from benchmarks.measuring.report import CommandLine, measured_on, page, publish
 from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import RESULTS, check_output
-from common.atomic_files import write_atomic
+from benchmarks.measuring.timing import default_device
 from data_pipeline.documents import Problems, ShardWriter
 from data_pipeline.fingerprint import MANIFEST
 from data_pipeline.rewriting.backends.in_process import InProcess
@@ -29,7 +27,6 @@ from data_pipeline.rewriting.plan import read_plan
 from data_pipeline.sources.text_files import TextFiles
 from data_pipeline.tokens.tokenizer import ByteLevelBPE
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {  # layers, hidden, FFN, heads, key/value heads
     "135M": (30, 576, 1536, 9, 3),
     "1B": (16, 2048, 8192, 32, 8),
@@ -85,7 +82,7 @@ def save_model(shape: str, documents: Path, folder: Path) -> Path:
         eos_token_id=None,
     )
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with default_device():
         model = transformers.LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
@@ -94,9 +91,8 @@ def save_model(shape: str, documents: Path, folder: Path) -> Path:
 def measure(documents: Path, model: Path, batch_size: int, output: Path) -> list[str]:
     """Rewrite the documents and return a row of the table."""
     places = [f"rewrite.input={documents}", f"rewrite.output={output}", f"rewrite.backend.model={model}"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        chosen = ["job=rewrite", "rewrite/style=[rephrase_plain]", "rewrite.attempts=1", *places]
-        settings = OmegaConf.to_container(compose("config", chosen).rewrite, resolve=True)
+    chosen = compose("job=rewrite", "rewrite/style=[rephrase_plain]", "rewrite.attempts=1", *places)
+    settings = OmegaConf.to_container(chosen.rewrite, resolve=True)
     backend = Timed(model=str(model), batch_size=batch_size)
     total = rewrite(read_plan(settings), backend, settings["backend"])["total"]
     seconds = time.perf_counter() - backend.started
@@ -107,15 +103,13 @@ def measure(documents: Path, model: Path, batch_size: int, output: Path) -> list
 
 def main() -> None:
     """Measure, print the table, and write it to a folder."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument("text", nargs="+", help="files or folders of text: .txt .md .jsonl .parquet")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["135M", "1B"])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--characters", type=int, default=1500, help="of each document")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the page")
-    arguments = parser.parse_args()
-    check_output(parser, arguments.output)
+    arguments = parser.parse_for_gpu()
     rows, length = [], arguments.characters
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -128,13 +122,12 @@ def main() -> None:
                 )
                 rows.append(measure(documents, model, size, scratch / f"{shape}-{size}-out"))
                 print(json.dumps(rows[-1]))
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     header = ["model", "at once", "answers", "tokens in", "tokens out", "tokens out / s", "beside the model"]
-    about = f"{datetime.date.today()}; {device}, torch {torch.__version__}, transformers {transformers.__version__}."
-    about += " By `python -m benchmarks.data.rewriting_rate`."
-    page = f"# Rewriting with a model in process\n\n{about}\n\n{table(header, rows)}"
-    print(page)
-    write_atomic(arguments.output / "rewriting_rate.md", page)
+    about = f"{measured_on('torch', 'transformers')}. By `python -m benchmarks.data.rewriting_rate`."
+    publish(
+        arguments.output / "rewriting_rate.md",
+        page("Rewriting with a model in process", about, table(header, rows)),
+    )
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ and cores and alternate; the table gives medians. It also gives CPU time over al
 machine hardly affects.
 """
 
-import argparse
-import datetime
 import os
 import platform
 import statistics
@@ -16,19 +14,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
-import pyarrow
 import tokenizers
 
-from benchmarks.measuring.timing import RESULTS
+from benchmarks.measuring.report import CommandLine, measured_on, page, publish
+from benchmarks.measuring.tables import table
 from data_pipeline.documents import SPLITS, texts
 from data_pipeline.sources.local_docs import LocalDocs
 from data_pipeline.tokens.blocks import write_blocks
 from data_pipeline.tokens.datamodule import TextData
 from data_pipeline.tokens.tokenizer import ByteLevelBPE
 from data_pipeline.workers import available_processes
-
-RESULT = RESULTS / "tokenization.md"
 
 
 def bare_encoder(tokenizer: tokenizers.Tokenizer, documents: list[str]) -> int:
@@ -53,7 +48,7 @@ def measure(run: Callable[[], int]) -> tuple[float, float]:
 
 def main() -> None:
     """Measure, print the table, and write it to a file."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument("--megabytes", type=int, default=20, help="of local documentation (10^6 bytes)")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
@@ -74,32 +69,27 @@ def main() -> None:
         for _ in range(arguments.repeats):
             for name, run in runs.items():
                 measured[name].append(measure(run))
-    report = table(measured, sum(len(text.encode()) for text in in_memory), processes)
-    print(report)
-    RESULT.write_text(report, encoding="utf-8")
+    size = sum(len(text.encode()) for text in in_memory)
+    publish(arguments.output / "tokenization.md", report(measured, size, processes))
 
 
-def table(measured: dict[str, list[tuple[float, float]]], size: int, processes: int) -> str:
+def report(measured: dict[str, list[tuple[float, float]]], size: int, processes: int) -> str:
     """Return the Markdown report."""
     rows, bare = [], statistics.median(rate for rate, _ in measured["bare encoder"])
     for name, values in measured.items():
         rates, processor = zip(*values, strict=True)
         median = statistics.median(rates)
-        rows.append(
-            f"| {name} | {median / 1e6:.2f} | {min(rates) / 1e6:.2f} to {max(rates) / 1e6:.2f} | {median / bare:.0%} "
-            f"| {statistics.median(processor):.2f} |"
-        )
-    return (
-        "# Tokenization\n\n"
-        f"{datetime.date.today()}; {platform.machine()}, {processes} cores; Python {platform.python_version()}, "
-        f"tokenizers {tokenizers.__version__}, datasets {datasets.__version__}, pyarrow {pyarrow.__version__}. "
-        f"{size / 1e6:.1f} MB of local documentation, byte-level BPE of 16384 tokens, "
-        f"{len(measured['bare encoder'])} alternating runs each. By `python -m benchmarks.data.tokenization`.\n\n"
-        "| | M tokens/s, median | range | of the bare encoder | processor s / M tokens |\n|---|---|---|---|---|\n"
-        + "\n".join(rows)
-        + "\n\n"
+        span = f"{min(rates) / 1e6:.2f} to {max(rates) / 1e6:.2f}"
+        rows.append([name, f"{median / 1e6:.2f}", span, f"{median / bare:.0%}", f"{statistics.median(processor):.2f}"])
+    machine = f"{platform.machine()}, {processes} cores; Python {platform.python_version()}"
+    return page(
+        "Tokenization",
+        f"{measured_on('tokenizers', 'datasets', 'pyarrow', machine=machine)}. {size / 1e6:.1f} MB of local "
+        f"documentation, byte-level BPE of 16384 tokens, {len(measured['bare encoder'])} alternating runs each. By "
+        "`python -m benchmarks.data.tokenization`.",
+        table(["", "M tokens/s, median", "range", "of the bare encoder", "processor s / M tokens"], rows),
         "The bare encoder is `encode_batch_fast` with the texts in memory; its tokens are not even taken out. "
-        "The whole stage starts its processes, reads Parquet, encodes, packs and writes Arrow.\n"
+        "The whole stage starts its processes, reads Parquet, encodes, packs and writes Arrow.",
     )
 
 

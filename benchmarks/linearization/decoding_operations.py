@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.linearization.decoding_checks import liger_arguments, step_arguments
 from benchmarks.measuring.comparison_run import Run
 from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import copy_rate, timed
+from benchmarks.measuring.timing import timed
 from kernels import forgetting_attention
 from kernels.gated_recurrence import liger_step, windowed_step
 from kernels.small_batch_linear import small_batch_linear
@@ -43,8 +43,7 @@ MATRICES = {
 @torch.no_grad()
 def operations(run: Run, batch: int) -> None:
     """Write the table of operations."""
-    device, lines = run.device, []
-    rate = copy_rate(device)
+    device, lines, rate = run.device, [], run.copy_rate
 
     def add(name: str, calls: list[Callable[[], Tensor]], nbytes: int) -> None:
         found = timed(lambda: [call() for call in calls], device)[0] / len(calls)

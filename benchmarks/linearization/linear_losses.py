@@ -8,13 +8,15 @@ products alone, and peak memory beside the inputs. Distillation, with a teacher 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.measuring.comparison_run import line_or_reason
 from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import milliseconds, one_line, peak_bytes, relative_error
+from benchmarks.measuring.timing import default_device, peak_bytes, relative_error, timed
 from lit_modules.networks.linear_cross_entropy import LOGITS_AT_ONCE, linear_cross_entropy
 from lit_modules.networks.linear_kl_divergence import (
     linear_cross_entropy_and_kl,
@@ -116,11 +118,17 @@ def exact_errors(head: Head) -> dict[str, list[float]]:
     return {name: [relative_error(*pair) for pair in zip(step, exact, strict=True)] for name, step in found.items()}
 
 
+def costs(step: Callable[[], object], work: float, device: torch.device) -> list[str]:
+    """Return a step's milliseconds, TFLOP/s of its `work` in GFLOP, and peak memory on a GPU."""
+    time_ms = timed(step, device)[0]
+    peak = [f"{peak_bytes(step, device) / 2**20:.0f}"] if device.type == "cuda" else []
+    return [f"{time_ms:.2f}", f"{work / time_ms:.0f}", *peak]
+
+
 def main() -> None:
     """Check, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: small sizes, to try it")
-    device = torch.device(parser.parse_args().device)
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    device = default_device()  # a run without a GPU has small sizes, to try it
     on_gpu = device.type == "cuda"
     tokens, widths, vocab = (TOKENS, WIDTHS, VOCAB) if on_gpu else (300, (32, 48), 517)
 
@@ -136,15 +144,9 @@ def main() -> None:
     for width in widths:
         head = Head.random(tokens, width, vocab, device)
         for name, loss in head.losses().items():
-            shape, products = f"{name}, {width} wide", 8 if "KL" in name and "likeliest" not in name else 6
-            try:
-                time = milliseconds(lambda head=head, loss=loss: head.step(loss), device)
-                peak = peak_bytes(lambda head=head, loss=loss: head.step(loss), device) / 2**20 if on_gpu else 0
-            except torch.cuda.OutOfMemoryError as error:
-                rows.append([shape, one_line(error), "", ""])
-                continue
-            rate = products * tokens * width * vocab / time / 1e9
-            rows.append([shape, f"{time:.2f}", f"{rate:.0f}", f"{peak:.0f}" if on_gpu else ""])
+            products = 8 if "KL" in name and "likeliest" not in name else 6
+            work = products * tokens * width * vocab / 1e9
+            rows.append(line_or_reason(f"{name}, {width} wide", partial(costs, partial(head.step, loss), work, device)))
     print(table([f"{tokens} tokens, vocabulary {vocab}", "ms", "TFLOP/s", "peak MiB"], rows))
 
 

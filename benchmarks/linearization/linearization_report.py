@@ -1,18 +1,14 @@
 """Report of the training benchmark: its rows and those of earlier runs, tables, verdicts."""
 
-import csv
 import datetime
-import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-
-import torch
+from dataclasses import dataclass, field
 
 from benchmarks.linearization.linearization_peers import WINDOW
 from benchmarks.linearization.linearization_steps import SHAPES
 from benchmarks.measuring import comparison_run, tables
-from benchmarks.measuring.tables import parsed, table
+from benchmarks.measuring.report import device_name, page, versions
+from benchmarks.measuring.tables import read_csv, shown, table
 
 TRAINING, LARGE = "training", "large"
 OFFICIAL = "fla, float32 q, k, v"
@@ -39,22 +35,11 @@ class Row(tables.Row):
     machine: str
 
 
-def packages() -> str:
-    """Return the package versions that times depend on, besides PyTorch's."""
-    found = []
-    for package in ("triton", "transformers", "peft", "flash-linear-attention"):
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {package}")
-    return ", ".join(found)
-
-
 @dataclass(kw_only=True)
 class Run(comparison_run.Run):
     """The report. A section that is not measured again keeps the rows of an earlier run in the folder."""
 
-    name = "linearization_training"
+    name = "linearization.linearization_training"
     title = "Training speed of linearization"
     preamble = (
         f"Liger-GLA (window {WINDOW}) with LoRA of rank 8 on q, k and v, bfloat16 weights. A step is forward, backward "
@@ -62,12 +47,12 @@ class Run(comparison_run.Run):
         "implementations take turns. GiB: the peak of allocated memory, each with its own copy of the weights."
     )
     row = Row
+    packages = (*comparison_run.Run.packages, "transformers", "peft", "flash-linear-attention")
     date: str = field(default_factory=lambda: datetime.datetime.now().isoformat(" ", "seconds"))
 
     def __post_init__(self) -> None:
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "no GPU"
-        self.machine = f"{name}, torch {torch.__version__}, {packages()}"
-        self.rows = read_rows(self.folder / f"{self.name}.csv")
+        self.machine = f"{device_name()}, {versions(*self.packages)}"
+        self.rows = read_csv(self.files.with_suffix(".csv"), Row)
         self.verdicts = judged(self.rows)
 
     def add_rows(self, rows: Sequence[Row]) -> None:
@@ -80,24 +65,6 @@ class Run(comparison_run.Run):
     def text(self) -> str:
         """Return the report: this run's sections, and each section's rows of this or an earlier run."""
         return super().text() + "".join(f"\n{section}" for section in speed_sections(self.rows))
-
-    def versions(self) -> str:
-        return packages()
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Read the rows that a run wrote; none if there is no file.
-
-    Raises:
-        ValueError: the file has other columns.
-    """
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        lines, kinds = csv.DictReader(file), {known.name: known.type for known in fields(Row)}
-        if lines.fieldnames != list(kinds):
-            raise ValueError(f"{path} has other columns than this benchmark writes: move it, or give another --output")
-        return [Row(**{name: parsed(kinds[name], text) for name, text in line.items()}) for line in lines]
 
 
 def micro_batch(row: Row) -> int:
@@ -144,15 +111,15 @@ def speed_sections(rows: Sequence[Row]) -> list[str]:
         "code, which has float32.",
         LARGE: "On one device, without activation checkpointing.",
     }
-    shown = []
+    found = []
     for name, about in explained.items():
         for shape in SHAPES.values():
             own = [row for row in rows if row.section == name and str(row.shape) == str(shape)]
             if own:
-                title = f"## {shape}, {shape.batch} x {shape.length} tokens a step"
+                title = f"{shape}, {shape.batch} x {shape.length} tokens a step"
                 measured = f"Measured {own[0].date}: {own[0].machine}."
-                shown.append(f"{title}\n\n{about} {measured}\n\n{speed_table(own)}")
-    return shown
+                found.append(page(title, f"{about} {measured}", speed_table(own), level=2))
+    return found
 
 
 def speed_table(rows: Sequence[Row]) -> str:
@@ -162,23 +129,14 @@ def speed_table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         if row.tokens_per_second is None:
-            lines.append([row.implementation, micro_batch(row), row.note, *[""] * (7 if compared else 3)])
+            lines.append([row.implementation, micro_batch(row), row.note])
             continue
         peers = [rates.get((name, row.parameter)) for name in (OFFICIAL, COMPILED)]
         ratios = [f"{row.tokens_per_second / rate:.2f}" if rate else "" for rate in peers]
         apart = ["" if x is None else f"{x:.1e}" for x in (row.loss_error, row.gradient_error)]
-        lines.append(
-            [
-                row.implementation,
-                micro_batch(row),
-                f"{row.tokens_per_second:,.0f}",
-                *(ratios if compared else []),
-                f"{row.milliseconds:.0f}",
-                f"{row.peak_gib:.1f}" if row.peak_gib else "",
-                f"{row.first_seconds:.0f}",
-                *(apart if compared else []),
-            ]
-        )
+        cells = [f"{row.tokens_per_second:,.0f}", *(ratios if compared else []), f"{row.milliseconds:.0f}"]
+        cells += [shown(row.peak_gib, ".1f"), f"{row.first_seconds:.0f}", *(apart if compared else [])]
+        lines.append([row.implementation, micro_batch(row), *cells])
     ratios = ["to not compiled", "to compiled"] if compared else []
     apart = ["loss apart", "gradients apart"] if compared else []
     header = ["", "micro-batch", "tokens/s", *ratios, "step, ms", "peak GiB", "first step, s", *apart]

@@ -1,9 +1,7 @@
 """Training steps that linearization_training.py times: model shapes, our step and the peer's."""
 
 import dataclasses
-import math
 import re
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.linearization.linearization_peers import WINDOW, Attention, peer, peer_loss, published_loss
 from benchmarks.linearization.random_llama import random_llama
-from benchmarks.measuring.timing import relative_error
+from benchmarks.measuring.timing import (
+    allocated,
+    clock,
+    peak_allocated,
+    refuse_divergence,
+    relative_error,
+    synchronize,
+)
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX
 from lit_modules.networks.linearized import linearize
 from lit_modules.networks.linearized.lora import add_lora
@@ -203,32 +208,17 @@ def first_passes(shape: Shape, sizes: Sequence[int], device: torch.device, dtype
         trained.loss_and_gradients(torch.zeros(size, shape.length, dtype=torch.int64, device=device))
 
 
-def allocated(device: torch.device) -> int:
-    """Return the bytes allocated on the device; 0 without a GPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def timed_step(trained: Trained, tokens: Tensor, micro_batch: int) -> tuple[float, int]:
     """Return the seconds of a step and its peak bytes."""
     device = tokens.device
     before = allocated(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    synchronize(device)
-    began = time.perf_counter()
+    began = clock(device)
     loss = trained.step(tokens, micro_batch)
-    synchronize(device)
-    seconds = time.perf_counter() - began
-    if not math.isfinite(loss.item()):
-        raise RuntimeError(f"the loss is {loss.item()}")
-    peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
-    return seconds, trained.resident + peak
+    seconds = clock(device) - began
+    refuse_divergence(loss)
+    return seconds, trained.resident + peak_allocated(device) - before
 
 
 def errors(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> tuple[float, float]:

@@ -6,14 +6,11 @@ weights and tokens, against the layers of the official code of arXiv 2503.01496 
 separately: the report keeps an earlier run's measurements of the other, with its date.
 """
 
-import argparse
-import gc
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -32,7 +29,6 @@ from benchmarks.linearization.linearization_steps import (
     SHAPES,
     Shape,
     Trained,
-    allocated,
     draw_lora,
     errors,
     first_passes,
@@ -42,13 +38,21 @@ from benchmarks.linearization.linearization_steps import (
     peer_builders,
     refuse,
     stock_model,
-    synchronize,
     timed_step,
 )
 from benchmarks.linearization.peer_tuning import tune
 from benchmarks.measuring import compilation
+from benchmarks.measuring.report import RESULTS, CommandLine
 from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import RESULTS, check_output, milliseconds, one_line, relative_error
+from benchmarks.measuring.timing import (
+    allocated,
+    default_device,
+    free_memory,
+    one_line,
+    relative_error,
+    synchronize,
+    timed,
+)
 
 PEER_DTYPES = ("float32", "bfloat16")  # of q, k, v
 WARM, STEPS = 2, 2  # warm-up steps; timed steps of each implementation in a round
@@ -150,7 +154,7 @@ def choose_attention(run: Run, shape: Shape) -> Attention:
 def launched_milliseconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the median time of a call, without a CUDA graph: a failed capture breaks the device's random generator."""
     if device.type != "cuda":
-        return milliseconds(run, device)
+        return timed(run, device)[0]
     from triton.testing import do_bench
 
     return do_bench(run, return_mode="median")
@@ -170,7 +174,7 @@ def build(run: Run, shape: Shape, builders: dict[str, Callable]) -> dict[str, Tr
         except Exception as error:  # still build the others
             words = built[name] = one_line(error)
             trained = None
-            _clear()
+            free_memory()
         run.say(f"{shape}, {name}: {words}")
     return built
 
@@ -210,21 +214,15 @@ def prepare(
             words = f"ready after {about['first_seconds']:.0f} s ({compiled.since_asked()})"
         except Exception as error:  # still time the others
             words = about["note"] = one_line(error)
-            _clear()
+            free_memory()
         run.say(f"{here}: {words}")
     return ready, known
-
-
-def _clear() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def measure(run: Run, section: str, shape: Shape, micro_batch: int, built: dict[str, Trained | str]) -> None:
     """Train the implementations in turn; add a row for each."""
     torch.compiler.reset()  # otherwise each call would first check the guards of other sizes
-    _clear()
+    free_memory()
     tokens = torch.randint(shape.vocabulary, (shape.batch, shape.length), device=run.device)
     ready, known = prepare(run, shape, micro_batch, built, tokens)
     seconds: dict[str, list[float]] = {}
@@ -268,7 +266,7 @@ def compare(run: Run, section: str, shape: Shape, builders: dict[str, Callable])
     """Compare implementations on one shape at each micro-batch size; return failures, one line each."""
     failures = []
     compile_kernels(run, shape, shape.micro_batches)
-    _clear()
+    free_memory()
     built = build(run, shape, builders)
     for size in shape.micro_batches:
         try:
@@ -308,22 +306,19 @@ def large(run: Run, shape: Shape) -> list[str]:
 
 def main() -> int:
     """Check, measure and write the report; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument("--shape", choices=("1b", "tiny"), default="1b", help="tiny: to try the flow, all of it")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sections", nargs="+", choices=(TRAINING, LARGE), default=(TRAINING, LARGE))
     parser.add_argument("--peer-dtypes", nargs="+", choices=PEER_DTYPES, default=PEER_DTYPES, help="of q, k, v")
     parser.add_argument("--processes", type=int, default=8, help="that compile the peer's kernels")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="a section that is not run keeps its rows there")
-    arguments = parser.parse_args()
+    arguments = parser.parse_for_gpu()
     if arguments.shape == "tiny" and arguments.output.resolve() == RESULTS:
         parser.error("--shape tiny measures nothing of worth: give it an --output of its own")
-    check_output(parser, arguments.output, torch.device(arguments.device).type == "cuda")
     # Each implementation compiles its own function; with the default limit dynamo would give up on later ones.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     try:
-        run = Run(device=torch.device(arguments.device), longest=1024, folder=arguments.output)
+        run = Run(device=default_device(), longest=1024, folder=arguments.output)
     except ValueError as error:
         parser.error(str(error))
     failures = []

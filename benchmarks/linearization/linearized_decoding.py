@@ -4,25 +4,18 @@ Liger, Liger with every 8th layer left as softmax, the same model with this proj
 all layers, and Hugging Face's Llama with its static cache and SDPA: one set of random weights, every token one replay
 of a CUDA graph. Errors are checked first; if they are out of bounds, nothing is timed.
 
-Without a GPU it only serves to test this program: `--shape tiny --device cpu --lengths 16 32`.
+Without a GPU it only serves to test this program: `--shape tiny --lengths 16 32`.
 """
 
-import argparse
-import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
 from torch import Tensor
 from transformers import LlamaForCausalLM, StaticCache
 
@@ -42,10 +35,20 @@ from benchmarks.linearization.decoding_checks import (
 )
 from benchmarks.linearization.decoding_operations import operations
 from benchmarks.measuring import tables
-from benchmarks.measuring.comparison_run import Run
+from benchmarks.measuring.comparison_run import Measured, Run
+from benchmarks.measuring.pictures import Panel, draw_lengths
+from benchmarks.measuring.report import CommandLine
 from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import RESULTS, check_output, one_line
-from common.atomic_files import write_figure
+from benchmarks.measuring.timing import (
+    allocated,
+    clock,
+    default_device,
+    elapsed,
+    free_memory,
+    one_line,
+    peak_allocated,
+    timestamp,
+)
 from lit_modules.generation.cuda_graphs import WARM_UP, DecodingStep, Output, Replay
 from lit_modules.networks.linearized import linearize
 from lit_modules.networks.positions import locate
@@ -74,7 +77,7 @@ class Row(tables.Row):
 class Benchmark(Run):
     """A run, with its common sizes."""
 
-    name = "linearized_decoding"
+    name = "linearization.linearized_decoding"
     title = "Decoding of linearized models"
     preamble = (
         "Random weights in bfloat16, shared by all implementations. A step of decoding is embedding, layers, head and "
@@ -86,13 +89,16 @@ class Benchmark(Run):
         "around them. An absolute time holds on this GPU only: compare within the run."
     )
     row = Row
+    packages = (*Run.packages, "transformers")
     batch: int = 16
     longest_stock: int = 8192
     shape: str = "llama3_8b"
     rows: list[Row] = field(default_factory=list)
 
-    def versions(self) -> str:
-        return f"{super().versions()}, transformers {transformers.__version__}"
+    def length_row(self, implementation: str, length: int, found: Measured, **numbers: float) -> Row:
+        """Return the row of one implementation at one length."""
+        parameter = f"batch {self.batch}"
+        return self.new_row("decoding", implementation, self.shape, "step", found, parameter, length=length, **numbers)
 
     def found(self, implementation: str, length: int) -> Row | None:
         """Return the row of an implementation and length, or None."""
@@ -185,30 +191,10 @@ def replay_milliseconds(step: Any, replay: Replay, position: int, device: torch.
     times = []
     for _ in range(REPEATS[device.type]):
         move_to(step, position)
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            replay()
-            times.append((time.perf_counter() - began) * 1e3)
+        begin = timestamp(device)
+        replay()
+        times.append(elapsed(begin, timestamp(device)) * 1e3)
     return statistics.median(times)
-
-
-@contextmanager
-def memory(device: torch.device) -> Iterator[Callable[[], tuple[float | None, float | None]]]:
-    """Yield a function that returns the allocated GB, and the peak since the start."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: (torch.cuda.memory_allocated(device) / 1e9, torch.cuda.max_memory_allocated(device) / 1e9)
-    else:
-        yield lambda: (None, None)
 
 
 @torch.no_grad()
@@ -223,18 +209,17 @@ def warmed(step: Any) -> Replay:
 @torch.no_grad()
 def measure(run: Benchmark, implementation: str, model: Any, length: int) -> Row:
     """Measure one implementation at one length."""
-    with memory(run.device) as used:
-        step = new_step(implementation, model, run.batch, length, run.device)
-        replay = warmed(step)
-        positions = [round(part * (length - 1) / (POSITIONS - 1)) for part in range(POSITIONS)]
-        times = [replay_milliseconds(step, replay, max(position, PROMPT), run.device) for position in positions]
-        mean = sum((a + b) / 2 for a, b in pairwise(times)) / (POSITIONS - 1)
-        allocated, peak = used()
-    return Row(
-        section="decoding", implementation=implementation, shape=run.shape, parameter=f"batch {run.batch}",
-        passes="step", milliseconds=mean, length=length, seconds=mean * length / 1e3, first=times[0], last=times[-1],
-        allocated_gb=allocated, peak_gb=peak,
-    )  # fmt: skip
+    free_memory()
+    step = new_step(implementation, model, run.batch, length, run.device)
+    replay = warmed(step)
+    positions = [round(part * (length - 1) / (POSITIONS - 1)) for part in range(POSITIONS)]
+    times = [replay_milliseconds(step, replay, max(position, PROMPT), run.device) for position in positions]
+    mean = sum((a + b) / 2 for a, b in pairwise(times)) / (POSITIONS - 1)
+    found = Measured(mean, "")
+    numbers = {"seconds": mean * length / 1e3, "first": times[0], "last": times[-1]}
+    if run.device.type == "cuda":
+        numbers |= {"allocated_gb": allocated(run.device) / 1e9, "peak_gb": peak_allocated(run.device) / 1e9}
+    return run.length_row(implementation, length, found, **numbers)
 
 
 @torch.no_grad()
@@ -243,12 +228,10 @@ def really_decode(run: Benchmark, implementation: str, model: Any, length: int) 
     step = new_step(implementation, model, run.batch, length, run.device)
     replay = warmed(step)
     move_to(step, PROMPT)
-    bool(step.token.any())  # waits for the device
-    began = time.perf_counter()
+    began = clock(run.device)
     for _ in range(length - PROMPT):
         replay()
-    bool(step.token.any())
-    return time.perf_counter() - began
+    return clock(run.device) - began
 
 
 def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> None:
@@ -274,10 +257,7 @@ def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> No
             try:
                 row = measure(run, name, model, length)
             except Exception as error:  # still measure the others
-                row = Row(
-                    section="decoding", implementation=name, shape=run.shape, parameter=f"batch {run.batch}",
-                    passes="step", milliseconds=None, length=length, note=one_line(error),
-                )  # fmt: skip
+                row = run.length_row(name, length, Measured(None, one_line(error)))
             run.add_rows([row])
             run.say(
                 f"{name}, {length}: "
@@ -337,62 +317,47 @@ def _seconds_and_gb(row: Row | None) -> str:
 
 def draw(run: Benchmark, lengths: list[int], path: Path) -> Path:
     """Plot seconds and gigabytes against length."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    panels = (("seconds", "seconds for the sequence"), ("allocated_gb", "GB allocated, weights included"))
-    for axes, (attribute, label) in zip(figure.subplots(1, 2), panels, strict=True):
+    panels = []
+    for attribute, label in (
+        ("seconds", "seconds for the sequence"),
+        ("allocated_gb", "GB allocated, weights included"),
+    ):
+        lines = {}
         for name in dict.fromkeys(row.implementation for row in run.rows):
             rows = [row for length in lengths if (row := run.found(name, length))]
-            points = [(row.length, value) for row in rows if (value := getattr(row, attribute)) is not None]
-            if points:
-                style = ":" if name == HUGGING_FACE else "-" if name.endswith(FUSED) else "--"
-                axes.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
-        axes.set_xlabel(f"tokens decoded, batch {run.batch}")
-        axes.set_ylabel(label)
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize=8)
-    return write_figure(path, figure)
+            lines[name] = [(row.length, value) for row in rows if (value := getattr(row, attribute)) is not None]
+        panels.append(Panel("", label, lines, base=2))
+
+    def style(name: str) -> str:
+        return ":" if name == HUGGING_FACE else "-" if name.endswith(FUSED) else "--"
+
+    return draw_lengths(panels, path, f"tokens decoded, batch {run.batch}", style)
 
 
 def main() -> int:
     """Check, measure, and write the report, the numbers and the plot; return the exit status."""
     everything = [name + way for way in WAYS for name in (LIGER, SOFTMAX, HYBRID, BEST)] + [HUGGING_FACE]
     usual = [name for name in everything if name.endswith(FUSED) or name == HUGGING_FACE]
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(10, 16)])
     parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--implementations", nargs="+", choices=everything, default=usual)
     parser.add_argument("--longest-stock", type=int, default=8192, help="tokens up to which HF's own are measured")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    check_output(parser, arguments.output, torch.device(arguments.device).type == "cuda")
+    arguments = parser.parse_for_gpu()
     torch.manual_seed(0)
     run = Benchmark(
-        device=torch.device(arguments.device), longest=max(arguments.lengths), folder=arguments.output,
-        batch=arguments.batch, shape=arguments.shape, longest_stock=arguments.longest_stock,
+        device=default_device(), longest=max(arguments.lengths), folder=arguments.output, batch=arguments.batch,
+        shape=arguments.shape, longest_stock=arguments.longest_stock,
     )  # fmt: skip
-    began = time.perf_counter()
-    wrong = check(run)
-    run.say(f"errors: checked in {time.perf_counter() - began:.0f} s")
-    if wrong:
-        print("out of bounds, nothing is timed: " + "; ".join(wrong), file=sys.stderr)
-        return 1
-    began = time.perf_counter()
-    try:
-        operations(run, run.batch)
-    except Exception as error:  # still measure the models
-        run.say(f"operations: {one_line(error)}")
-    run.say(f"operations: measured in {time.perf_counter() - began:.0f} s")
-    decode(run, arguments.lengths, arguments.implementations)
-    run.say(f"done: {run.folder / run.name}.md")
-    run.print_verdicts()
-    return 0
+
+    def time_operations() -> None:
+        try:
+            operations(run, run.batch)
+        except Exception as error:  # still measure the models
+            run.say(f"operations: {one_line(error)}")
+
+    return run.finish(check(run), [time_operations, lambda: decode(run, arguments.lengths, arguments.implementations)])
 
 
 if __name__ == "__main__":

@@ -1,27 +1,27 @@
 """A benchmark run: implementations measured in turn, verdicts, and an incremental report."""
 
 import argparse
-import datetime
 import math
-import platform
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
 
+from benchmarks.measuring.report import CommandLine, measured_on, page
 from benchmarks.measuring.tables import Row, csv_text, table
-from benchmarks.measuring.timing import RESULTS, Call, check_output, one_line, timed
+from benchmarks.measuring.timing import Call, copy_rate, one_line, timed
 from common.atomic_files import write_atomic
 
 
-def parse(parser: argparse.ArgumentParser, sections: Sequence[str], lengths: Sequence[int]) -> argparse.Namespace:
+def parse(parser: CommandLine, sections: Sequence[str], lengths: Sequence[int]) -> argparse.Namespace:
     """Parse the command line with the options that all kernel benchmarks share; `sections` are those to run."""
     parser.add_argument(
         "--quick", action="store_true", help="few checks, and the targets alone where no section is named"
@@ -30,9 +30,7 @@ def parse(parser: argparse.ArgumentParser, sections: Sequence[str], lengths: Seq
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=lengths, help="of the sweep; none is exceeded, in any section"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    check_output(parser, arguments.output)
+    arguments = parser.parse_for_gpu()
     arguments.sections = arguments.sections or (["targets"] if arguments.quick else sections)
     return arguments
 
@@ -49,6 +47,42 @@ def spread_documents(length: int) -> list[int]:
     generator = np.random.default_rng(0)
     ends = np.cumsum(np.exp(generator.uniform(math.log(128), math.log(8192), length // 128)).astype(int))
     return [0, *(int(end) for end in ends if end < length), length]
+
+
+Errors = dict[str, float]
+"""Relative errors by the name of a tensor."""
+
+
+def error_cells(errors: Errors, names: Sequence[str]) -> list[str]:
+    """Return the cells of an error table, empty for tensors that are not compared."""
+    return [f"{errors[name]:.1e}" if name in errors else "" for name in names]
+
+
+def out_of_bounds(errors: Errors, bounds: Mapping[str, float]) -> list[str]:
+    """Return the tensors whose error is over its bound."""
+    return [
+        f"{name} {error:.1e} over {bounds[name]:.1e}" for name, error in errors.items() if not error <= bounds[name]
+    ]
+
+
+def line_or_reason(label: str, measure: Callable[[], Iterable[str]]) -> list[str]:
+    """Return a line of a table: what `measure` finds, or why it could not."""
+    try:
+        return [label, *measure()]
+    except Exception as error:  # still measure the others
+        return [label, one_line(error)]
+
+
+def against_copy(rows: Iterable[Row], copy_rate: float) -> str:
+    """Return a table of times and GB/s of rows with a `rate`, and of the rate's ratio to a copy's."""
+    lines = []
+    for row in rows:
+        numbers = [row.note]
+        if row.milliseconds:
+            time_ms = f"{row.milliseconds:.4f}{' ' * bool(row.note)}{row.note}"
+            numbers = [time_ms, f"{row.rate:.0f}", f"{row.rate / copy_rate:.0%}"]
+        lines.append([", ".join(filter(None, row.case[:2])), row.implementation, *numbers])
+    return table(["", "", "milliseconds", "GB/s", "of the copy"], lines)
 
 
 @dataclass(frozen=True)
@@ -85,10 +119,11 @@ class Verdict:
 class Run:
     """Measurements and the report so far. No sequence is longer than `longest` tokens."""
 
-    name: ClassVar[str]  # of the module, and of the report's files
+    name: ClassVar[str]  # of the module in benchmarks/, whose last part names the report's files
     title: ClassVar[str]
     preamble: ClassVar[str]
     row: ClassVar[type[Row]]
+    packages: ClassVar[tuple[str, ...]] = ("torch", "triton")  # whose versions the times depend on
 
     device: torch.device
     longest: int
@@ -98,6 +133,13 @@ class Run:
     verdicts: list[Verdict] = field(default_factory=list)
     spread: float = 0.0  # largest difference between two rounds, relative
     began: float = field(default_factory=time.perf_counter)
+
+    @cached_property
+    def copy_rate(self) -> float:
+        """GB/s of a copy, read plus written."""
+        rate = copy_rate(self.device)
+        self.say(f"a copy moves {rate:.0f} GB/s")
+        return rate
 
     def say(self, text: str) -> None:
         """Print a line of progress."""
@@ -135,6 +177,29 @@ class Run:
             self.spread = max(self.spread, max(found) / min(found) - 1) if found else self.spread
         return measured
 
+    def new_row(
+        self,
+        section: str,
+        implementation: str,
+        shape: object,
+        passes: str,
+        found: Measured,
+        parameter: str = "",
+        wrong: str = "",
+        **others: object,
+    ) -> Row:
+        """Return the row of a measurement. wrong: what is known of its errors; others: further fields."""
+        return self.row(
+            section=section,
+            implementation=implementation,
+            shape=shape,
+            parameter=parameter,
+            passes=passes,
+            milliseconds=found.milliseconds,
+            note=" ".join(filter(None, (found.note, wrong))),
+            **others,
+        )
+
     def judge(
         self, what: str, measured: float, target: float, aim: float | None = None, at_least: bool = False
     ) -> None:
@@ -143,7 +208,7 @@ class Run:
 
     def add_section(self, title: str, *paragraphs: str) -> None:
         """Add to the report and write it, so that an interrupted run keeps its results."""
-        self.sections.append("\n\n".join([f"## {title}", *(text.rstrip("\n") for text in paragraphs)]))
+        self.sections.append(page(title, *paragraphs, level=2))
         self.write()
 
     def add_rows(self, rows: Sequence[Row]) -> None:
@@ -151,31 +216,42 @@ class Run:
         self.rows += rows
         self.write()
 
+    @property
+    def files(self) -> Path:
+        """Path of the report without the ending."""
+        return self.folder / self.name.rpartition(".")[2]
+
     def write(self) -> None:
         """Write the report and the raw numbers so far."""
-        write_atomic(self.folder / f"{self.name}.md", self.text())
-        write_atomic(self.folder / f"{self.name}.csv", csv_text(self.row, self.rows))
+        write_atomic(self.files.with_suffix(".md"), self.text())
+        write_atomic(self.files.with_suffix(".csv"), csv_text(self.row, self.rows))
 
     def text(self) -> str:
         """Return the report."""
-        on_gpu = self.device.type == "cuda"
-        device = torch.cuda.get_device_name() if on_gpu else f"{platform.machine()}, no GPU"
         command = shlex.join(["python", "-m", f"benchmarks.{self.name}", *without_output(sys.argv[1:])])
-        head = (
-            f"# {self.title}\n\n{datetime.date.today()}; {device}; torch {torch.__version__}, {self.versions()}. By "
-            f"`{command}`.\n\n{self.preamble}"
-        )
-        summary = []
+        summary = ""
         if self.verdicts:
             aims = any(verdict.aim is not None for verdict in self.verdicts)
             header = ["", "measured", "close at", "met", "aim", "met"] if aims else ["", "measured", "target", "met"]
             lines = [[verdict.what, f"{verdict.measured:.2f}", *verdict.cells()] for verdict in self.verdicts]
-            summary = ["## Targets\n\n" + table(header, lines).rstrip()]
-        return "\n\n".join([head, *summary, *self.sections]) + "\n"
+            summary = page("Targets", table(header, lines), level=2)
+        about = f"{self.measured_on()}. By `{command}`."
+        return page(self.title, about, self.preamble, summary, *self.sections)
 
-    def versions(self) -> str:
-        """Return further versions that the times depend on."""
-        return f"Triton {getattr(sys.modules.get('triton'), '__version__', None)}"
+    def measured_on(self) -> str:
+        """Return the date, the machine and the versions that the times depend on."""
+        return measured_on(*self.packages)
+
+    def finish(self, wrong: Sequence[str], sections: Iterable[Callable[[], None]]) -> int:
+        """Measure the sections if nothing is wrong, and print the verdicts; return the exit status."""
+        if wrong:
+            print("out of bounds, nothing is timed: " + "; ".join(wrong), file=sys.stderr)
+            return 1
+        for section in sections:
+            section()
+        self.say(f"done: {self.files}.md")
+        self.print_verdicts()
+        return 0
 
     def print_verdicts(self) -> None:
         """Print the verdicts, a run's last lines."""

@@ -4,6 +4,10 @@ import csv
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TypeVar
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +32,12 @@ class Row:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table; the first column is left-aligned, the others right-aligned."""
+    """Return a Markdown table; the first column is left-aligned, the others right-aligned; short rows are filled up."""
     lines = [f"| {' | '.join(header)} |", "|" + "---|" + "---:|" * (len(header) - 1)]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]) + "\n"
+    for row in rows:
+        cells = [*map(str, row), *[""] * (len(header) - len(row))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def comparison(rows: Sequence[Row], base: str | None = None) -> str:
@@ -65,8 +72,13 @@ def _cell(row: Row | None, reference: Row | None) -> str:
     return f"{row.milliseconds:.3f}{ratio}" + (f" {row.note}" if row.note else "")
 
 
-def csv_text(kind: type[Row], rows: Iterable[Row]) -> str:
-    """Return CSV with one line per measurement and the fields of `kind`."""
+def shown(value: float | None, form: str) -> str:
+    """Format a number for a cell, which stays empty for what was not measured (None) or is nothing (0)."""
+    return format(value, form) if value else ""
+
+
+def csv_text(kind: type, rows: Iterable[object]) -> str:
+    """Return CSV with one line per measurement and the fields of the dataclass `kind`."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     names = [field.name for field in fields(kind)]
@@ -75,10 +87,35 @@ def csv_text(kind: type[Row], rows: Iterable[Row]) -> str:
     return out.getvalue()
 
 
-def parsed(kind: object, text: str) -> object:
-    """Parse a field that `csv_text` wrote, by its type: text, an integer, or an optional number."""
+def read_csv(path: Path, kind: type[Record]) -> list[Record]:
+    """Read what `csv_text` wrote, each field by its type; nothing if there is no file.
+
+    Raises:
+        ValueError: the file has other columns than `kind` has fields, or a value that cannot be read.
+    """
+    if not path.is_file():
+        return []
+    kinds = {field.name: field.type for field in fields(kind)}
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != list(kinds):
+            found = ", ".join(reader.fieldnames or ())
+            raise ValueError(
+                f"{path} has the columns {found}: expected {', '.join(kinds)}; move it, or name another folder"
+            )
+        rows = []
+        for number, line in enumerate(reader, start=2):
+            try:
+                rows.append(kind(**{name: _parsed(kinds[name], text) for name, text in line.items()}))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+        return rows
+
+
+def _parsed(kind: object, text: str) -> object:
+    """Parse a field by its type: text, a number, or an optional number. What is read of a shape is its text."""
+    if kind in (int, float):
+        return kind(text)
     if kind in (str, object):
         return text
-    if kind is int:
-        return int(text)
     return float(text) if text else None

@@ -1,30 +1,31 @@
 """Measurement of calls: time on the device and the host, memory, relative error, and failures in one line."""
 
-import argparse
+import gc
 import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 INFERENCE, FORWARD, BOTH = "forward, no gradients", "forward", "forward + backward"
 LAUNCHED = "launched"  # note of a time that includes launches by the host
 
 
 @dataclass
 class Call:
-    """A forward pass without arguments, and its backward pass's inputs. heads_first: tensors are [B, H, T, D]."""
+    """A forward pass without arguments, and the inputs of its backward pass, if it has one.
+
+    heads_first: tensors are [B, H, T, D].
+    """
 
     forward: Callable[[], Tensor]
-    leaves: tuple[Tensor, ...]
-    d_out: Tensor
-    heads_first: bool = field(default=False)
+    leaves: tuple[Tensor, ...] = ()
+    d_out: Tensor | None = None
+    heads_first: bool = False
 
     def inference(self) -> Tensor:
         """Return the output, saving nothing for a backward pass."""
@@ -41,21 +42,25 @@ class Call:
         return {INFERENCE: self.inference, FORWARD: self.forward, BOTH: self.forward_backward}[which]
 
 
-def check_output(parser: argparse.ArgumentParser, folder: Path, on_gpu: bool | None = None) -> None:
-    """Exit if CPU numbers would overwrite the repository's GPU results.
-
-    Args:
-        on_gpu: whether a GPU is measured; if None, whether one is available.
-    """
-    if not (torch.cuda.is_available() if on_gpu is None else on_gpu) and folder.resolve() == RESULTS:
-        instead = "give --output FOLDER, or measure on a GPU"
-        parser.exit(2, f"{parser.prog}: {folder} keeps results of a GPU, and this would replace them: {instead}\n")
+def default_device() -> torch.device:
+    """Return the GPU, or the CPU, on which a benchmark only tests itself."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
     """Return `||found - exact|| / ||exact||`; infinity for NaN."""
     error = (torch.linalg.vector_norm(found.double() - exact) / torch.linalg.vector_norm(exact)).item()
     return math.inf if math.isnan(error) else error
+
+
+def refuse_divergence(loss: Tensor) -> None:
+    """Raise if a loss is not finite.
+
+    Raises:
+        RuntimeError: it is infinite or not a number.
+    """
+    if not math.isfinite(loss.item()):
+        raise RuntimeError(f"the loss is {loss.item()}")
 
 
 def timed(run: Callable[[], object], device: torch.device) -> tuple[float, str]:
@@ -76,11 +81,6 @@ def timed(run: Callable[[], object], device: torch.device) -> tuple[float, str]:
             return do_bench(run, return_mode="median"), LAUNCHED
     timer = Timer("run()", globals={"run": run})
     return timer.blocked_autorange(min_run_time=0.02).median * 1e3, ""
-
-
-def milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return only the time of `timed`."""
-    return timed(run, device)[0]
 
 
 def host_microseconds(run: Callable[[], object], calls: int = 50) -> float:
@@ -113,7 +113,54 @@ def copy_rate(device: torch.device) -> float:
     target = torch.empty_like(source)
     # A kernel that copies can be faster than the driver's copy: take the better of the two.
     ways = (lambda: target.copy_(source), lambda: torch.mul(source, 1.0, out=target))
-    return 2 * source.nbytes / min(milliseconds(way, device) for way in ways) / 1e6
+    return 2 * source.nbytes / min(timed(way, device)[0] for way in ways) / 1e6
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clock(device: torch.device) -> float:
+    """Return the host's time in seconds, after the device has finished its queued work."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+def timestamp(device: torch.device) -> torch.cuda.Event | float:
+    """Return a point in time of the device's work, without waiting for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """Return the seconds between two timestamps."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def free_memory() -> None:
+    """Free what nothing refers to, also in circles, and restart the count of the peak."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes allocated on the device; 0 without a GPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def peak_allocated(device: torch.device) -> int:
+    """Return the most bytes allocated since the count began; 0 without a GPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def one_line(error: Exception) -> str:

@@ -9,18 +9,14 @@ Every case runs in separate processes. Earlier measurements are kept in `context
 lengths can be measured one by one; --seconds limits the total time.
 """
 
-import argparse
-import csv
 import datetime
 import functools
-import io
 import json
-import math
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,12 +25,12 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from benchmarks.measuring.tables import parsed, table
-from benchmarks.measuring.timing import RESULTS, check_output, one_line, relative_error
-from benchmarks.pretraining.modules import pretraining
+from benchmarks.measuring.report import CommandLine, page
+from benchmarks.measuring.tables import csv_text, read_csv, shown, table
+from benchmarks.measuring.timing import clock, free_memory, one_line, peak_allocated, refuse_divergence, relative_error
+from benchmarks.pretraining.modules import pretraining, random_batch, utilization
 from benchmarks.pretraining.training_speed import set_gates
 from common.atomic_files import write_atomic
-from common.gpus import peak_flops
 from lit_modules.parallel.gradients import clip_gradients
 from lit_modules.parallel.spreading import spread
 from lit_modules.pretraining import Pretraining
@@ -94,14 +90,6 @@ def build(size: str, length: int, device: torch.device) -> Pretraining:
     return module
 
 
-def draw_document(module: Pretraining, length: int, device: torch.device) -> dict[str, Tensor]:
-    """Draw the same random tokens in every process."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(module.model.config.vocab_size, (1, length + 1), generator=draw).to(device)
-    bounds = torch.tensor([0, length], dtype=torch.int32, device=device)
-    return {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "cu_seqlens": bounds}
-
-
 def take(module: Pretraining, batch: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Run forward and backward, average gradients over the ranks that share the document, and return the loss."""
     with torch.autocast(batch["targets"].device.type, dtype, enabled=dtype != torch.float32):
@@ -130,7 +118,7 @@ def compare(case: Case, dtype: torch.dtype, device: torch.device) -> float:
     """
     alone, shared = (build(case.size, CHECKED, device) for _ in range(2))
     spread_out(shared, case, compile=False, recomputation="none")
-    batch = draw_document(alone, CHECKED, device)
+    batch = random_batch(alone, CHECKED, CHECKED, device)
     wanted, found = (take(module, batch, dtype) for module in (alone, shared))
     pairs = [(shared.model.get_parameter(name).grad, alone.model.get_parameter(name).grad) for name in COMPARED]
     errors = [relative_error(*pair) for pair in ((found, wanted), *pairs)]
@@ -156,34 +144,23 @@ def measure(rank: int, case: Case, steps: int, folder: str) -> None:
     note(flops_per_token=module.flops_per_token)
     optimizer = module.configure_optimizers()["optimizer"]
     spread_out(module, case, compile=device.type == "cuda", recomputation=case.recomputation)
-    batch = draw_document(module, case.length, device)
+    batch = random_batch(module, case.length, case.length, device)
     layers = module.model.model.layers
     module.model.model.layers = layers[:1]  # compiles, and takes as long as a block
     take(module, batch)
     optimizer.zero_grad()
     module.model.model.layers = layers
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    free_memory()
     for _ in range(steps):
-        began = read_clock(device)
+        began = clock(device)
         loss = take(module, batch)
         clip_gradients(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        seconds = read_clock(device) - began
-        if not math.isfinite(loss.item()):
-            raise RuntimeError(f"the loss is {loss.item()}")
-        memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
-        note(seconds=seconds, memory_gib=memory)
+        seconds = clock(device) - began
+        refuse_divergence(loss)
+        note(seconds=seconds, memory_gib=peak_allocated(device) / 2**30)
     dist.destroy_process_group()
-
-
-def read_clock(device: torch.device) -> float:
-    """Synchronize and return the time in seconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def write_line(file: Path, rank: int, **found: float | None) -> None:
@@ -226,32 +203,11 @@ def summary(case: Case, found: list[dict[str, float]], note: str) -> Measured:
     if not steps:
         return Measured(**vars(case), **errors, device=device, note=note)
     rate = case.length / statistics.median(steps)
-    peak = peak_flops(device)
-    mfu = rate * known["flops_per_token"] / (peak * case.gpus) if peak else None
+    mfu = utilization(rate, known["flops_per_token"], case.gpus)
     return Measured(
         **vars(case), **errors, tokens_per_second=rate, steps=len(steps), mfu=mfu, memory_gib=known["memory_gib"],
         device=device,
     )  # fmt: skip
-
-
-def read_csv(file: Path) -> list[Measured]:
-    """Read earlier measurements."""
-    if not file.is_file():
-        return []
-    kinds = {field.name: field.type for field in fields(Measured)}
-    with open(file, encoding="utf-8", newline="") as handle:
-        return [
-            Measured(**{key: parsed(kinds[key], text) for key, text in row.items()}) for row in csv.DictReader(handle)
-        ]
-
-
-def write_csv(file: Path, rows: list[Measured]) -> None:
-    """Write the rows atomically."""
-    names = [field.name for field in fields(Measured)]
-    lines = [names, *(["" if getattr(row, name) is None else getattr(row, name) for name in names] for row in rows)]
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    write_atomic(file, text.getvalue())
 
 
 def report(rows: list[Measured]) -> str:
@@ -264,16 +220,9 @@ def report(rows: list[Measured]) -> str:
             lines.append([*model, row.note, "", "", "", ""])
             continue
         base = one.get((row.size, row.length))
-        lines.append(
-            [
-                *model,
-                f"{row.tokens_per_second:,.0f}",
-                f"{row.tokens_per_second / (base * row.gpus):.1%}" if base else "",
-                f"{row.mfu:.1%}" if row.mfu else "",
-                f"{row.memory_gib:.0f}" if row.memory_gib else "",
-                row.steps,
-            ]
-        )
+        linear = f"{row.tokens_per_second / (base * row.gpus):.1%}" if base else ""
+        numbers = f"{row.tokens_per_second:,.0f}", linear, shown(row.mfu, ".1%"), shown(row.memory_gib, ".0f")
+        lines.append([*model, *numbers, row.steps])
     header = ["", "tokens", "GPUs", "recomputation", "tokens/s", "of linear", "MFU", "GiB on a GPU", "steps"]
     where = "; ".join(sorted({f"{row.date}, {row.device}, torch {row.torch}" for row in rows}))
     errors = {
@@ -283,29 +232,27 @@ def report(rows: list[Measured]) -> str:
     worst = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in errors.items() if error is not None)
     compared = (
         f"Several GPUs against one, on {CHECKED} tokens: the worst of the loss and {len(COMPARED)} gradients differs, "
-        f"relative to its norm, by {worst}.\n"
+        f"relative to its norm, by {worst}."
     ) * bool(worst)
-    return (
-        f"# Context parallelism\n\n{where}. One document a step, bfloat16 autocast, fused AdamW, compiled blocks where "
-        "there is a GPU; medians of steps, after one of a single block. "
-        "By `python -m benchmarks.pretraining.context_parallel`.\n\n"
-        + table(header, lines)
-        + "\nOf linear: of as many times the tokens/s of one GPU, which recomputes its blocks. MFU counts neither "
-        f"recomputation nor pruning, and nothing is pruned. {compared}"
+    return page(
+        "Context parallelism",
+        f"{where}. One document a step, bfloat16 autocast, fused AdamW, compiled blocks where there is a GPU; medians "
+        "of steps, after one of a single block. By `python -m benchmarks.pretraining.context_parallel`.",
+        table(header, lines),
+        "Of linear: of as many times the tokens/s of one GPU, which recomputes its blocks. MFU counts neither "
+        f"recomputation nor pruning, and nothing is pruned. {compared}",
     )
 
 
 def main() -> int:
     """Measure, and write a page and a CSV file; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument("--size", default="360m", help="of the FoX (Pro) models in conf/model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[131072], help="tokens of the document")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="that share it")
     parser.add_argument("--steps", type=int, default=3, help="that are timed")
     parser.add_argument("--seconds", type=float, default=230, help="after which all stops")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    check_output(parser, arguments.output)
+    arguments = parser.parse_for_gpu()
     began = time.perf_counter()
     until = began + arguments.seconds
     ways = ((arguments.gpus, "none"), (1, "full"), (arguments.gpus, "full"))
@@ -323,12 +270,12 @@ def main() -> int:
 def keep(folder: Path, row: Measured) -> None:
     """Add a row to the CSV file and the page, replacing an older row of the same case if it has a measurement."""
     file = folder / "context_parallel.csv"
-    rows = {(x.size, x.length, x.gpus, x.recomputation): x for x in read_csv(file)}
+    rows = {(x.size, x.length, x.gpus, x.recomputation): x for x in read_csv(file, Measured)}
     case = (row.size, row.length, row.gpus, row.recomputation)
     if row.tokens_per_second is not None or case not in rows:
         rows[case] = row
     ordered = [rows[case] for case in sorted(rows)]
-    write_csv(file, ordered)
+    write_atomic(file, csv_text(Measured, ordered))
     write_atomic(folder / "context_parallel.md", report(ordered))
 
 

@@ -1,22 +1,15 @@
 """The module of `job=pretrain`, for benchmarks that train it for a few steps."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import hydra
 import torch
-from omegaconf import DictConfig
+from torch import Tensor
 
+from benchmarks.measuring.configuration import compose
+from common.gpus import peak_flops
 from lit_modules.pretraining import Pretraining
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
-
-
-def compose(*overrides: str) -> DictConfig:
-    """Compose the command's configuration with these overrides."""
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return hydra.compose("config", list(overrides))
 
 
 def pretraining(
@@ -42,3 +35,19 @@ def pretraining(
             sequence_length=length,
             **settings,
         )
+
+
+def random_batch(
+    module: Pretraining, tokens: int, length: int, device: torch.device | None = None, seed: int = 0
+) -> dict[str, Tensor]:
+    """Draw a batch of documents of `length` tokens, the same in every process of one seed."""
+    draw = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(module.model.config.vocab_size, (1, tokens + 1), generator=draw).to(device)
+    bounds = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
+    return {"input_ids": drawn[:, :-1], "targets": drawn[:, 1:], "cu_seqlens": bounds}
+
+
+def utilization(tokens_per_second: float, flops_per_token: float, gpus: int = 1) -> float | None:
+    """Return the MFU at so many FLOPs a token; None if the GPU's peak is not known, or there is no GPU."""
+    peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return tokens_per_second * flops_per_token / (peak * gpus) if peak else None

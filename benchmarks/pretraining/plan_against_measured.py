@@ -8,17 +8,15 @@ The measured values go to a CSV file after each case; `--again` reads them from 
 GPU.
 """
 
-import argparse
 import csv
 import datetime
-import gc
 import io
 import itertools
 import re
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,21 @@ import hydra
 import torch
 from torch import Tensor
 
+from benchmarks.measuring.configuration import compose
+from benchmarks.measuring.report import CommandLine, page, publish
 from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import RESULTS, check_output, one_line
-from benchmarks.pretraining.modules import compose, pretraining
-from benchmarks.pretraining.training_speed import elapsed, read_clock
+from benchmarks.measuring.timing import (
+    allocated,
+    default_device,
+    elapsed,
+    free_memory,
+    one_line,
+    peak_allocated,
+    refuse_divergence,
+    synchronize,
+    timestamp,
+)
+from benchmarks.pretraining.modules import pretraining, random_batch
 from common.atomic_files import write_atomic
 from lit_modules.parallel.gradients import clip_gradients
 from lit_modules.planning import Setup, eager, estimate
@@ -79,57 +88,15 @@ TINY = (
 )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One case on one GPU; a note says why a measurement is missing. Memory in bytes, times in seconds per step.
-
-    held: allocated between two steps. levels, peaks: allocated after each phase and at most within it, of the
-    micro-batch that had most. phases: seconds of each, all micro-batches together. kernels: their seconds,
-    by kind.
-    """
-
-    case: Case
-    gpu: str
-    torch: str
-    note: str = ""
-    tokens_per_second: float = 0.0
-    peak: int = 0
-    held: int = 0
-    levels: dict[str, int] = field(default_factory=dict)
-    peaks: dict[str, int] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
-    kernels: dict[str, float] = field(default_factory=dict)
-
-    def row(self) -> dict[str, Any]:
-        """Return one line of the CSV file."""
-        by_phase = {
-            f"{name}_{phase}": getattr(self, name).get(phase, "")
-            for name in ("levels", "peaks", "phases")
-            for phase in PHASES
-        }
-        kernels = {f"kernels_{kind}": self.kernels.get(kind, "") for kind in KINDS}
-        plain = {f.name: getattr(self, f.name) for f in fields(self)[1:7]}
-        return {**asdict(self.case), **plain, **by_phase, **kernels}
-
-    @classmethod
-    def of_row(cls, row: dict[str, str]) -> "Measured":
-        """Parse a line that `row` wrote."""
-        kinds = {f.name: f.type for f in fields(Case)}
-        case = Case(**{k: row[k] == "True" if kinds[k] is bool else kinds[k](row[k]) for k in kinds})
-        groups = {
-            name: {k.removeprefix(f"{name}_"): float(v) for k, v in row.items() if k.startswith(f"{name}_") and v}
-            for name in ("levels", "peaks", "phases", "kernels")
-        }
-        return cls(
-            case,
-            row["gpu"],
-            row["torch"],
-            row["note"],
-            float(row["tokens_per_second"]),
-            int(row["peak"]),
-            int(row["held"]),
-            **groups,
-        )
+# Of the CSV file: the case, where it was measured, why it was not; then memory in bytes and seconds per step. held:
+# allocated between two steps. levels, peaks: allocated after each phase and at most within it, of the micro-batch that
+# had most. phases: seconds of each, all micro-batches together. kernels: their seconds, by kind.
+COLUMNS = (
+    *(field.name for field in fields(Case)),
+    *("gpu", "torch", "note", "tokens_per_second", "peak", "held"),
+    *(f"{name}_{phase}" for name in ("levels", "peaks", "phases") for phase in PHASES),
+    *(f"kernels_{kind}" for kind in KINDS),
+)
 
 
 class Training:
@@ -139,13 +106,8 @@ class Training:
         self.case, self.device = case, device
         self.module = build(case, device)
         self.optimizer = self.module.configure_optimizers()["optimizer"]
-        tokens = torch.randint(self.module.model.config.vocab_size, (1, self.micro_tokens + 1), device=device)
-        bounds = torch.arange(0, self.micro_tokens + 1, case.length, dtype=torch.int32, device=device)
-        self.batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "cu_seqlens": bounds}
-
-    @property
-    def micro_tokens(self) -> int:
-        return self.case.sequences * self.case.length
+        self.micro_tokens = case.sequences * case.length
+        self.batch = random_batch(self.module, self.micro_tokens, case.length, device)
 
     def step(self, after: Any = lambda phase: None) -> Tensor:
         """Take an optimizer step like Lightning; call `after` at the end of each phase."""
@@ -168,28 +130,28 @@ class Training:
         """Return the median seconds of a step, and of its phases."""
         whole, phases = [], {phase: [] for phase in PHASES}
         for _ in range(TIMED):
-            clocks = [("", read_clock(self.device))]
-            self.step(lambda phase, clocks=clocks: clocks.append((phase, read_clock(self.device))))
+            clocks = [("", timestamp(self.device))]
+            self.step(lambda phase, clocks=clocks: clocks.append((phase, timestamp(self.device))))
             whole.append(elapsed(clocks[0][1], clocks[-1][1]))
             for phase in PHASES:
                 pairs = itertools.pairwise(clocks)
                 phases[phase].append(sum(elapsed(a, b) for (_, a), (name, b) in pairs if name == phase))
         return statistics.median(whole), {phase: statistics.median(found) for phase, found in phases.items()}
 
-    def memory(self) -> tuple[int, dict[str, int], dict[str, int]]:
+    def memory(self) -> dict[str, int]:
         """Return the bytes held between steps, and after each phase of one more step, and each phase's peak."""
         if self.device.type != "cuda":
-            return 0, {}, {}
-        held, levels, peaks = torch.cuda.memory_allocated(), {}, {}
+            return {}
+        found = {"held": torch.cuda.memory_allocated()}
         torch.cuda.reset_peak_memory_stats()
 
         def note(phase: str) -> None:
-            levels[phase] = max(torch.cuda.memory_allocated(), levels.get(phase, 0))
-            peaks[phase] = max(torch.cuda.max_memory_allocated(), peaks.get(phase, 0))
+            for name, size in (("levels", allocated(self.device)), ("peaks", peak_allocated(self.device))):
+                found[f"{name}_{phase}"] = max(size, found.get(f"{name}_{phase}", 0))
             torch.cuda.reset_peak_memory_stats()
 
         self.step(note)
-        return held, levels, peaks
+        return found
 
     def kernels(self) -> dict[str, float]:
         """Return the kernel seconds of one more step by kind; print the longest kernels."""
@@ -201,9 +163,10 @@ class Training:
         found = [(e.key, e.self_device_time_total / 1e6, e.count) for e in profile.key_averages()]
         for name, seconds, count in sorted(found, key=lambda row: -row[1])[:30]:
             print(f"    {seconds * 1e3:9.3f} ms {count:6d} x {name[:110]}")
-        sums = dict.fromkeys(KINDS, 0.0)
+        sums = dict.fromkeys((f"kernels_{kind}" for kind in KINDS), 0.0)
         for name, seconds, _ in found:
-            sums[next(kind for kind, words in KINDS.items() if re.search(words, name))] += seconds
+            kind = next(kind for kind, words in KINDS.items() if re.search(words, name))
+            sums[f"kernels_{kind}"] += seconds
         return sums
 
 
@@ -217,50 +180,43 @@ def build(case: Case, device: torch.device) -> Pretraining:
     return module
 
 
-def measure(case: Case, device: torch.device) -> Measured:
-    """Build the case and train it for a few steps."""
+def measure(case: Case, device: torch.device) -> dict[str, Any]:
+    """Build the case and train it for a few steps; return its values in `COLUMNS`."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    on_gpu = device.type == "cuda"
-    where = (torch.cuda.get_device_name() if on_gpu else "", torch.__version__)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     training = Training(case, device)
     for _ in range(WARM - 1):
         training.step()
-    if on_gpu:  # exclude the memory of compiling and tuning
-        torch.cuda.synchronize()
+    synchronize(device)
+    if device.type == "cuda":  # exclude the memory of compiling and tuning
         torch.cuda.reset_peak_memory_stats()
-    loss = training.step()
-    if not torch.isfinite(loss):
-        raise RuntimeError(f"the loss is {loss.item()}")
+    refuse_divergence(training.step())
     seconds, phases = training.timed()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    rate = training.micro_tokens * case.accumulation / seconds
-    memory = training.memory()
-    return Measured(case, *where, "", rate, peak, *memory, phases, training.kernels())
+    return {
+        "peak": peak_allocated(device),
+        "tokens_per_second": training.micro_tokens * case.accumulation / seconds,
+        **{f"phases_{phase}": found for phase, found in phases.items()},
+        **training.memory(),
+        **training.kernels(),
+    }
 
 
-def attempt(case: Case, device: torch.device) -> Measured:
-    """Return `measure` or the reason of its failure; then free the memory."""
-    where = (torch.cuda.get_device_name() if device.type == "cuda" else "", torch.__version__)
+def attempt(case: Case, device: torch.device) -> dict[str, Any]:
+    """Return the line of a case: what `measure` found, or why it failed. Free the memory before."""
+    free_memory()
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    line = {**asdict(case), "gpu": gpu, "torch": torch.__version__}
     try:
-        return measure(case, device)
+        return line | measure(case, device)
     except torch.OutOfMemoryError:
-        note = "out of memory"
+        return line | {"note": "out of memory"}
     except Exception as error:  # still measure the others
-        note = one_line(error)
-    finally:
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return Measured(case, *where, note)
+        return line | {"note": one_line(error)}
 
 
 def planned(case: Case, gpu: str, version: str) -> tuple[float, float]:
     """Return the plan's (peak bytes, tokens per second) for a GPU and a version of torch."""
-    if version.startswith("2.11."):
-        eager.NORMS_IN_FLOAT32 = False
+    eager.NORMS_IN_FLOAT32 = not version.startswith("2.11.")
     cfg = compose(f"model={case.model}")
     setup = Setup(
         gpu=gpu,
@@ -275,76 +231,68 @@ def planned(case: Case, gpu: str, version: str) -> tuple[float, float]:
     return found.memory.peak, found.speed.tokens_per_second
 
 
-def side_by_side(measured: Measured, default_gpu: str) -> list[str]:
-    """Return one line of the table."""
-    case = measured.case
+def side_by_side(line: dict[str, str]) -> list[str]:
+    """Return one line of the table, of one of the CSV file; what was measured without a GPU is planned for an H200."""
+    sizes = {name: int(line[name]) for name in ("length", "sequences", "accumulation")}
+    case = Case(line["model"], **sizes, compile=line["compile"] == "True", recomputation=line["recomputation"])
     cells = [case.model, f"{case.sequences} x {case.length}", str(case.accumulation)]
     cells += ["compiled" if case.compile else "eager", case.recomputation]
-    peak, rate = planned(case, measured.gpu or default_gpu, measured.torch)
-    if measured.note:
-        return [*cells, f"{peak / GIB:.1f}", measured.note, "", f"{rate:,.0f}", "", ""]
-    cells += [f"{peak / GIB:.1f}", f"{measured.peak / GIB:.1f}"]
-    cells += [f"{peak / measured.peak - 1:+.1%}" if measured.peak else ""]
-    return [
-        *cells,
-        f"{rate:,.0f}",
-        f"{measured.tokens_per_second:,.0f}",
-        f"{rate / measured.tokens_per_second - 1:+.1%}",
-    ]
+    peak, rate = planned(case, line["gpu"] or "H200", line["torch"])
+    if line["note"]:
+        return [*cells, f"{peak / GIB:.1f}", line["note"], "", f"{rate:,.0f}", "", ""]
+    found_peak, found_rate = int(line["peak"]), float(line["tokens_per_second"])
+    error = f"{peak / found_peak - 1:+.1%}" if found_peak else ""
+    cells += [f"{peak / GIB:.1f}", f"{found_peak / GIB:.1f}", error]
+    return [*cells, f"{rate:,.0f}", f"{found_rate:,.0f}", f"{rate / found_rate - 1:+.1%}"]
 
 
-def page(results: list[Measured], default_gpu: str) -> str:
-    """Return the Markdown page."""
+def report(data: Path) -> str:
+    """Return the Markdown page of the CSV file."""
+    with open(data, encoding="utf-8", newline="") as handle:
+        lines = list(csv.DictReader(handle))
     header = ["model", "micro-batch", "micro-batches", "blocks", "recomputed", "plan GiB", "measured GiB", "error"]
     header += ["plan tokens/s", "measured tokens/s", "error"]
-    where = sorted({f"{m.gpu or 'no GPU'}, torch {m.torch}" for m in results})
-    return (
-        "# The plan against what was measured\n\n"
+    where = sorted({f"{line['gpu'] or 'no GPU'}, torch {line['torch']}" for line in lines})
+    return page(
+        "The plan against what was measured",
         f"{datetime.date.today()}; {'; '.join(where)}. Peak of allocated memory, and tokens a second, of `job=plan` "
         f"and of {TIMED} training steps as `job=pretrain` makes them: bfloat16 autocast, fused AdamW. By "
-        "`python -m benchmarks.pretraining.plan_against_measured`.\n\n"
-        + table(header, [side_by_side(m, default_gpu) for m in results])
+        "`python -m benchmarks.pretraining.plan_against_measured`.",
+        table(header, map(side_by_side, lines)),
     )
 
 
-def csv_of(results: list[Measured]) -> str:
-    """Return the CSV text of all measurements."""
+def write_lines(data: Path, lines: list[dict[str, Any]]) -> None:
+    """Write the CSV file of all measurements."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(results[0].row()), lineterminator="\n")
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(m.row() for m in results)
-    return out.getvalue()
+    writer.writerows(lines)
+    write_atomic(data, out.getvalue())
 
 
 def main() -> int:
     """Measure and plan, or only plan again; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument("--again", action="store_true", help="plan anew beside the values of the CSV file")
     parser.add_argument("--cases", nargs="+", type=int, help="numbers of the cases, from 0; default all")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which no case is begun")
-    parser.add_argument("--gpu", default="H200", help="what is planned for where nothing was measured on a GPU")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if not arguments.again:
+        parser.keep_results(arguments)
     data, text = (arguments.output / f"plan_against_measured.{ending}" for ending in ("csv", "md"))
-    if arguments.again:
-        with open(data, newline="") as handle:
-            results = [Measured.of_row(row) for row in csv.DictReader(handle)]
-        write_atomic(text, page(results, arguments.gpu))
-        print(text.read_text())
-        return 0
-    check_output(parser, arguments.output)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, lines = default_device(), []
     cases = CASES if device.type == "cuda" else TINY
-    began, results = time.perf_counter(), []
-    for case in cases if arguments.cases is None else [cases[number] for number in arguments.cases]:
+    chosen = cases if arguments.cases is None else [cases[number] for number in arguments.cases]
+    began = time.perf_counter()
+    for case in () if arguments.again else chosen:
         if time.perf_counter() - began > arguments.limit:
             print(f"no time left for {case}")
             continue
-        results.append(attempt(case, device))
-        print(f"[{time.perf_counter() - began:5.0f} s] {results[-1]}", flush=True)
-        write_atomic(data, csv_of(results))
-    write_atomic(text, page(results, arguments.gpu))
-    print(text.read_text())
+        lines.append(attempt(case, device))
+        print(f"[{time.perf_counter() - began:5.0f} s] {lines[-1]}", flush=True)
+        write_lines(data, lines)
+    publish(text, report(data))
     return 0
 
 

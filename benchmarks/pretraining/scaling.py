@@ -10,7 +10,6 @@ Earlier measurements are kept in a file of lines next to the page; the newest of
 
 import argparse
 import datetime
-import gc
 import itertools
 import json
 import os
@@ -28,16 +27,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import RESULTS, check_output, one_line
-from benchmarks.pretraining.modules import pretraining
-from common.atomic_files import write_atomic
-from common.gpus import peak_flops
+from benchmarks.measuring.report import CommandLine, device_name, page, publish
+from benchmarks.measuring.tables import shown, table
+from benchmarks.measuring.timing import default_device, elapsed, free_memory, one_line, peak_allocated, timestamp
+from benchmarks.pretraining.modules import pretraining, random_batch, utilization
 from lit_modules.checkpoints import Checkpoints
 from lit_modules.parallel.strategies import DataParallel, OneDevice, Sharded
-from lit_modules.pretraining import Pretraining
 
 WARM, TIMED = 4, 8  # steps
 EVERY_TOKENS = 67_108_864  # between checkpoints, as conf/config.yaml has it
@@ -93,7 +91,7 @@ class Result:
     loaded: float | None = None
     gigabytes: float | None = None
     note: str = ""
-    device: str = field(default_factory=lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU")
+    device: str = field(default_factory=device_name)
     torch: str = torch.__version__
     date: str = field(default_factory=lambda: str(datetime.date.today()))
 
@@ -104,27 +102,12 @@ class RandomTokens(lightning.LightningDataModule):
     sequence_length = validation_length = 0
     hf_tokenizer = None
 
-    def __init__(self, vocabulary: int, sequences: int, length: int, steps: int) -> None:
+    def __init__(self, batch: dict[str, Tensor], steps: int) -> None:
         super().__init__()
-        draw = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
-        tokens = torch.randint(vocabulary, (1, sequences * length + 1), generator=draw)
-        bounds = torch.arange(0, sequences * length + 1, length, dtype=torch.int32)
-        self.batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "cu_seqlens": bounds}
-        self.steps = steps
+        self.batches = [batch] * steps
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(_Repeated(self.batch, self.steps), batch_size=None, pin_memory=torch.cuda.is_available())
-
-
-class _Repeated(Dataset):
-    def __init__(self, item: Any, times: int) -> None:
-        self.item, self.times = item, times
-
-    def __len__(self) -> int:
-        return self.times
-
-    def __getitem__(self, index: int) -> Any:
-        return self.item
+        return DataLoader(self.batches, batch_size=None, pin_memory=torch.cuda.is_available())
 
 
 class Clock(Callback):
@@ -134,20 +117,11 @@ class Clock(Callback):
         self.instants: list[Any] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
-        if torch.cuda.is_available():
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.instants.append(event)
-        else:
-            self.instants.append(time.perf_counter())
+        self.instants.append(timestamp(default_device()))
 
     def seconds(self) -> list[float]:
         """Return the seconds of each step after the warm-up steps."""
-        kept = self.instants[WARM:]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(kept)]
-        return [b - a for a, b in itertools.pairwise(kept)]
+        return [elapsed(a, b) for a, b in itertools.pairwise(self.instants[WARM:])]
 
 
 class Reading(Callback):
@@ -197,18 +171,15 @@ def strategy_of(case: Case) -> Strategy:
     return Sharded(shard_size=shards, reshard_after_forward=not case.gathered)
 
 
-def build(size: str, length: int, tokens_a_step: int, compiled: bool) -> Pretraining:
-    """Build the module of `job=pretrain`."""
-    torch.manual_seed(0)
-    compiled = compiled and torch.cuda.is_available()
-    return pretraining(f"fox_pro_{size}", torch.device("cpu"), tokens_a_step, length, compile=compiled)
-
-
 def fit(case: Case, arguments: argparse.Namespace, steps: int, callbacks: list[Callback], folder: str, **fit: Any):
     """Train for some steps and return the module."""
-    gpus = int(os.environ.get("WORLD_SIZE", "1"))
-    sequences, length = arguments.micro_batch, arguments.length
-    module = build(arguments.size, length, sequences * length * gpus, case.compiled)
+    torch.compiler.reset()
+    free_memory()  # of an earlier trainer, which is part of a reference cycle
+    torch.manual_seed(0)
+    gpus, rank = world()
+    tokens, length = arguments.micro_batch * arguments.length, arguments.length
+    compiled = case.compiled and torch.cuda.is_available()
+    module = pretraining(f"fox_pro_{arguments.size}", torch.device("cpu"), tokens * gpus, length, compile=compiled)
     trainer = lightning.Trainer(
         accelerator="auto",
         devices=gpus,
@@ -227,33 +198,28 @@ def fit(case: Case, arguments: argparse.Namespace, steps: int, callbacks: list[C
         limit_val_batches=0,
         default_root_dir=folder,
     )
-    trainer.fit(module, datamodule=RandomTokens(module.model.config.vocab_size, sequences, length, steps), **fit)
+    trainer.fit(module, datamodule=RandomTokens(random_batch(module, tokens, length, seed=rank), steps), **fit)
     return module
 
 
 def measure(case: Case, arguments: argparse.Namespace) -> Result:
     """Train for a few steps."""
-    gpus, clock = int(os.environ.get("WORLD_SIZE", "1")), Clock()
-    clear()
+    (gpus, _), clock = world(), Clock()
     with tempfile.TemporaryDirectory() as folder:
         module = fit(case, arguments, WARM + TIMED + 1, [clock], folder)
     rate = gpus * arguments.micro_batch * arguments.length / statistics.median(clock.seconds())
-    result = Result(gpus, case.name, rate)
-    if torch.cuda.is_available():
-        result.memory_gib = torch.cuda.max_memory_allocated() / 2**30
-        peak = peak_flops(torch.cuda.get_device_name())
-        result.mfu = rate * module.flops_per_token / (peak * gpus) if peak else None
-    return result
+    memory = peak_allocated(default_device()) / 2**30
+    mfu = utilization(rate, module.flops_per_token, gpus)
+    return Result(gpus, case.name, rate, mfu=mfu, memory_gib=memory)
 
 
 def measure_checkpoints(case: Case, arguments: argparse.Namespace, result: Result) -> None:
     """Train with checkpoints, and load the last of them."""
     every, steps = CHECKPOINT_STEPS
-    gpus, clock = int(os.environ.get("WORLD_SIZE", "1")), Clock()
+    (gpus, _), clock = world(), Clock()
     tokens = gpus * arguments.micro_batch * arguments.length
     folder = shared_folder()
     saver = Accounts(every * tokens)
-    clear()
     fit(case, arguments, steps, [clock, saver], folder)
     result.first_wait, *later = saver.waits
     result.waited, result.written = statistics.median(later), statistics.median(saver.writes)
@@ -261,7 +227,6 @@ def measure_checkpoints(case: Case, arguments: argparse.Namespace, result: Resul
     (last,) = (Path(folder) / "checkpoints").glob("step_*")
     result.gigabytes = sum(file.stat().st_size for file in last.iterdir()) / 1e9
     reading = Reading()
-    clear()
     fit(case, arguments, steps + 1, [reading], folder, ckpt_path=last)
     result.loaded = reading.seconds
 
@@ -274,18 +239,14 @@ def shared_folder() -> str:
     return folder[0]
 
 
-def clear() -> None:
-    """Free compiled code and memory, also of a trainer, which is part of a reference cycle."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+def world() -> tuple[int, int]:
+    """Return the number of processes and this one's rank."""
+    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
 
 def work(arguments: argparse.Namespace) -> None:
     """Measure every case of this number of GPUs, on each rank; rank 0 writes a line after each."""
-    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    gpus, rank = world()
     for case in CASES[min(gpus, 2)]:
         if arguments.cases and case.name not in arguments.cases:
             continue
@@ -297,7 +258,7 @@ def work(arguments: argparse.Namespace) -> None:
             if gpus > 1:
                 raise
             result = Result(gpus, case.name, note=one_line(error))
-        if int(os.environ.get("RANK", "0")) == 0:
+        if rank == 0:
             print(result, flush=True)
             with open(arguments.worker, "a", encoding="utf-8") as lines:
                 lines.write(json.dumps(asdict(result)) + "\n")
@@ -316,53 +277,33 @@ def report(arguments: argparse.Namespace, results: list[Result]) -> str:
             continue
         one = eager if "not compiled" in r.name else alone
         linear = f"{r.tokens_per_second / (r.gpus * one):.1%}" if one else ""
-        mfu = f"{r.mfu:.1%}" if r.mfu else ""
-        memory = f"{r.memory_gib:.0f}" if r.memory_gib else ""
-        rows.append([r.gpus, r.name, f"{r.tokens_per_second:,.0f}", linear, mfu, memory])
-    waits = [
-        [
-            r.gpus,
-            r.name,
-            f"{r.gigabytes:.1f}",
-            f"{r.first_wait:.2f}",
-            f"{r.waited:.2f}",
-            share(r),
-            f"{r.written:.1f}",
-            f"{r.slowed:+.1%}",
-            f"{r.loaded:.1f}",
-        ]
-        for r in results
-        if r.waited is not None
-    ]
-    where = "; ".join(sorted({f"{r.date}, {r.device}, torch {r.torch}" for r in results}))
-    page = (
-        f"# Scaling, FoX (Pro) {arguments.size}\n\n"
-        f"{where}. Micro-batches of {arguments.micro_batch} "
-        f"sequences of {arguments.length} tokens on each GPU, an optimizer step after each, bf16-mixed, fused AdamW, "
-        f"clipping; medians of {TIMED} steps. By `python -m benchmarks.pretraining.scaling`.\n\n"
-        + table(["GPUs", "strategy", "tokens/s", "of linear", "MFU", "GiB on a GPU"], rows)
-        + "\nOf linear: of as many times the tokens/s of one GPU, compiled alike. HSDP: every GPU a copy, as nodes "
-        "do.\n"
+        rate, mfu, memory = f"{r.tokens_per_second:,.0f}", shown(r.mfu, ".1%"), shown(r.memory_gib, ".0f")
+        rows.append([r.gpus, r.name, rate, linear, mfu, memory])
+    waits = []
+    for r in results:
+        if r.waited is not None:
+            seconds = f"{r.first_wait:.2f}", f"{r.waited:.2f}", share(r), f"{r.written:.1f}"
+            waits.append([r.gpus, r.name, f"{r.gigabytes:.1f}", *seconds, f"{r.slowed:+.1%}", f"{r.loaded:.1f}"])
+    header = ["GPUs", "strategy", "GB", "first wait, s", "wait, s", "of training", "written in, s"]
+    header += ["steps meanwhile", "read in, s"]
+    checkpoints = page(
+        "Checkpoints, written while training goes on",
+        table(header, waits),
+        "Wait: the seconds that training stands still for one, the first of which also takes pinned memory. Of "
+        f"training: where one is written every {EVERY_TOKENS:,} tokens, the default. Steps meanwhile: longer than "
+        "without.",
+        level=2,
     )
-    if waits:
-        header = [
-            "GPUs",
-            "strategy",
-            "GB",
-            "first wait, s",
-            "wait, s",
-            "of training",
-            "written in, s",
-            "steps meanwhile",
-            "read in, s",
-        ]
-        page += "\n## Checkpoints, written while training goes on\n\n" + table(header, waits)
-        page += (
-            "\nWait: the seconds that training stands still for one, the first of which also takes pinned memory. Of "
-            f"training: where one is written every {EVERY_TOKENS:,} tokens, the default. Steps meanwhile: longer than "
-            "without.\n"
-        )
-    return page
+    where = "; ".join(sorted({f"{r.date}, {r.device}, torch {r.torch}" for r in results}))
+    return page(
+        f"Scaling, FoX (Pro) {arguments.size}",
+        f"{where}. Micro-batches of {arguments.micro_batch} sequences of {arguments.length} tokens on each GPU, an "
+        f"optimizer step after each, bf16-mixed, fused AdamW, clipping; medians of {TIMED} steps. By "
+        "`python -m benchmarks.pretraining.scaling`.",
+        table(["GPUs", "strategy", "tokens/s", "of linear", "MFU", "GiB on a GPU"], rows),
+        "Of linear: of as many times the tokens/s of one GPU, compiled alike. HSDP: every GPU a copy, as nodes do.",
+        checkpoints if waits else "",
+    )
 
 
 def share(result: Result) -> str:
@@ -372,20 +313,18 @@ def share(result: Result) -> str:
 
 def main() -> int:
     """Measure every number of GPUs in separate processes, and write a page; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument("--size", default="760m", help="of the FoX (Pro) models in conf/model")
     parser.add_argument("--length", type=int, default=16384, help="tokens in a sequence")
     parser.add_argument("--micro-batch", type=int, default=2, help="sequences in a step of one GPU")
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs; all there are, and one")
     parser.add_argument("--cases", nargs="+", help="only those of these names, as the page has them")
     parser.add_argument("--no-checkpoints", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_for_gpu()
     if arguments.worker:
         work(arguments)
         return 0
-    check_output(parser, arguments.output)
     numbers = arguments.gpus or sorted({1, max(1, torch.cuda.device_count())})
     kept = arguments.output / f"scaling_{arguments.size}.jsonl"
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -395,9 +334,7 @@ def main() -> int:
         subprocess.run([sys.executable, *launch, *itself], check=False)
     lines = kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
     newest = {(r.gpus, r.name): r for r in (Result(**json.loads(line)) for line in lines)}
-    page = report(arguments, sorted(newest.values(), key=lambda r: r.gpus))
-    write_atomic(kept.with_suffix(".md"), page)
-    print(page)
+    publish(kept.with_suffix(".md"), report(arguments, sorted(newest.values(), key=lambda r: r.gpus)))
     return 0
 
 

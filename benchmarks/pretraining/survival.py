@@ -6,9 +6,7 @@ run's losses from the undisturbed run's, and the seconds from the disturbance to
 first optimizer step.
 """
 
-import argparse
 import csv
-import datetime
 import os
 import sys
 import tempfile
@@ -16,12 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from matplotlib.figure import Figure
 
+from benchmarks.measuring.report import CommandLine, measured_on, page, publish
 from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import RESULTS
-from common.atomic_files import write_atomic, write_figure
+from common.atomic_files import write_figure
 from tests.conftest import Command, write_text
 from tests.slurm.cluster import Cluster, cluster, missing, until
 from tests.slurm.test_survival import Job, kill_node
@@ -112,9 +109,7 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
 
 def main() -> int:
     """Measure, and write a page and a plot; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = CommandLine(__doc__).parse_args()
     if missing():
         print(f"SLURM is not installed here (no {missing()}): apt-get install slurm-wlm munge", file=sys.stderr)
         return 2
@@ -125,19 +120,17 @@ def main() -> int:
         os.environ.update({name: slurm.environment[name] for name in ("SLURM_CONF", "PATH")})
         rows, curves = measure(slurm, Command(place, place / "unused"), place)
     header = ["", "steps", "losses apart", "held-out loss apart", "next attempt, s", "first new step, s"]
-    page = (
-        f"# Runs that survive\n\n{datetime.date.today()}; two nodes of a SLURM cluster on one machine with 2 cores, "
-        f"gloo, torch {torch.__version__}. By `python -m benchmarks.pretraining.survival`.\n\n"
-        + table(header, rows)
-        + "\n"
+    machine = "two nodes of a SLURM cluster on one machine with 2 cores, gloo"
+    text = page(
+        "Runs that survive",
+        f"{measured_on('torch', machine=machine)}. By `python -m benchmarks.pretraining.survival`.",
+        table(header, rows),
         "Apart: the largest difference, over all steps, from the run that is left alone. Seconds are from the "
-        "disturbance; most of them are the command's start on both nodes, and what SLURM keeps a requeued job "
-        "waiting.\n\n"
-        "![loss curves](survival.png)\n"
+        "disturbance; most of them are the command's start on both nodes, and what SLURM keeps a requeued job waiting.",
+        "![loss curves](survival.png)",
     )
     draw(curves, arguments.output / "survival.png")
-    write_atomic(arguments.output / "survival.md", page)
-    print(page)
+    publish(arguments.output / "survival.md", text)
     return 0
 
 

@@ -8,10 +8,7 @@ What pruning saves depends on the gates, so those of the untrained FoX models ar
 deviation of a trained model's heads (--gates, spread evenly over the heads of each layer), else to N(3, 1).
 """
 
-import argparse
-import datetime
 import functools
-import gc
 import math
 import statistics
 import sys
@@ -29,11 +26,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention.attention_peers import PRUNE, largest_logits
 from benchmarks.attention.attention_run import TrainedGates, pruned_fraction
-from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import RESULTS, check_output, one_line
-from benchmarks.pretraining.modules import pretraining
+from benchmarks.measuring.report import CommandLine, measured_on, page
+from benchmarks.measuring.tables import shown, table
+from benchmarks.measuring.timing import (
+    default_device,
+    elapsed,
+    free_memory,
+    one_line,
+    peak_allocated,
+    refuse_divergence,
+    timestamp,
+)
+from benchmarks.pretraining.modules import pretraining, random_batch, utilization
 from common.atomic_files import write_atomic
-from common.gpus import peak_flops
 from lit_modules.callbacks.forget_gates import projections
 from lit_modules.networks.mixers import attention
 from lit_modules.pretraining import Pretraining
@@ -124,11 +129,8 @@ def pruned_share(module: Pretraining, tokens: Tensor) -> float:
 def train(module: Pretraining, micro_batch: int, length: int, device: torch.device) -> float:
     """Return the median seconds of a step."""
     optimizer = module.configure_optimizers()["optimizer"]
-    total = micro_batch * length
-    tokens = torch.randint(module.model.config.vocab_size, (1, total + 1), device=device)
-    bounds = torch.arange(0, total + 1, length, dtype=torch.int32, device=device)
-    batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:], "cu_seqlens": bounds}
-    clocks = [read_clock(device)]
+    batch = random_batch(module, micro_batch * length, length, device)
+    clocks = [timestamp(device)]
     for _ in range(WARM + TIMED):
         with torch.autocast(device.type, torch.bfloat16):
             loss = module.training_step(batch, 0)
@@ -137,37 +139,16 @@ def train(module: Pretraining, micro_batch: int, length: int, device: torch.devi
         optimizer.step()
         optimizer.zero_grad()
         module.micro_losses.clear()
-        clocks.append(read_clock(device))
-    if not math.isfinite(loss.item()):
-        raise RuntimeError(f"the loss is {loss.item()}")
+        clocks.append(timestamp(device))
+    refuse_divergence(loss)
     return statistics.median(elapsed(a, b) for a, b in zip(clocks[WARM:], clocks[WARM + 1 :], strict=False))
-
-
-def read_clock(device: torch.device) -> Any:
-    """Return a timestamp of the device's clock, without synchronizing."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def elapsed(start: Any, end: Any) -> float:
-    """Return the seconds between two timestamps."""
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 def measure(variant: Variant, size: str, length: int, micro_batch: int, trained: TrainedGates | None) -> Speed:
     """Build the variant and train it for a few steps; halve the micro-batch while memory is exceeded."""
     while True:
         torch.compiler.reset()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        free_memory()
         try:
             return attempt(variant, size, length, micro_batch, trained)
         except torch.OutOfMemoryError:
@@ -178,20 +159,17 @@ def measure(variant: Variant, size: str, length: int, micro_batch: int, trained:
 
 def attempt(variant: Variant, size: str, length: int, micro_batch: int, trained: TrainedGates | None) -> Speed:
     """Run `measure` at one micro-batch size."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     torch.manual_seed(0)
     module = build(variant, size, length, device)
     set_gates(module, trained)
     with attending(variant, length):
         seconds = train(module, micro_batch, length, device)
-    rate, mfu, memory, share = micro_batch * length / seconds, None, 0.0, None
-    if device.type == "cuda":
-        peak, memory = peak_flops(torch.cuda.get_device_name()), torch.cuda.max_memory_allocated() / 2**30
-        mfu = rate * module.flops_per_token / peak if peak else None
+    rate, memory, share = micro_batch * length / seconds, peak_allocated(device) / 2**30, None
     if variant.pruned:
         with torch.autocast(device.type, torch.bfloat16):
             share = pruned_share(module, torch.randint(module.model.config.vocab_size, (1, length), device=device))
-    return Speed(rate, mfu, micro_batch, memory, share)
+    return Speed(rate, utilization(rate, module.flops_per_token), micro_batch, memory, share)
 
 
 @contextmanager
@@ -218,45 +196,33 @@ def report(size: str, length: int, gates: str, results: dict[str, Speed | str]) 
         if isinstance(speed, str):
             rows.append([name, speed, "", "", "", "", ""])
             continue
-        rows.append(
-            [
-                name,
-                f"{speed.tokens_per_second:,.0f}",
-                f"{speed.tokens_per_second / base:.2f}" if base else "",
-                f"{speed.mfu:.1%}" if speed.mfu else "",
-                f"{speed.pruned:.2f}" if speed.pruned is not None else "",
-                str(speed.micro_batch),
-                f"{speed.memory_gib:.0f}",
-            ]
-        )
-    on_gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if on_gpu else "no GPU"
-    how = "compiled blocks, fused AdamW" if on_gpu else "nothing compiled"
+        ratio = f"{speed.tokens_per_second / base:.2f}" if base else ""
+        share = f"{speed.pruned:.2f}" if speed.pruned is not None else ""
+        rate, memory = f"{speed.tokens_per_second:,.0f}", f"{speed.memory_gib:.0f}"
+        rows.append([name, rate, ratio, shown(speed.mfu, ".1%"), share, speed.micro_batch, memory])
+    how = "compiled blocks, fused AdamW" if torch.cuda.is_available() else "nothing compiled"
     header = ["", "tokens/s", "ratio", "MFU", "tiles pruned", "sequences", "GiB"]
-    return (
-        f"# Training speed, {size}\n\n"
-        f"{datetime.date.today()}; {device}; torch {torch.__version__}. Sequences of {length} tokens, bfloat16 "
-        f"autocast, {how}, no recomputation; medians of {TIMED} steps. Gates of attention: {gates}. By "
-        "`python -m benchmarks.pretraining.training_speed`.\n\n" + table(header, rows) + "\n"
+    return page(
+        f"Training speed, {size}",
+        f"{measured_on('torch')}. Sequences of {length} tokens, bfloat16 autocast, {how}, no recomputation; medians of "
+        f"{TIMED} steps. Gates of attention: {gates}. By `python -m benchmarks.pretraining.training_speed`.",
+        table(header, rows),
         "Ratio: to the faster of the two Transformers with SDPA, which is this framework with its attention replaced. "
         "MFU counts no pruning. Tiles pruned: of 128 x 128, under the threshold at a lost mass of e^-10, the logits "
-        "bounded by the QK-norm (Pro) or by the norms of untrained q and k (LLaMA).\n"
+        "bounded by the QK-norm (Pro) or by the norms of untrained q and k (LLaMA).",
     )
 
 
 def main() -> int:
     """Measure and write a page for each size; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument("--sizes", nargs="+", default=["360m", "760m"], help="of the models in conf/model")
     parser.add_argument("--variants", nargs="+", default=[""], help="only those whose name contains one of these")
     parser.add_argument("--length", type=int, default=16384, help="tokens in a sequence")
     parser.add_argument("--micro-batch", type=int, default=2, help="sequences in a step")
     parser.add_argument("--gates", type=Path, help="gates of a trained model, by benchmarks.attention.trained_gates")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    check_output(parser, arguments.output)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trained = None if arguments.gates is None else TrainedGates.load(arguments.gates, device)
+    arguments = parser.parse_for_gpu()
+    trained = None if arguments.gates is None else TrainedGates.load(arguments.gates, default_device())
     gates = "N(3, 1) in every head" if trained is None else f"as in a trained model ({arguments.gates.name})"
     began = time.perf_counter()
     for size in arguments.sizes:
@@ -269,9 +235,9 @@ def main() -> int:
             except Exception as error:  # still measure the others
                 results[variant.name] = one_line(error)
             print(f"[{time.perf_counter() - began:5.0f} s] {size} {variant.name}: {results[variant.name]}", flush=True)
-            page = report(size, arguments.length, gates, results)
-            write_atomic(arguments.output / f"training_speed_{size}.md", page)
-        print(page)
+            text = report(size, arguments.length, gates, results)
+            write_atomic(arguments.output / f"training_speed_{size}.md", text)
+        print(text)
     return 0
 
 

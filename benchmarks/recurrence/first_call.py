@@ -4,20 +4,17 @@ Each configuration runs forward and backward twice in a process of its own with 
 call compiles; the second only runs. Without a GPU there is nothing to measure.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from datetime import date
-from pathlib import Path
 
 import torch
-import triton
 
+from benchmarks.measuring.report import CommandLine, device_name, measured_on, page, publish
 from benchmarks.measuring.tables import table
+from benchmarks.measuring.timing import clock
 
 # (dtype, width of keys and values, query heads, key heads): the dearest of each dtype that tests found.
 CONFIGURATIONS = (
@@ -51,12 +48,10 @@ def measure(dtype: str, width: int, query_heads: int, key_heads: int) -> dict[st
     gate = torch.nn.functional.logsigmoid(draw(key_heads).detach().float()).requires_grad_()
     seconds = []
     for _ in range(2):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
+        begin = clock(q.device)
         out, _ = gated_recurrence(q, k, v, gate)
         torch.autograd.grad(out.float().square().sum(), (q, k, v, gate))
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock(q.device) - begin)
     return {
         "kernels": len(times.kernels),
         "slowest": max(took for _, took in times.kernels),
@@ -77,10 +72,9 @@ def in_own_process(configuration: tuple[str, int, int, int]) -> dict[str, float 
 
 def main() -> None:
     """Measure all configurations and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, help="Markdown file to write")
+    parser = CommandLine(__doc__)
     parser.add_argument("--one", nargs=4, metavar=tuple(name.upper() for name in HEADER[:4]), help="one case")
-    arguments = parser.parse_args()
+    arguments = parser.parse_for_gpu()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")
     if arguments.one:
@@ -93,16 +87,15 @@ def main() -> None:
         times = (f"{found[name]:.1f}" for name in ("slowest", "first"))
         rows.append([*configuration, found["kernels"], *times, f"{1000 * found['second']:.2f}"])
         print(*rows[-1], flush=True)
-    report = (
-        "# The recurrence's first call, kernels not yet compiled\n\n"
-        f"{torch.cuda.get_device_name()}, {len(os.sched_getaffinity(0))} processor cores, torch {torch.__version__}, "
-        f"Triton {triton.__version__}, {date.today()}.\n"
-        "By `python -m benchmarks.recurrence.first_call`: one forward and backward pass of 1,000 tokens with a gate\n"
-        "per key channel, in a new process with an empty cache of kernels.\n\n" + table(HEADER, rows)
+    machine = f"{device_name()}, {len(os.sched_getaffinity(0))} processor cores"
+    text = page(
+        "The recurrence's first call, kernels not yet compiled",
+        f"{measured_on('torch', 'triton', machine=machine)}. By `python -m benchmarks.recurrence.first_call`: one "
+        "forward and backward pass of 1,000 tokens with a gate per key channel, in a new process with an empty cache "
+        "of kernels.",
+        table(HEADER, rows),
     )
-    print(report)
-    if arguments.output:
-        arguments.output.write_text(report, encoding="utf-8")
+    publish(arguments.output / "recurrence_first_call.md", text)
 
 
 if __name__ == "__main__":

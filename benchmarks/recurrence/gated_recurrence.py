@@ -8,26 +8,35 @@ bfloat16 data with float32 gates. Peers that are not installed or raise are list
 sections that are not named. A run without a GPU only serves to test this program: `--lengths 16 32`.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 
-from benchmarks.measuring.comparison_run import Run, parse, spread_documents
+from benchmarks.measuring.comparison_run import (
+    Errors,
+    Run,
+    against_copy,
+    error_cells,
+    line_or_reason,
+    out_of_bounds,
+    parse,
+    spread_documents,
+)
 from benchmarks.measuring.parallel_tuning import tune_in_parallel
-from benchmarks.measuring.tables import comparison, table
+from benchmarks.measuring.report import CommandLine
+from benchmarks.measuring.tables import comparison, shown, table
 from benchmarks.measuring.timing import (
     BOTH,
     FORWARD,
     INFERENCE,
-    copy_rate,
+    Call,
+    default_device,
     host_microseconds,
     one_line,
     peak_bytes,
-    timed,
 )
 from benchmarks.recurrence import recurrence_checks as checks
 from benchmarks.recurrence import recurrence_report as report
@@ -76,7 +85,7 @@ SECTIONS = ("targets", "memory", "step", "packed", "host", "lengths")
 class Benchmark(Run):
     """A run, with the errors found in peers."""
 
-    name = "gated_recurrence"
+    name = "recurrence.gated_recurrence"
     title = "The gated recurrence"
     preamble = (
         "Random data, bfloat16 with float32 gates, g = logsigmoid(N(0, 1)) by channel, head or slot, g / 16 unless "
@@ -89,11 +98,6 @@ class Benchmark(Run):
     )
     row = Row
     wrong: dict[tuple[str, str], str] = field(default_factory=dict)  # (peer, gate): its errors out of bounds
-
-    @cached_property
-    def copy_rate(self) -> float:
-        """GB/s of a copy, read plus written."""
-        return copy_rate(self.device)
 
     def problem(self, case: Case) -> Problem:
         """Draw random tensors for the case, shortened to `longest` tokens."""
@@ -109,19 +113,13 @@ class Benchmark(Run):
         rows = []
         for (name, which), found in measured.items():
             moved, read_again = (problem.bytes_moved(which, again) / 1e9 for again in (False, True))
-            row = Row(
-                section=section,
-                implementation=name,
-                shape=case,
-                parameter=case.gates,
-                passes=which,
-                milliseconds=found.milliseconds,
-                note=" ".join(filter(None, (found.note, self.wrong.get((name, case.gate))))),
-                gigabytes=moved,
-                floor_milliseconds=moved / self.copy_rate * 1e3,
-                read_again_milliseconds=read_again / self.copy_rate * 1e3,
-            )
-            rows.append(row)
+            wrong = self.wrong.get((name, case.gate), "")
+            floors = {
+                "gigabytes": moved,
+                "floor_milliseconds": moved / self.copy_rate * 1e3,
+                "read_again_milliseconds": read_again / self.copy_rate * 1e3,
+            }
+            rows.append(self.new_row(section, name, case, which, found, case.gates, wrong, **floors))
         self.add_rows(rows)
         return rows
 
@@ -133,10 +131,10 @@ def check(run: Benchmark, quick: bool) -> list[str]:
     timed_cases = dict.fromkeys(replace(target.case, initial_state=True) for target in TARGETS)
     wrong, lines = [], []
 
-    def show(label: str, case: Case, errors: checks.Errors) -> None:
+    def show(label: str, case: Case, errors: Errors) -> None:
         label = f"{label}{case}, {case.gates}"
-        wrong.extend(f"{label}: {found}" for found in checks.out_of_bounds(errors))
-        lines.append([label, *_error_cells(errors)])
+        wrong.extend(f"{label}: {found}" for found in out_of_bounds(errors, checks.BOUNDS))
+        lines.append([label, *error_cells(errors, checks.NAMES)])
         run.say(f"error of {' '.join(lines[-1])}")
 
     for case in checks.QUICK_CHECKS if quick else checks.CHECKS + checks.LONG_CHECKS:
@@ -172,21 +170,16 @@ def _check_peers(run: Benchmark) -> list[list[str]]:
         try:
             errors = checks.errors_of(name, shown, run.device)
         except Exception as error:
-            lines.append([label, one_line(error), *[""] * (len(checks.NAMES) - 1)])
+            lines.append([label, one_line(error)])
             continue
-        lines.append([label, *_error_cells(errors)])
+        lines.append([label, *error_cells(errors, checks.NAMES)])
         if (worst := max(errors, key=errors.get)) and not errors[worst] < 0.1:
             run.wrong[name, case.gate] = f"wrong {worst}, {shown.gates}: {errors[worst]:.1e}"
     return lines
 
 
-def _error_cells(errors: checks.Errors) -> list[str]:
-    return [f"{errors[name]:.1e}" if name in errors else "" for name in checks.NAMES]
-
-
 def targets(run: Benchmark, quick: bool) -> None:
     """Measure the shapes of the target table, each with its peers."""
-    run.say(f"a copy moves {run.copy_rate:.0f} GB/s")
     rows: list[Row] = []
     for case in dict.fromkeys(target.case for target in TARGETS):
         names, rounds = ("ours", *PEERS[case.gate]), 1 if quick else 2
@@ -234,15 +227,10 @@ def memory(run: Benchmark) -> None:
                 peak = peak_bytes(call.forward_backward, run.device) / 2**30
             rows.append(replace(row, peak_gib=peak))
     run.rows[-len(rows) :] = rows
-    cells = [
-        [
-            f"{row.shape}, {row.shape.gates}",
-            row.implementation,
-            f"{row.milliseconds:.3f}" if row.milliseconds else row.note,
-            f"{row.peak_gib:.2f}" if row.peak_gib is not None else "",
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        time_ms, peak = shown(row.milliseconds, ".3f") or row.note, shown(row.peak_gib, ".2f")
+        cells.append([f"{row.shape}, {row.shape.gates}", row.implementation, time_ms, peak])
     run.add_section(
         "Memory",
         "The most that forward + backward allocates beside the inputs: out and the gradients, and what is kept between "
@@ -257,45 +245,22 @@ def step(run: Benchmark) -> None:
     rows: list[Row] = []
     for case in (STEP, replace(STEP, gate="head"), replace(STEP, length=8), replace(STEP, batch=1)):
         problem = random_problem(case, run.device)
-        for name, build in (("ours", step_ours), ("fla", step_fla)):
-            try:
-                time_ms, note = timed(build(problem), run.device)
-            except Exception as error:
-                time_ms, note = None, one_line(error)
-            row = Row(
-                section="step",
-                implementation=name,
-                shape=case,
-                parameter=case.gates,
-                passes=INFERENCE,
-                milliseconds=time_ms,
-                note=note,
-                gigabytes=2 * problem.initial_states[0].nbytes / 1e9,
-            )
+        steps = {"ours": step_ours, "fla": step_fla}
+        builds = {name: lambda build=build, problem=problem: Call(build(problem)) for name, build in steps.items()}
+        moved = 2 * problem.initial_states[0].nbytes / 1e9
+        for (name, _), found in run.in_turn(builds, (FORWARD,)).items():
+            row = run.new_row("step", name, case, INFERENCE, found, case.gates, gigabytes=moved)
             rows.append(row)
             if name == "ours" and case == STEP and row.rate:
                 what = f"step, {case}, {case.gates}: of the copy rate"
                 run.judge(what, row.rate / run.copy_rate, STEP_MET, STEP_AIM, at_least=True)
         run.say(f"step: {case}, {case.gates}")
     run.add_rows(rows)
-    cells = [
-        [
-            f"{row.shape}, {row.shape.gates}",
-            row.implementation,
-            *(
-                (f"{row.milliseconds:.4f}{' ' * bool(row.note)}{row.note}", f"{row.rate:.0f}")
-                if row.milliseconds
-                else (row.note, "")
-            ),
-            f"{row.rate / run.copy_rate:.0%}" if row.milliseconds else "",
-        ]
-        for row in rows
-    ]
     run.add_section(
         "Step: a few tokens after a state",
         f"A copy moves {run.copy_rate:.0f} GB/s, read and written. GB/s counts the state, read and written once. Ours "
         "updates it in place; fla's recurrent form writes a new one.",
-        table(["", "", "milliseconds", "GB/s", "of the copy"], cells),
+        against_copy(rows, run.copy_rate),
     )
 
 
@@ -318,24 +283,23 @@ def host(run: Benchmark) -> None:
     """Measure the host time of a call, which the other tables exclude."""
     if run.device.type != "cuda":
         return
+
+    def times(name: str, problem: Problem) -> list[str]:
+        call = IMPLEMENTATIONS[name](problem)
+        return [f"{host_microseconds(call.passes(which)):.0f}" for which in (INFERENCE, FORWARD, BOTH)]
+
+    @torch.no_grad()
+    def time_of_step(build: Callable[[Problem], Callable[[], object]], problem: Problem) -> list[str]:
+        return [f"{host_microseconds(build(problem)):.0f}"]
+
     cells = []
     for gate in ("key", "head", "slots"):
         problem = run.problem(Case(1, 16, 256, 128, 128, gate))
         for name in ("ours", *PEERS[gate]):
-            label = f"{name}, {problem.case.gates}"
-            try:
-                call = IMPLEMENTATIONS[name](problem)
-                times = [host_microseconds(call.passes(which)) for which in (INFERENCE, FORWARD, BOTH)]
-                cells.append((label, *(f"{microseconds:.0f}" for microseconds in times)))
-            except Exception as error:
-                cells.append((label, one_line(error), "", ""))
+            cells.append(line_or_reason(f"{name}, {problem.case.gates}", partial(times, name, problem)))
     problem = random_problem(replace(STEP, batch=1), run.device)
     for name, build in (("ours", step_ours), ("fla", step_fla)):
-        try:
-            with torch.no_grad():
-                cells.append((f"{name}, step", f"{host_microseconds(build(problem)):.0f}", "", ""))
-        except Exception as error:
-            cells.append((f"{name}, step", one_line(error), "", ""))
+        cells.append(line_or_reason(f"{name}, step", partial(time_of_step, build, problem)))
     run.add_section(
         "The host's part",
         "Microseconds that a call keeps the host busy, at 256 tokens. Behind a busy device they are hidden.",
@@ -350,7 +314,7 @@ def sweep(run: Benchmark, lengths: Sequence[int]) -> None:
         for length in sorted(lengths):
             case = replace(SWEEP, batch=max(1, tokens // length), length=length, gate=gate)
             rows += run.side_by_side("lengths", ("ours", "fla chunk_gla"), run.problem(case), (BOTH,))
-    report.draw_lengths(rows, run.folder / "recurrence_lengths.png")
+    report.draw(rows, run.folder / "recurrence_lengths.png")
     run.add_section(
         "Lengths",
         f"{tokens} tokens a batch, {SWEEP.heads} heads, K{SWEEP.key_dim} V{SWEEP.value_dim}: more sequences where they "
@@ -362,16 +326,12 @@ def sweep(run: Benchmark, lengths: Sequence[int]) -> None:
 
 def main() -> int:
     """Check, measure, print the verdicts, write the report, the numbers and the plot; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments = parse(parser, SECTIONS, [2**n for n in range(10, 19)])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parse(CommandLine(__doc__), SECTIONS, [2**n for n in range(10, 19)])
+    device = default_device()
     torch.manual_seed(0)
     tune_in_parallel()
     run = Benchmark(device=device, longest=max(arguments.lengths), folder=arguments.output)
 
-    if wrong := check(run, arguments.quick):
-        print("out of bounds, nothing is timed: " + "; ".join(wrong), file=sys.stderr)
-        return 1
     sections: dict[str, Callable[[], None]] = {
         "targets": lambda: targets(run, arguments.quick),
         "memory": lambda: memory(run),
@@ -380,11 +340,7 @@ def main() -> int:
         "host": lambda: host(run),
         "lengths": lambda: sweep(run, arguments.lengths),
     }
-    for name in arguments.sections:
-        sections[name]()
-    run.say(f"done: {run.folder / run.name}.md")
-    run.print_verdicts()
-    return 0
+    return run.finish(check(run, arguments.quick), [sections[name] for name in arguments.sections])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.measuring.comparison_run import Errors
 from benchmarks.measuring.timing import relative_error
 from benchmarks.recurrence.recurrence_peers import IMPLEMENTATIONS, PEERS, Case, Problem, random_problem, step_ours
 from kernels.gated_recurrence import gated_recurrence_reference, gated_slot_attention_reference
@@ -18,8 +19,6 @@ from kernels.gated_recurrence import gated_recurrence_reference, gated_slot_atte
 NAMES = ("out", "final_state", "dq", "dk", "dv", "dslots", "dlog_decay", "dinitial_state")
 BOUNDS = dict.fromkeys(NAMES, 5e-3) | {"dlog_decay": 1.5e-2}  # bfloat16, at every gate and size
 LONG = 65536
-
-Errors = dict[str, float]
 
 
 def _small(length: int, key_dim: int, value_dim: int, gate: str = "key", strength: float = 1.0, **options) -> Case:
@@ -135,13 +134,6 @@ PEER_CHECKS = tuple(
     for name in names
     for strength in (1 / 16, 30.0)
 )
-
-
-def out_of_bounds(errors: Errors) -> list[str]:
-    """Return the tensors whose error is over `BOUNDS`."""
-    return [
-        f"{name} {error:.1e} over {BOUNDS[name]:.1e}" for name, error in errors.items() if not error <= BOUNDS[name]
-    ]
 
 
 def check_definition(device: torch.device) -> float:

@@ -8,6 +8,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -138,17 +139,14 @@ def _leaves(problem: Problem) -> tuple[Tensor, ...]:
 
 
 def ours(problem: Problem, memory_budget: int | None = None) -> Call:
-    """Call `kernels.gated_recurrence`."""
+    """Call `kernels.gated_recurrence`. memory_budget: for what the backward pass needs."""
     leaves = _leaves(problem)
     return Call(lambda: problem.call_ours(*leaves, memory_budget=memory_budget)[0], leaves, problem.d_out)
 
 
-def ours_recomputed(problem: Problem) -> Call:
-    """Call ours with a memory budget of 0 for the backward pass."""
-    return ours(problem, memory_budget=0)
-
-
-def _fla(problem: Problem, module: str, name: str, leaves: tuple[Tensor, ...]) -> Call:
+def fla(problem: Problem, module: str, name: str, leaves: tuple[Tensor, ...] | None = None) -> Call:
+    """Call one of flash-linear-attention's functions."""
+    leaves = leaves or _leaves(problem)
     kernel = getattr(importlib.import_module(f"fla.ops.{module}"), name)
     bounds = {} if problem.cu_seqlens is None else {"cu_seqlens": problem.cu_seqlens.long()}
     names = {"slots": "s", "log_decay": "g"}
@@ -165,32 +163,17 @@ def chunk_gla(problem: Problem) -> Call:
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None].expand(*log_decay.shape, problem.case.key_dim).contiguous()
     leaves = tuple(x.detach().requires_grad_() for x in (*others, log_decay))
-    return _fla(problem, "gla", "chunk_gla", leaves)
-
-
-def fused_chunk_gla(problem: Problem) -> Call:
-    """Call its fused form."""
-    return _fla(problem, "gla.fused_chunk", "fused_chunk_gla", _leaves(problem))
-
-
-def chunk_simple_gla(problem: Problem) -> Call:
-    """Call its form for a gate per head."""
-    return _fla(problem, "simple_gla", "chunk_simple_gla", _leaves(problem))
-
-
-def chunk_gsa(problem: Problem) -> Call:
-    """Call its gated slot attention."""
-    return _fla(problem, "gsa", "chunk_gsa", _leaves(problem))
+    return fla(problem, "gla", "chunk_gla", leaves)
 
 
 # In the order of the table columns.
 IMPLEMENTATIONS: dict[str, Callable[[Problem], Call]] = {
     "ours": ours,
-    "ours, recomputed": ours_recomputed,
+    "ours, recomputed": partial(ours, memory_budget=0),
     "fla chunk_gla": chunk_gla,
-    "fla fused_chunk_gla": fused_chunk_gla,
-    "fla chunk_simple_gla": chunk_simple_gla,
-    "fla chunk_gsa": chunk_gsa,
+    "fla fused_chunk_gla": partial(fla, module="gla.fused_chunk", name="fused_chunk_gla"),
+    "fla chunk_simple_gla": partial(fla, module="simple_gla", name="chunk_simple_gla"),  # for a gate per head
+    "fla chunk_gsa": partial(fla, module="gsa", name="chunk_gsa"),  # gated slot attention
 }
 # By form of gate; the first is the one that ours is compared with.
 PEERS = {

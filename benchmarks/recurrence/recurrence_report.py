@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from benchmarks.measuring import tables
+from benchmarks.measuring.pictures import Panel, draw_lengths, solid_ours
 from benchmarks.recurrence.recurrence_peers import Case
-from common.atomic_files import write_figure
+
+FLOOR = "each byte moved once"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,31 +53,16 @@ def floors(rows: Iterable[Row]) -> str:
     )
 
 
-def draw_lengths(rows: Sequence[Row], path: Path) -> Path:
+def draw(rows: Sequence[Row], path: Path) -> Path:
     """Plot milliseconds of forward + backward against length, and the floor, a panel for each form of gate."""
-    panels = list(dict.fromkeys(row.parameter for row in rows))
-    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
-    colors = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(row.implementation for row in rows))}
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        mine = [row for row in rows if row.parameter == panel]
-        for name, color in colors.items():
-            points = sorted(
-                (row.shape.length, row.milliseconds)
-                for row in mine
-                if row.implementation == name and row.milliseconds is not None
-            )
-            if points:
-                style = "-" if name.startswith("ours") else "--"
-                axes.plot(*zip(*points, strict=True), style, color=color, marker="o", markersize=3, label=name)
-        floor = sorted({(row.shape.length, row.floor_milliseconds) for row in mine})
-        axes.plot(*zip(*floor, strict=True), ":", color="black", label="each byte moved once")
-        lengths = [length for length, _ in floor]
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(lengths, [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths])
-        axes.set_title(panel)
-        axes.set_xlabel("tokens in a sequence")
-        axes.set_ylabel("milliseconds, forward + backward")
-        axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8, loc="center", bbox_to_anchor=(0.5, 0.72))
-    return write_figure(path, figure)
+    panels = []
+    for gates in dict.fromkeys(row.parameter for row in rows):
+        lines: dict[str, list[tuple[int, float]]] = {row.implementation: [] for row in rows} | {FLOOR: []}
+        for row in rows:
+            if row.parameter == gates:
+                floor = (row.shape.length, row.floor_milliseconds)
+                lines[FLOOR] += [floor] * (floor not in lines[FLOOR])
+                if row.milliseconds is not None:
+                    lines[row.implementation].append((row.shape.length, row.milliseconds))
+        panels.append(Panel(gates, "milliseconds, forward + backward", lines, base=10))
+    return draw_lengths(panels, path, style=lambda name: ":" if name == FLOOR else solid_ours(name))

@@ -7,11 +7,10 @@ ends only its process. Results must be bitwise equal to the first pass, taken be
 sums in no fixed order, they must be within `cases.ATOMIC`.
 
     python -m benchmarks.soak.run --seconds 60 --kernels 'attention D128*' --neighbours products
-    python -m benchmarks.soak.run --output benchmarks/results/soak.md      # everything, a minute in all
+    python -m benchmarks.soak.run --output benchmarks/results      # everything, a minute in all
     python -m benchmarks.soak.run --seconds 60 --neighbours others         # a minute each, eight kernels at once
 """
 
-import argparse
 import multiprocessing
 import sys
 import time
@@ -20,13 +19,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from multiprocessing.connection import wait
-from pathlib import Path
 
 import torch
 
+from benchmarks.measuring.report import CommandLine, measured_on, page
 from benchmarks.measuring.tables import table
 from benchmarks.soak.cases import CASES, repeated
 from benchmarks.soak.processes import GRACE, START_LIMIT, Make, Products, Repeated, Worker, out_of_bounds
+from common.atomic_files import write_atomic
 
 ALONE, PRODUCTS, KIND, OTHERS = "alone", "products", "kind", "others"
 NEIGHBOURS = {
@@ -207,26 +207,25 @@ def _outcomes(soak: Soak, names: Sequence[str], neighbours: Sequence[str], secon
             yield from soak.together(names[first : first + soak.processes], seconds)
 
 
-def report(outcomes: Sequence[Outcome], device: torch.device) -> str:
+def report(outcomes: Sequence[Outcome]) -> str:
     """Return the table and its hardware, in Markdown."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     failed = sum(bool(outcome.faults) for outcome in outcomes)
-    return (
-        "# Every kernel beside others on one GPU\n\n"
-        f"{gpu}, torch {torch.__version__}. By `python -m benchmarks.soak.run`. Passes are those of all processes; "
-        "the\ndifference is the largest of any result from the first pass, relative, in the 2-norm. "
-        f"{len(outcomes) - failed} of {len(outcomes)} right.\n\n"
-        + table(HEADER, [[cell.replace("|", "/") for cell in outcome.cells()] for outcome in outcomes])
+    return page(
+        "Every kernel beside others on one GPU",
+        f"{measured_on('torch', 'triton')}. By `python -m benchmarks.soak.run`. Passes are those of all processes; the "
+        "difference is the largest of any result from the first pass, relative, in the 2-norm. "
+        f"{len(outcomes) - failed} of {len(outcomes)} right.",
+        table(HEADER, [[cell.replace("|", "/") for cell in outcome.cells()] for outcome in outcomes]),
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak.run", description=__doc__.splitlines()[0])
+    parser = CommandLine(__doc__)
+    parser.set_defaults(output=None)  # a run of some kernels does not replace the page of all
     parser.add_argument("--seconds", type=float, help="of each kernel beside each neighbour; default: a minute in all")
     parser.add_argument("--kernels", nargs="+", default=["*"], metavar="PATTERN", help="as a shell matches file names")
     parser.add_argument("--neighbours", nargs="+", choices=NEIGHBOURS, default=[PRODUCTS, KIND])
     parser.add_argument("--processes", type=int, default=PROCESSES, help="at once, for `kind` and `others`")
-    parser.add_argument("--output", type=Path, help="a file for the table, such as benchmarks/results/soak.md")
     parser.add_argument("--list", action="store_true", help="the names of the kernels, and nothing else")
     arguments = parser.parse_args()
     try:
@@ -253,7 +252,7 @@ def main() -> int:
     finally:
         soak.close()
         if outcomes and arguments.output:
-            arguments.output.write_text(report(outcomes, device), encoding="utf-8")
+            write_atomic(arguments.output / "soak.md", report(outcomes))
     wrong = [outcome for outcome in outcomes if outcome.faults]
     print(f"{len(outcomes) - len(wrong)} of {len(outcomes)} right, {time.monotonic() - began:.0f} s")
     for outcome in wrong:

@@ -115,7 +115,7 @@ def test_the_report_has_a_line_for_each_outcome():
         Outcome("attention", KIND, 1.0, seen, {"dq": 1e-4}),
         Outcome("attention", PRODUCTS, 1.0, (Repeated(3, fault="an | error"),), {}),
     ]
-    text = report(outcomes, CPU)
+    text = report(outcomes)
     assert "1 of 2 right" in text
     assert "| attention | its own kind | 15 | 1.0 | dq 3.0e-06 | right |" in text
     assert "| attention | matrix products | 3 | 1.0 | none | 1 of 1 processes, after 3 passes: an / error |" in text

@@ -1,23 +1,21 @@
 """Cache size of a variant's linearized layers in decoding, measured by filling their caches."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import hydra
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.measuring.configuration import compose
 from lit_modules.networks.linearized import Linearization, linearize
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
 HEAD_DIM = 64
 TOKENS = 512  # more than any variant's window
 
 
 def settings_of(overrides: Sequence[str]) -> Linearization:
     """Return the linearization settings of `experiment=liger/study` with a variant's overrides, for any kept layers."""
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = hydra.compose("config", ["experiment=liger/study", "base=none", *overrides])
+    cfg = compose("experiment=liger/study", "base=none", *overrides)
     return hydra.utils.instantiate(cfg.linearization, softmax_layers=[], _convert_="all")
 
 

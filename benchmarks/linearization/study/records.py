@@ -1,13 +1,11 @@
 """Records of the study's runs: a line for each run, and its held-out loss during training."""
 
-import csv
-import io
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from benchmarks.measuring.tables import csv_text
+from benchmarks.measuring.tables import csv_text, read_csv
 from common.atomic_files import write_atomic
 
 RUNS, CURVES = "linearization_study.csv", "linearization_study_curves.csv"  # in RESULTS
@@ -87,31 +85,7 @@ def append(path: Path, records: Sequence[Record]) -> None:
     if not records:
         return
     kind = type(records[0])
-    before = read(path, kind)
-    write_atomic(path, csv_text(kind, [*before, *records]))
-
-
-def read(path: Path, kind: type[Record]) -> list[Record]:
-    """Read all lines of a CSV file, in order; none if there is no file.
-
-    Raises:
-        ValueError: other columns than `kind` has, or a value that cannot be read.
-    """
-    if not path.exists():
-        return []
-    reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
-    names = [field.name for field in fields(kind)]
-    if reader.fieldnames != names:
-        found = ", ".join(reader.fieldnames or ())
-        raise ValueError(f"{path} has the columns {found}: expected {', '.join(names)}")
-    return [_parsed(path, number, kind, line) for number, line in enumerate(reader, start=2)]
-
-
-def _parsed(path: Path, number: int, kind: type[Record], line: dict[str, Any]) -> Record:
-    try:
-        return kind(**{field.name: field.type(line[field.name]) for field in fields(kind)})
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}, line {number}: {error}") from error
+    write_atomic(path, csv_text(kind, [*read_csv(path, kind), *records]))
 
 
 def latest(records: Iterable[Record]) -> list[Record]:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from benchmarks.linearization.study import pictures
 from benchmarks.linearization.study.memory import cache_bytes, settings_of
-from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher, latest, read
+from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher, latest
 from benchmarks.linearization.study.significance import RULE, Comparison, Noise, Sample, compare, pooled
-from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import RESULTS
+from benchmarks.measuring.report import RESULTS, page
+from benchmarks.measuring.tables import read_csv, table
 from common.atomic_files import write_atomic
 from evaluation.harness.published import ROWS
 
@@ -249,8 +249,7 @@ def section(study: Study, drawn: Mapping[str, str]) -> str:
     """Return one teacher's part of the page. drawn: captions of its plots, by file name."""
     noise = study.noise
     parts = [
-        f"## Teacher: {study.teacher.parameters / 1e6:.1f}M parameters, {study.teacher.tokens / 1e6:.1f}M tokens",
-        variants_table(study).rstrip(),
+        variants_table(study),
         "Mean ± standard deviation over seeds. Recovery: (unigram - variant) / (unigram - teacher), in nats per token. "
         f"Noise of all variants together: {'not known' if noise.deviation is None else f'{noise.deviation:.4f}'} nats "
         f"per token, {noise.freedom} degrees of freedom. Bytes cached: by each linearized layer for a key/value head "
@@ -260,27 +259,30 @@ def section(study: Study, drawn: Mapping[str, str]) -> str:
     if study.diverged:
         names = ", ".join(f"{result.variant} (seed {result.seed})" for result in study.diverged)
         parts.append(f"Diverged, and left out: {names}.")
-    memory, order = memory_table(study).rstrip(), order_table(study).rstrip()
-    parts += [f"### A state or a longer window\n\n{memory}"] * bool(memory)
-    parts += [f"### The order of the paper's variants\n\n{order}"] * bool(order)
+    memory, order = memory_table(study), order_table(study)
+    parts += [page("A state or a longer window", memory, level=3)] * bool(memory)
+    parts += [page("The order of the paper's variants", order, level=3)] * bool(order)
     parts += [f"![{caption}]({name})" for name, caption in drawn.items()]
     runs = [*study.results, *study.diverged]
     sources = [", ".join(sorted({getattr(run, name) for run in runs})) for name in ("gpu", "commit")]
     first, last = (f([run.date[:10] for run in runs]) for f in (min, max))
     parts.append(f"{first} to {last}; {sources[0]}; commits {sources[1]}.")
-    return "\n\n".join(parts)
+    teacher = study.teacher
+    title = f"Teacher: {teacher.parameters / 1e6:.1f}M parameters, {teacher.tokens / 1e6:.1f}M tokens"
+    return page(title, *parts, level=2)
 
 
-def page(found: Sequence[Study], drawn: Mapping[Teacher, Mapping[str, str]]) -> str:
+def whole(found: Sequence[Study], drawn: Mapping[Teacher, Mapping[str, str]]) -> str:
     """Return the whole report."""
-    head = (
-        "# Linearization at small scale\n\nA model that was pretrained here, and what is left of it after its "
-        "attention was replaced and adapted, on text that none of them was trained on. The paper's numbers "
-        "(arXiv 2503.01496) are of Llama-3-8B: the orders can be compared, the values cannot. What came out, and why: "
-        "[README](../linearization/study/README.md). By `python -m benchmarks.linearization.study.report`.\n\n"
-        f"{RULE}"
+    return page(
+        "Linearization at small scale",
+        "A model that was pretrained here, and what is left of it after its attention was replaced and adapted, on "
+        "text that none of them was trained on. The paper's numbers (arXiv 2503.01496) are of Llama-3-8B: the orders "
+        "can be compared, the values cannot. What came out, and why: "
+        "[README](../linearization/study/README.md). By `python -m benchmarks.linearization.study.report`.",
+        RULE,
+        *(section(study, drawn.get(study.teacher, {})) for study in found),
     )
-    return "\n\n".join([head, *(section(study, drawn.get(study.teacher, {})) for study in found)]) + "\n"
 
 
 def write(results: Path, output: Path) -> Path:
@@ -289,10 +291,10 @@ def write(results: Path, output: Path) -> Path:
     Raises:
         ValueError: there are no runs, or they cannot be read.
     """
-    found = studies(read(results / RUNS, Result))
+    found = studies(read_csv(results / RUNS, Result))
     if not found:
         raise ValueError(f"{results / RUNS} has no runs: run the study first")
-    points = latest(read(results / CURVES, Point))
+    points = latest(read_csv(results / CURVES, Point))
     drawn = {}
     for study in found:
         name = f"linearization_study_{study.teacher.parameters / 1e6:.0f}m_{study.teacher.tokens / 1e6:.0f}m"
@@ -307,7 +309,7 @@ def write(results: Path, output: Path) -> Path:
             captions[f"{name}_recovery.png"] = "recovery of each variant"
         drawn[study.teacher] = captions
     path = output / RUNS.replace(".csv", ".md")
-    write_atomic(path, page(found, drawn))
+    write_atomic(path, whole(found, drawn))
     return path
 
 

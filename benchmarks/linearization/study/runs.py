@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.linearization.study import variants
-from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher, append, read
-from benchmarks.measuring.timing import RESULTS
+from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher, append
+from benchmarks.measuring.configuration import compose
+from benchmarks.measuring.report import RESULTS, device_name
+from benchmarks.measuring.tables import read_csv
 
-CONF = Path(__file__).resolve().parents[3] / "conf"
-OF_THE_MACHINE = ("base=", "data.source.path=", "data_dir=")
 QUIET = [
     f"callbacks.{name}=null"
     for name in ("progress", "machines", "checkpoints", "position_loss", "samples", "preemption", "watchdog")
@@ -33,7 +33,6 @@ QUIET = [
 
 def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
     """Linearize and train one variant, and measure it on all the held-out text; runs in a separate process."""
-    import hydra
     import lightning
     import torch
     from lightning.pytorch.callbacks import LambdaCallback
@@ -44,9 +43,9 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
 
     warnings.filterwarnings("ignore")
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as temporary, hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+    cfg = compose("experiment=liger/study", *QUIET, *overrides, f"seed={seed}")
+    with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        cfg = hydra.compose("config", ["experiment=liger/study", *QUIET, *overrides, f"seed={seed}"])
         lightning.seed_everything(seed, verbose=False)
         quieten_libraries()
         trainer, module, data = linearize.build_and_read(cfg, folder)
@@ -141,7 +140,6 @@ def main() -> int:
     parser.add_argument("--overrides", nargs="*", default=[], help="for every run")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     arguments = parser.parse_args()
-    import torch
     from transformers import AutoModelForCausalLM
 
     from lit_modules.launching.run_folder import code_commit
@@ -154,8 +152,7 @@ def main() -> int:
     logging.getLogger("lit_modules").setLevel(logging.WARNING)
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(arguments.base).parameters())
     teacher = Teacher(parameters=parameters, tokens=arguments.teacher_tokens)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    done = {(r.variant, r.seed) for r in read(arguments.results / RUNS, Result) if r.teacher == teacher}
+    done = {(r.variant, r.seed) for r in read_csv(arguments.results / RUNS, Result) if r.teacher == teacher}
     shared = [f"base={arguments.base}", f"data.source.path={arguments.text}", f"data_dir={arguments.data_dir}"]
     shared += arguments.overrides
     began, failures = time.perf_counter(), 0
@@ -171,13 +168,13 @@ def main() -> int:
                 failures += 1
                 print(f"{name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
                 continue
-            result, points = records(found, teacher, code_commit() or "", gpu)
+            result, points = records(found, teacher, code_commit() or "", device_name())
             append(arguments.results / CURVES, points)
             unigram = {**found, "name": UNIGRAM, "seed": 0, "tokens": 0, "nats": found["unigram"], "settings": "[]"}
             missing = (UNIGRAM, 0) not in done
             done |= {(name, seed), (UNIGRAM, 0)}
-            yardstick = [records({**unigram, "points": {}}, teacher, code_commit() or "", gpu)[0]] if missing else []
-            append(arguments.results / RUNS, [*yardstick, result])
+            yardstick, _ = records({**unigram, "points": {}}, teacher, code_commit() or "", device_name())
+            append(arguments.results / RUNS, [*[yardstick] * missing, result])
             kept = f", softmax layers {found['kept']}" if found["kept"] else ""
             print(
                 f"[{time.perf_counter() - began:4.0f} s] {name}, seed {seed}: {result.held_out_nats:.4f} nats a token "

@@ -17,13 +17,13 @@ from benchmarks.linearization.linearization_report import (
     Row,
     Run,
     judged,
-    read_rows,
     speed_table,
 )
 from benchmarks.linearization.linearization_steps import SHAPES, first_passes, our_builders
 from benchmarks.linearization.linearization_training import compare, compile_kernels, main
 from benchmarks.measuring import compilation
 from benchmarks.measuring.comparison_run import without_output
+from benchmarks.measuring.tables import read_csv
 
 CPU = torch.device("cpu")
 SHORT = dataclasses.replace(SHAPES["tiny"], length=16, micro_batches=(1, 2), batch=2)
@@ -114,7 +114,7 @@ def test_what_could_not_be_measured_says_why_in_its_line():
 def test_rows_are_read_as_they_were_written(tmp_path):
     run = new_run(tmp_path)
     run.add_rows([row("ours", 1, None, note="failed: x, y"), row(OFFICIAL, 8, 300.0, peak_gib=1.5, loss_error=1e-3)])
-    found = read_rows(tmp_path / "linearization_training.csv")
+    found = read_csv(tmp_path / "linearization_training.csv", Row)
     assert found == [dataclasses.replace(kept, shape=str(kept.shape)) for kept in run.rows]
 
 
@@ -126,11 +126,11 @@ def test_a_section_that_is_not_run_keeps_its_rows_and_their_date(tmp_path):
     second = new_run(tmp_path, date="2026-06-07 08:09:10")
     # Until it has measured a section, all is as the earlier run left it.
     second.add_section("Correctness", "as it should be")
-    assert len(read_rows(tmp_path / "linearization_training.csv")) == 3
+    assert len(read_csv(tmp_path / "linearization_training.csv", Row)) == 3
     assert [verdict.measured for verdict in second.verdicts] == pytest.approx([1.2, 1.2])
     second.add_rows([row(OFFICIAL, 1, 100.0, date=second.date)])
     second.add_rows([row("ours", 8, 200.0, date=second.date)])
-    kept = read_rows(tmp_path / "linearization_training.csv")
+    kept = read_csv(tmp_path / "linearization_training.csv", Row)
     assert [(x.section, x.tokens_per_second, x.date) for x in kept] == [
         (LARGE, 5000, first.date),
         (TRAINING, 100, second.date),
@@ -148,16 +148,16 @@ def test_a_section_that_is_not_run_keeps_its_rows_and_their_date(tmp_path):
 def test_a_file_of_other_columns_is_named_and_left_alone(tmp_path, monkeypatch, capsys):
     path = tmp_path / "linearization_training.csv"
     path.write_text("section,tokens\ntraining,1\n")
-    monkeypatch.setattr(sys, "argv", ["x", "--shape", "tiny", "--device", "cpu", "--output", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["x", "--shape", "tiny", "--output", str(tmp_path)])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
-    assert f"{path} has other columns" in capsys.readouterr().err
+    assert f"{path} has the columns section, tokens: expected section, implementation," in capsys.readouterr().err
     assert path.read_text() == "section,tokens\ntraining,1\n"
 
 
 def test_a_trial_does_not_write_into_the_results(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["x", "--shape", "tiny", "--device", "cpu"])
+    monkeypatch.setattr(sys, "argv", ["x", "--shape", "tiny"])
     monkeypatch.setattr(linearization_training, "Run", None)
     with pytest.raises(SystemExit) as stopped:
         main()

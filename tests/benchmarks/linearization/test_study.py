@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.linearization.study import variants
 from benchmarks.linearization.study.memory import HEAD_DIM, cache_bytes, settings_of
-from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, append, latest, read
+from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, append, latest
 from benchmarks.linearization.study.report import (
     AVERAGES,
     CONTROLS,
@@ -24,6 +24,7 @@ from benchmarks.linearization.study.report import (
 )
 from benchmarks.linearization.study.significance import Noise, Sample, compare, pooled
 from benchmarks.linearization.study.variants import RECIPES
+from benchmarks.measuring.tables import read_csv
 from lit_modules.linearization.layer_setup import chosen_ways
 
 LIGER, HGRN2, GSA = "Liger-GLA", "Liger-HGRN2", "Liger-GSA"
@@ -143,7 +144,7 @@ def test_a_run_that_is_repeated_replaces_the_first(tmp_path):
     path = tmp_path / RUNS
     append(path, [result(LIGER, 3.5), result(LIGER, 3.6, seed=1)])
     append(path, [result(LIGER, 3.4, date="2026-01-02T00:00:00")])
-    records = read(path, Result)
+    records = read_csv(path, Result)
     assert len(records) == 3
     (study,) = studies(records)
     assert study.samples[LIGER].values == {0: 3.4, 1: 3.6}
@@ -185,7 +186,7 @@ def test_a_value_that_cannot_be_read_is_named_with_its_line(tmp_path):
     append(path, [result(LIGER, 3.5), result(HGRN2, 3.6)])
     path.write_text(path.read_text().replace("3.6,", "three,"))
     with pytest.raises(ValueError, match=r"linearization_study\.csv, line 3: .*three"):
-        read(path, Result)
+        read_csv(path, Result)
 
 
 def test_the_page_has_each_teachers_table_and_pictures(tmp_path):

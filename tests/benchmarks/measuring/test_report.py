@@ -6,16 +6,18 @@ import sys
 import pytest
 import torch
 
-from benchmarks.measuring.timing import RESULTS
+from benchmarks.measuring.report import RESULTS
 
 ON_A_GPU = (
     "attention.forgetting_attention",
     "data.rewriting_rate",
     "linearization.linearization_training",
+    "linearization.linearized_decoding",
     "pretraining.context_parallel",
     "pretraining.plan_against_measured",
     "pretraining.scaling",
     "pretraining.training_speed",
+    "recurrence.first_call",
     "recurrence.gated_recurrence",
 )
 
