@@ -2,13 +2,15 @@
 
 import copy
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.linearization.random_llama import random_llama
+from benchmarks.linearization.step_arguments import liger_arguments, step_arguments
 from benchmarks.measuring.timing import relative_error
 from kernels.gated_recurrence import liger_step, windowed_step
 from kernels.gated_recurrence.decode.windowed_step import plain_windowed_step
@@ -34,6 +36,7 @@ SHAPES = {
 }  # fmt: skip
 LIGER, HYBRID, SOFTMAX = "Liger-GLA", "Liger-GLA, every 8th softmax", "own attention"
 BEST = "liger/best"  # with the same layers kept as the hybrid
+OF_THE_TOKEN = {"q", "k", "v", "log_decay", "q_window", "k_window", "cosine", "sine"}  # arguments of a step
 KERNEL_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
@@ -50,75 +53,35 @@ def settings_of(implementation: str, layers: int) -> Linearization:
     return Linearization(softmax_layers=tuple(kept[implementation]), **best if implementation == BEST else {})
 
 
-def step_arguments(
-    batch: int, heads: int, groups: int, dim: int, window: int, sinks: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor | int]:
-    """Return random arguments of `windowed_step` at the first token, with an empty state and ring."""
-    normal = lambda *shape: torch.randn(batch, *shape, device=device)  # noqa: E731
-    return {
-        "q": normal(1, heads * groups, dim).to(dtype),
-        "k": normal(1, heads, dim).to(dtype),
-        "v": normal(1, heads, dim).to(dtype),
-        "log_decay": logsigmoid(normal(1, heads, dim)) / 16,
-        "state": torch.zeros(batch, heads, dim, dim, device=device),
-        "q_window": normal(1, heads * groups, dim).to(dtype),
-        "k_window": normal(1, heads, dim).to(dtype),
-        "ring_keys": torch.zeros(batch, sinks + window, heads, dim, device=device, dtype=dtype),
-        "ring_values": torch.zeros(batch, sinks + window, heads, dim, device=device, dtype=dtype),
-        "tokens": torch.zeros(1, dtype=torch.int32, device=device),
-        "state_weight": torch.full((heads * groups,), 0.5, device=device),
-        "window_weight": torch.full((heads * groups,), 0.5, device=device),
-        "sinks": sinks,
-    }
+def error_over_tokens(
+    step: Callable[..., Tensor],
+    definition: Callable[..., Tensor],
+    draw: Callable[[], dict[str, Tensor | int]],
+    tokens: int,
+    **options: object,
+) -> float:
+    """Return the largest relative error of outputs and the last state, against the definition in float64.
 
-
-def kernel_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the largest relative error of `windowed_step`, in outputs and states, against its plain float64 form."""
-    held = step_arguments(3, 2, 4, 128, 64, 4, dtype, device)
+    Args:
+        draw: makes the arguments of the first token; of later ones, all but the state and the ring are new.
+    """
+    held, worst = draw(), 0.0
     exact = {name: x.double() if isinstance(x, Tensor) and name != "tokens" else x for name, x in held.items()}
-    kv_start = torch.tensor([0, 3, 70], dtype=torch.int32, device=device)
-    worst = 0.0
-    for _ in range(90):
-        new = step_arguments(3, 2, 4, 128, 64, 4, dtype, device)
-        for name in ("q", "k", "v", "log_decay", "q_window", "k_window"):
+    for _ in range(tokens):
+        new = draw()
+        for name in new.keys() & OF_THE_TOKEN:
             held[name], exact[name] = new[name], new[name].double()
-        out = windowed_step(**held, kv_start=kv_start)
-        by_definition = plain_windowed_step(
-            **exact, kv_start=kv_start, state_scale=1.0, window_scale=exact["q_window"].shape[-1] ** -0.5
-        )
-        worst = max(worst, relative_error(out, by_definition))
+        worst = max(worst, relative_error(step(**held, **options), definition(**exact, **options)))
         held["tokens"] += 1
     return max(worst, relative_error(held["state"], exact["state"]))
 
 
-def liger_arguments(
-    batch: int,
-    heads: int,
-    groups: int,
-    dim: int,
-    window: int,
-    sinks: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    late: bool = False,
-) -> dict[str, Tensor | int]:
-    """Return random arguments of `liger_step`, like those of `windowed_step`; q, k and v are views of one product.
-
-    late: the state lags behind; rings are full, and their first tokens enter the state next.
-    """
-    taken = ("state", "ring_keys", "ring_values", "tokens", "state_weight", "window_weight", "sinks")
-    given = step_arguments(batch, heads, groups, dim, window, sinks, dtype, device)
-    widths = [heads * groups * dim, heads * dim, heads * dim]
-    projected = torch.randn(batch, 1, sum(widths), device=device)
-    q, k, v = (part.unflatten(-1, (-1, dim)) for part in projected.to(dtype).split(widths, dim=-1))
-    angles = 6 * torch.randn(batch, 1, dim // 2, device=device).repeat(1, 1, 2)
-    tables = {"cosine": angles.cos().to(dtype), "sine": angles.sin().to(dtype)}
-    if late:
-        tables["late_keys"] = torch.randn(batch, window + 1, heads, dim, device=device).to(dtype)
-        given["ring_values"].normal_()
-        given["tokens"] += window
-    return {"q": q, "k": k, "v": v, **tables, **{name: given[name] for name in taken}}
+def kernel_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the largest relative error of `windowed_step` over 90 tokens, against its plain float64 form."""
+    kv_start = torch.tensor([0, 3, 70], dtype=torch.int32, device=device)
+    draw = partial(step_arguments, 3, 2, 4, 128, 64, 4, dtype, device)
+    definition = partial(plain_windowed_step, state_scale=1.0, window_scale=128**-0.5)
+    return error_over_tokens(windowed_step, definition, draw, 90, kv_start=kv_start)
 
 
 def liger_error(device: torch.device, dtype: torch.dtype) -> float:
@@ -129,17 +92,10 @@ def liger_error(device: torch.device, dtype: torch.dtype) -> float:
     worst, kv_start = 0.0, torch.tensor([0, 3, 70], dtype=torch.int32, device=device)
     gates = (*PER_CHANNEL, *PER_HEAD, *CONSTANT) if dtype == torch.bfloat16 else ("gla",)
     for gate, late in itertools.product(gates, (False, True)):
-        held = liger_arguments(3, 2, 4, 128, 64, 4, dtype, device, late=late)
-        exact = {name: x.double() if isinstance(x, Tensor) and name != "tokens" else x for name, x in held.items()}
+        draw = partial(liger_arguments, 3, 2, 4, 128, 64, 4, dtype, device, late=late)
         options = {"gate": gate, "temperature": 16.0 if gate == "gla" else 1.0, "kv_start": kv_start}
-        for _ in range(90 if gate == "gla" else 10):
-            new = liger_arguments(3, 2, 4, 128, 64, 4, dtype, device)
-            for name in ("q", "k", "v", "cosine", "sine"):
-                held[name], exact[name] = new[name], new[name].double()
-            out, right = liger_step(**held, **options), liger_step(**exact, **options)
-            worst = max(worst, relative_error(out, right))
-            held["tokens"] += 1
-        worst = max(worst, relative_error(held["state"], exact["state"]))
+        tokens = 90 if gate == "gla" else 10
+        worst = max(worst, error_over_tokens(liger_step, liger_step, draw, tokens, **options))
     return worst
 
 

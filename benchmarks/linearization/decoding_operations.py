@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.linearization.decoding_checks import liger_arguments, step_arguments
+from benchmarks.linearization.step_arguments import liger_arguments, step_arguments
 from benchmarks.measuring.comparison_run import Run
 from benchmarks.measuring.tables import table
 from benchmarks.measuring.timing import timed

@@ -8,7 +8,7 @@ Llama, with peft's LoRA and the loss over all logits.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,15 @@ def chunk_gla(device: torch.device) -> Recurrence:
         return lambda q, k, v, log_decay: gated_recurrence(q, k, v, log_decay.float())[0]
     kernel = importlib.import_module("fla.ops.gla").chunk_gla
     return lambda q, k, v, log_decay: kernel(q, k, v, log_decay, scale=1.0, output_final_state=True)[0]
+
+
+def tune(size: Sequence[int], dtype: torch.dtype) -> None:
+    """Have chunk_gla's kernels, forward and backward, find their configurations for [B, T, H, D] of a dtype on CUDA."""
+    new = functools.partial(torch.randn, size, device="cuda")
+    q, k, v = (new(dtype=dtype).requires_grad_() for _ in range(3))
+    log_decay = (F.logsigmoid(new(dtype=dtype)) / 16).requires_grad_()
+    chunk_gla(q.device)(q, k, v, log_decay).sum().backward()
+    torch.cuda.synchronize()
 
 
 def plain_recurrence(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:

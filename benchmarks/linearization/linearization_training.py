@@ -22,6 +22,7 @@ from benchmarks.linearization.linearization_peers import (
     peer,
     peer_loss,
     plain_recurrence,
+    tune,
     why_not_theirs,
 )
 from benchmarks.linearization.linearization_report import LARGE, TRAINING, Row, Run
@@ -40,8 +41,8 @@ from benchmarks.linearization.linearization_steps import (
     stock_model,
     timed_step,
 )
-from benchmarks.linearization.peer_tuning import tune
 from benchmarks.measuring import compilation
+from benchmarks.measuring.parallel_tuning import tune_in_parallel
 from benchmarks.measuring.report import RESULTS, CommandLine
 from benchmarks.measuring.tables import table
 from benchmarks.measuring.timing import (
@@ -276,13 +277,14 @@ def compare(run: Run, section: str, shape: Shape, builders: dict[str, Callable])
     return failures
 
 
-def training(run: Run, shape: Shape, peer_dtypes: Sequence[str], processes: int) -> list[str]:
+def training(run: Run, shape: Shape, peer_dtypes: Sequence[str]) -> list[str]:
     """Compare ours with the peer's; return failures, one line each."""
     run.add_section("What the official package does not find here", "\n".join(f"- {x}" for x in why_not_theirs()))
     if run.device.type == "cuda":
+        tune_in_parallel()
         size = (max(shape.micro_batches), shape.length, shape.heads, shape.hidden // shape.heads)
         for name in peer_dtypes:
-            tune(*size, getattr(torch, name), processes=processes)
+            tune(size, getattr(torch, name))
             run.say(f"the peer's kernels are tuned for {' x '.join(map(str, size))} in {name}")
     right = check(run, SHAPES["check"], tuple(SMALL), peer_dtypes)
     failures = [f"{name} is not right" for name in ("ours", "fla") if name not in right]
@@ -310,7 +312,6 @@ def main() -> int:
     parser.add_argument("--shape", choices=("1b", "tiny"), default="1b", help="tiny: to try the flow, all of it")
     parser.add_argument("--sections", nargs="+", choices=(TRAINING, LARGE), default=(TRAINING, LARGE))
     parser.add_argument("--peer-dtypes", nargs="+", choices=PEER_DTYPES, default=PEER_DTYPES, help="of q, k, v")
-    parser.add_argument("--processes", type=int, default=8, help="that compile the peer's kernels")
     arguments = parser.parse_for_gpu()
     if arguments.shape == "tiny" and arguments.output.resolve() == RESULTS:
         parser.error("--shape tiny measures nothing of worth: give it an --output of its own")
@@ -323,7 +324,7 @@ def main() -> int:
         parser.error(str(error))
     failures = []
     if TRAINING in arguments.sections:
-        failures += training(run, SHAPES[arguments.shape], arguments.peer_dtypes, arguments.processes)
+        failures += training(run, SHAPES[arguments.shape], arguments.peer_dtypes)
     if LARGE in arguments.sections:
         failures += large(run, SHAPES["8b" if arguments.shape == "1b" else "tiny"])
     print(run.text())

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.attention.attention_checks import GATE_LOGITS, random_gates
 from benchmarks.attention.attention_checks import random_problem as random_attention
+from benchmarks.linearization.step_arguments import liger_arguments, step_arguments
 from benchmarks.recurrence.recurrence_checks import shorten
 from benchmarks.recurrence.recurrence_peers import Case, random_problem
 from kernels.cross_entropy import token_losses
@@ -162,38 +162,21 @@ def few_tokens(case: Case, *, in_place: bool) -> Kernel:
     return Kernel(build)
 
 
-@dataclass(frozen=True)
-class Ring:
-    """Sizes of the steps with a window: rows, heads of q and of k, head_dim, and the ring's sinks and window."""
-
-    batch: int = 32
-    heads: tuple[int, int] = (32, 8)
-    dim: int = 128
-    sinks: int = 4
-    window: int = 256
-
-    def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """Draw the arguments of both steps; the first half of the rows have padding."""
-        torch.manual_seed(0)
-        slots, (query_heads, heads) = self.sinks + self.window, self.heads
-        ring = (self.batch, slots, heads, self.dim)
-        return {
-            "state": torch.randn(self.batch, heads, self.dim, self.dim, device=device),
-            "ring_keys": torch.randn(ring, device=device, dtype=torch.bfloat16),
-            "ring_values": torch.randn(ring, device=device, dtype=torch.bfloat16),
-            "tokens": torch.tensor([3 * self.window + 5], dtype=torch.int32, device=device),
-            "kv_start": torch.tensor([7, 0], dtype=torch.int32, device=device).repeat_interleave(self.batch // 2),
-            "state_weight": torch.linspace(0.2, 0.8, query_heads, device=device),
-            "window_weight": torch.linspace(1.0, 0.5, query_heads, device=device),
-        }
-
-    def token(self, heads: int, device: torch.device) -> Tensor:
-        """Draw a token, [B, 1, heads, D] bfloat16."""
-        return torch.randn(self.batch, 1, heads, self.dim, device=device, dtype=torch.bfloat16)
-
-
+RING = {"batch": 32, "heads": 8, "groups": 4, "dim": 128, "window": 256, "sinks": 4, "dtype": torch.bfloat16}
 CHANGED = ("state", "ring_keys", "ring_values", "late_keys")
 """Arguments that the steps with a window modify."""
+
+
+def _after_tokens(arguments: dict[str, object]) -> dict[str, object]:
+    """Fill the state and the ring, as after many tokens; the first half of the rows have padding."""
+    for name in CHANGED[:3]:
+        arguments[name].normal_()
+    arguments["tokens"].fill_(3 * RING["window"] + 5)
+    device, weights = arguments["tokens"].device, RING["heads"] * RING["groups"]
+    arguments["kv_start"] = torch.tensor([7, 0], dtype=torch.int32, device=device).repeat_interleave(RING["batch"] // 2)
+    arguments["state_weight"] = torch.linspace(0.2, 0.8, weights, device=device)
+    arguments["window_weight"] = torch.linspace(1.0, 0.5, weights, device=device)
+    return arguments
 
 
 def _with_copies(step: Callable[..., Tensor], arguments: dict[str, object]) -> Results:
@@ -201,35 +184,27 @@ def _with_copies(step: Callable[..., Tensor], arguments: dict[str, object]) -> R
     return {"out": step(**arguments | changed), **changed}
 
 
-def state_and_window(ring: Ring, *, per_head: bool) -> Kernel:
+def state_and_window(*, per_head: bool) -> Kernel:
     """Return the case of `windowed_step`."""
 
     def build(device: torch.device, longest: int) -> Repeat:
-        arguments: dict[str, object] = ring.tensors(device)
-        query_heads, heads = ring.heads
-        arguments |= {name: ring.token(query_heads, device) for name in ("q", "q_window")}
-        arguments |= {name: ring.token(heads, device) for name in ("k", "v", "k_window")}
-        channels = () if per_head else (ring.dim,)
-        arguments["log_decay"] = F.logsigmoid(torch.randn(ring.batch, 1, heads, *channels, device=device))
-        return lambda: _with_copies(windowed_step, arguments | {"sinks": ring.sinks})
+        torch.manual_seed(0)
+        arguments = _after_tokens(step_arguments(**RING, device=device))
+        if per_head:
+            arguments["log_decay"] = arguments["log_decay"][..., 0].contiguous()
+        return lambda: _with_copies(windowed_step, arguments)
 
     return Kernel(build)
 
 
-def liger(ring: Ring, gate: str, *, late: bool = False) -> Kernel:
+def liger(gate: str, *, late: bool = False) -> Kernel:
     """Return the case of `liger_step`. late: the state takes in the token that leaves the window."""
 
     def build(device: torch.device, longest: int) -> Repeat:
-        arguments: dict[str, object] = ring.tensors(device)
-        query_heads, heads = ring.heads
-        arguments["q"] = ring.token(query_heads, device)
-        arguments |= {name: ring.token(heads, device) for name in ("k", "v")}
-        angles = 6 * torch.randn(ring.batch, 1, ring.dim // 2, device=device).repeat(1, 1, 2)
-        arguments |= {"cosine": angles.cos(), "sine": angles.sin(), "gate_shift": torch.ones(heads, device=device)}
-        if late:
-            keys = (ring.batch, ring.window + 1, heads, ring.dim)
-            arguments["late_keys"] = torch.randn(keys, device=device, dtype=torch.bfloat16)
-        return lambda: _with_copies(liger_step, arguments | {"gate": gate, "sinks": ring.sinks})
+        torch.manual_seed(0)
+        arguments = _after_tokens(liger_arguments(**RING, device=device, late=late))
+        shift = torch.ones(RING["heads"], device=device)
+        return lambda: _with_copies(liger_step, arguments | {"gate": gate, "gate_shift": shift})
 
     return Kernel(build)
 
@@ -325,11 +300,11 @@ CASES: dict[str, Kernel] = {
     "step per value channel": few_tokens(_step("value"), in_place=True),
     "step per head": few_tokens(_step("head"), in_place=True),
     "a few tokens per channel": few_tokens(_step("key", 8), in_place=False),
-    "windowed step": state_and_window(Ring(), per_head=False),
-    "windowed step per head": state_and_window(Ring(), per_head=True),
-    "liger step, gla": liger(Ring(), "gla"),
-    "liger step, hgrn2, late": liger(Ring(), "hgrn2", late=True),
-    "liger step, mamba2": liger(Ring(), "mamba2"),
+    "windowed step": state_and_window(per_head=False),
+    "windowed step per head": state_and_window(per_head=True),
+    "liger step, gla": liger("gla"),
+    "liger step, hgrn2, late": liger("hgrn2", late=True),
+    "liger step, mamba2": liger("mamba2"),
     "cross-entropy": losses(teacher=False),
     "cross-entropy and divergence": losses(teacher=True),
     "linear of a few rows": few_rows(8, gated=False),
