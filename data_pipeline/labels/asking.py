@@ -18,7 +18,7 @@ from data_pipeline.labels.rubric import Label, Rubric
 from data_pipeline.labels.sample import Sampled, merged
 from data_pipeline.labels.store import Store
 from data_pipeline.rewriting.backends import Answer, Backend, BudgetSpent, Request, RewritingStopped
-from data_pipeline.rewriting.runner import first_error
+from data_pipeline.rewriting.runner import failure_of
 
 logger = logging.getLogger(__name__)
 
@@ -139,13 +139,8 @@ class Asking:
 
     def _ask(self, unsettled: list[tuple[str, int]], paid: list[Answer]) -> None:
         """Ask about (excerpt, first attempt), as many at once as the backend allows. `paid`: by an earlier run."""
-        try:
-            asyncio.run(self._ask_all(iter(unsettled), paid))
-        except BaseExceptionGroup as group:
-            failed = first_error(group)
-        except (ValueError, OSError) as error:
-            failed = error
-        else:
+        failed = failure_of(self._ask_all(iter(unsettled), paid))
+        if failed is None:
             return
         if is_full_disk(failed):
             words = f"corpus.cleaning.labels.store={self._place}: the disk takes no more ({failed.strerror})"

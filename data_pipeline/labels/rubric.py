@@ -2,11 +2,11 @@
 
 import json
 import re
-import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from common.settings import check_number, check_whole, is_number
+from data_pipeline.rewriting.prompts import chat_messages, check_template
 
 HIGHEST = 5  # quality is a whole number from 0: one point per criterion
 FIELDS = ("text", "categories", "criteria")
@@ -49,32 +49,20 @@ class Rubric:
                 raise ValueError(f"{KEY}.categories: {name!r} cannot name a folder; give a word of a-z, 0-9, _ and -")
         if isinstance(self.criteria, str) or len(self.criteria) != HIGHEST:
             raise ValueError(f"{KEY}.criteria: {len(self.criteria)} found; give a list of {HIGHEST}, a point each")
-        self._check_templates()
+        check_template(f"{KEY}.system", self.system, FIELDS)
+        check_template(f"{KEY}.user", self.user, FIELDS, needed="text")
         for key, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1)):
             check_number(f"{KEY}.{key}", getattr(self, key), least=low, most=high)
         check_whole(f"{KEY}.max_tokens", self.max_tokens, 1)
 
-    def _check_templates(self) -> None:
-        for key in ("system", "user"):
-            template = string.Template(getattr(self, key))
-            if not template.is_valid():
-                raise ValueError(f"{KEY}.{key} has a $ that begins no name: write $$ for a dollar sign")
-            for name in template.get_identifiers():
-                if name not in FIELDS:
-                    raise ValueError(f"{KEY}.{key} has the field ${name}: give one of ${', $'.join(FIELDS)}")
-        if "text" not in string.Template(self.user).get_identifiers():
-            raise ValueError(f"{KEY}.user lacks the field $text: put it where the document goes")
-
     def messages(self, text: str) -> list[dict[str, str]]:
-        """Return the chat messages that ask about a text; templates within the text are not expanded."""
+        """Return the chat messages that ask about a text."""
         values = {
             "text": text.strip("\n"),
             "categories": "\n".join(f"- {name}: {what}" for name, what in self.categories.items()),
             "criteria": "\n".join(f"{number}. {what}" for number, what in enumerate(self.criteria, 1)),
         }
-        roles = (("system", self.system), ("user", self.user))
-        filled = ((role, string.Template(template).substitute(values).strip()) for role, template in roles)
-        return [{"role": role, "content": content} for role, content in filled if content]
+        return chat_messages(self.system, self.user, values)
 
     def read(self, answer: str) -> Label | None:
         """Return the label in an answer: its first JSON object with a category and a quality.

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -73,14 +74,9 @@ class Rewriting:
     def run(self) -> None:
         """Rewrite what is unfinished; raise a one-line ValueError if the run must stop early."""
         with self.folder.held(f"task-{self.task:05d}"):
-            try:
-                asyncio.run(self._run())
-            except BaseExceptionGroup as group:
-                failed = first_error(group)
-            except (ValueError, OSError) as error:
-                failed = error
-            else:
-                return
+            failed = failure_of(self._run())
+        if failed is None:
+            return
         if is_full_disk(failed):
             words = f"rewrite.output={self.plan.output}: the disk takes no more ({failed.strerror})"
             raise self._with_advice(words) from failed
@@ -355,9 +351,15 @@ async def _ended(task: asyncio.Task) -> None:
         await task
 
 
-def first_error(group: BaseExceptionGroup) -> BaseException:
-    """Return the first error that is not a group, among the errors of concurrent tasks."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def failure_of(work: Coroutine) -> BaseException | None:
+    """Run a coroutine to its end; return the ValueError or OSError that stopped it, the first of concurrent tasks'."""
+    try:
+        asyncio.run(work)
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        return error
+    except (ValueError, OSError) as error:
+        return error
+    return None

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from common.settings import check_choice, check_number
 from data_pipeline.documents import Document
 from data_pipeline.fingerprint import fingerprint
+from data_pipeline.rewriting.prompts import chat_messages, check_template
 
 FIELDS = ("text", "title", "section", "context", "category")
 FORMS = ("markdown", "pairs")
@@ -54,20 +55,12 @@ class Style:
         return f"rewrite.styles.{self.name}.{name}"
 
     def _check_templates(self) -> None:
-        known = {"system": FIELDS, "user": FIELDS}
+        check_template(self._key("system"), self.system, FIELDS)
+        check_template(self._key("user"), self.user, FIELDS, needed="text")
         if self.form == "pairs":
             if not self.pair_keys or not self.pair_text:
                 raise ValueError(f"{self._key('form')}=pairs needs pair_keys and pair_text: give both")
-            known["pair_text"] = tuple(self.pair_keys)
-        for key, names in known.items():
-            template = string.Template(getattr(self, key))
-            if not template.is_valid():
-                raise ValueError(f"{self._key(key)} has a $ that begins no name: write $$ for a dollar sign")
-            for name in template.get_identifiers():
-                if name not in names:
-                    raise ValueError(f"{self._key(key)} has the field ${name}: give one of ${', $'.join(names)}")
-        if "text" not in string.Template(self.user).get_identifiers():
-            raise ValueError(f"{self._key('user')} lacks the field $text: put it where the document goes")
+            check_template(self._key("pair_text"), self.pair_text, self.pair_keys)
 
     def prompt_hash(self) -> str:
         """Return 16 digits that change with the prompt or the form of its answer."""
@@ -79,10 +72,8 @@ class Style:
         return self.categories is None or any(fnmatchcase(n, pattern) for n in names for pattern in self.categories)
 
     def messages(self, values: Mapping[str, str]) -> list[dict[str, str]]:
-        """Return the chat messages with the fields filled in; templates within a field are not expanded."""
-        roles = (("system", self.system), ("user", self.user))
-        filled = ((role, string.Template(template).substitute(values).strip()) for role, template in roles)
-        return [{"role": role, "content": content} for role, content in filled if content]
+        """Return the chat messages with the fields filled in."""
+        return chat_messages(self.system, self.user, values)
 
     def max_tokens(self, text: str) -> int:
         """Return the maximum answer length, in tokens, for a part's text."""
