@@ -50,12 +50,12 @@ class SubstitutedAttention(nn.Module):
         self.transfer_loss: Tensor | None = None
 
     def new_cache(self, capacity: int | None = None) -> CacheLayerMixin:
-        """Return an empty cache for this layer.
+        """Return an empty cache of this layer's states and ring.
 
         Args:
-            capacity: maximum tokens, in storage at a fixed address; None means no limit.
+            capacity: maximum tokens, in storage at a fixed address; None means no limit. A ring holds any number.
         """
-        raise NotImplementedError
+        return LinearizedCacheLayer(self.settings.window, self.settings.sinks)
 
     def takes(self, cache: CacheLayerMixin) -> bool:
         """Return whether a cache is of the kind that this layer fills."""

@@ -63,10 +63,6 @@ class LigerAttention(SubstitutedAttention):
     def _feature_map(self, heads: int) -> nn.Module | None:
         return make_feature_map(self.settings.feature_map, heads, self.heads.dim)
 
-    def new_cache(self, capacity: int | None = None) -> LinearizedCacheLayer:
-        """Return an empty cache of this layer's states and ring, for any capacity."""
-        return LinearizedCacheLayer(self.settings.window, self.settings.sinks)
-
     def student(
         self,
         hidden: Tensor,

@@ -111,10 +111,6 @@ class LolcatsAttention(SubstitutedAttention):
         self.gate_shift = GateShift(self.heads.key) if settings.learned_gate_shift else None
         self.window_weight = JointWeights(self.heads.query, settings)
 
-    def new_cache(self, capacity: int | None = None) -> LinearizedCacheLayer:
-        """Return an empty cache of the state and the ring, for any capacity."""
-        return LinearizedCacheLayer(self.settings.window, self.settings.sinks)
-
     def student(
         self,
         hidden: Tensor,
