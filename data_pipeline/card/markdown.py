@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
+from data_pipeline.markup.blocks import fence
+
 CELL_CHARACTERS = 80
 LINE_CHARACTERS = 200
 SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")
@@ -33,9 +35,7 @@ def fenced(text: str, characters: int, lines: int) -> str:
     if len(rows) > lines or len(shown) > characters:
         cut.append("…")
     block = CONTROLS.sub(_visible, "\n".join(cut))
-    longest = max(map(len, re.findall(r"`+", block)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{block}\n{fence}"
+    return fence(block, "text")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:

@@ -16,6 +16,7 @@ from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.markup.latex.convert import decode, latex_markdown
 from data_pipeline.markup.latex.macros import LatexError
+from data_pipeline.sources.index_file import new_index, open_index
 from data_pipeline.sources.parts import SourceInParts
 
 CATEGORIES = ("cs.DC", "cs.OS", "cs.AR", "cs.PF", "cs.NI", "cs.DB", "cs.SE")
@@ -78,31 +79,16 @@ class Arxiv(SourceInParts):
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
         """Index the records of the wanted papers on disk; raise ValueError if there are none."""
-        index = scratch / INDEX
-        if index.exists():
+        if (scratch / INDEX).exists():
             return
-        partial = scratch / f".{INDEX}.partial"
-        partial.unlink(missing_ok=True)
         path = self._metadata_file()
-        connection = sqlite3.connect(partial)
-        try:
-            # The file is written once and renamed when complete, so it needs no journal.
-            connection.execute("PRAGMA journal_mode = OFF")
-            connection.execute("CREATE TABLE papers (id TEXT PRIMARY KEY, record TEXT) WITHOUT ROWID")
+        with new_index(scratch / INDEX) as index:
+            index.execute("CREATE TABLE papers (id TEXT PRIMARY KEY, record TEXT) WITHOUT ROWID")
             rows = ((record["id"], json.dumps(_kept(record))) for record in self._wanted(path, problems))
-            connection.executemany("INSERT OR REPLACE INTO papers VALUES (?, ?)", rows)
-            connection.commit()
-            found = connection.execute("SELECT count(*) FROM papers").fetchone()[0]
-        except sqlite3.OperationalError as error:
-            reason = f"cannot hold the index of source.metadata ({error}); free some space"
-            raise ValueError(f"{scratch}: {reason}") from error
-        finally:
-            connection.close()
-        if not found:
-            partial.unlink()
-            wanted = ", ".join(self.categories)
-            raise ValueError(f"source.metadata={self.metadata}: no paper of source.categories ({wanted}) in it")
-        partial.rename(index)
+            index.executemany("INSERT OR REPLACE INTO papers VALUES (?, ?)", rows)
+            if not index.execute("SELECT count(*) FROM papers").fetchone()[0]:
+                wanted = ", ".join(self.categories)
+                raise ValueError(f"source.metadata={self.metadata}: no paper of source.categories ({wanted}) in it")
 
     def parts(self, scratch: Path) -> list[str]:
         """Return the names of the archives."""
@@ -111,18 +97,16 @@ class Arxiv(SourceInParts):
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
         """Yield the papers of one archive, in its order."""
         archive = self._archives()[part]
-        index = sqlite3.connect(f"file:{scratch / INDEX}?mode=ro", uri=True)
-        try:
-            with tarfile.open(archive, "r:", tarinfo=_CheckedTarInfo) as members:
-                for member in members:
-                    members.members = []  # tarfile would keep every header in memory
-                    paper = self._paper(index, member)
-                    if paper is not None:
-                        yield from self._read_paper(archive, members, member, paper, problems)
-        except (tarfile.TarError, OSError, _BadTarError) as error:
-            problems.skip(str(archive), "broken archive", _first_line(error))
-        finally:
-            index.close()
+        with open_index(scratch / INDEX) as index:
+            try:
+                with tarfile.open(archive, "r:", tarinfo=_CheckedTarInfo) as members:
+                    for member in members:
+                        members.members = []  # tarfile would keep every header in memory
+                        paper = self._paper(index, member)
+                        if paper is not None:
+                            yield from self._read_paper(archive, members, member, paper, problems)
+            except (tarfile.TarError, OSError, _BadTarError) as error:
+                problems.skip(str(archive), "broken archive", _first_line(error))
 
     def _paper(self, index: sqlite3.Connection, member: tarfile.TarInfo) -> dict | None:
         if not member.isreg():

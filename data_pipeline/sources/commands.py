@@ -21,6 +21,7 @@ from pathlib import Path
 
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
+from data_pipeline.markup.blocks import fence
 from data_pipeline.sources.manual_pages import is_alias, read_manual_page
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 
@@ -127,9 +128,8 @@ class Commands(SourceInParts):
         text = "\n".join(lines).strip("\n")
         if not command.strip() or not text:
             return None
-        marks = "````" if "```" in text else "```"
         metadata = {"source": "commands", "category": self.category, "origin": origin}
-        return Document(f"# `{command.strip()}`\n\n{marks}\n{text}\n{marks}", identity, metadata)
+        return Document(f"# `{command.strip()}`\n\n{fence(text)}", identity, metadata)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         """Yield ("man" or "help", path) in order, without links, which are other names of pages."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from data_pipeline.licences import licence_of_text
+from data_pipeline.markup.blocks import fence
 from data_pipeline.markup.roff import plain_text, unescape
 
 # Marks that carry a line's kind through plain_text: characters that are removed from every page first.
@@ -142,14 +143,14 @@ def _closed(blocks: list[str]) -> Iterator[str]:
             code = [] if code is None else code
         elif block == CODE_END:
             if code:
-                yield _fenced(code)
+                yield fence("\n\n".join(code))
             code = None
         elif code is not None:
             code.append(block)
         elif not (block.startswith("## ") and (index + 1 == len(blocks) or blocks[index + 1].startswith("## "))):
             yield block
     if code:
-        yield _fenced(code)
+        yield fence("\n\n".join(code))
 
 
 def _joined(blocks: list[str]) -> str:
@@ -159,12 +160,6 @@ def _joined(blocks: list[str]) -> str:
         items = before.startswith("- ") and block.startswith("- ")
         pieces += ("\n" if items else "\n\n", block)
     return "".join(pieces)
-
-
-def _fenced(code: list[str]) -> str:
-    text = "\n\n".join(code)
-    marks = "````" if "```" in text else "```"
-    return f"{marks}\n{text}\n{marks}"
 
 
 def _date(roff: str) -> str:

@@ -1,6 +1,5 @@
 """Text from files: plain text, Markdown, JSON lines and Parquet, compressed or not."""
 
-import glob
 import json
 import logging
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
+from data_pipeline.sources.paths import as_list, named_files, plain
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,7 @@ class TextFiles(SourceInParts):
 
     def __post_init__(self) -> None:
         check_number("data.source.max_document_bytes", self.max_document_bytes, least=4)  # the longest UTF-8 character
-        if not isinstance(self.path, str):  # a Path, or Hydra's own list type
-            paths = [str(path) for path in self.path] if not isinstance(self.path, Path) else str(self.path)
-            object.__setattr__(self, "path", paths)
+        object.__setattr__(self, "path", plain(self.path))
 
     def identity(self, by: str = SAMPLE) -> dict:
         """Return the settings, and the content of every file; raise ValueError if no file matches."""
@@ -55,12 +53,7 @@ class TextFiles(SourceInParts):
 
     def files(self) -> list[Path]:
         """Return the matching files, sorted; raise ValueError, naming `data.source.path`, if there are none."""
-        patterns = [self.path] if isinstance(self.path, str) else self.path
-        matched: set[Path] = set()
-        for pattern in patterns:
-            expanded = Path(pattern).expanduser()
-            names = expanded.rglob("*") if expanded.is_dir() else glob.iglob(str(expanded), recursive=True)
-            matched.update(path for path in map(Path, names) if path.is_file())
+        matched = {file for path in as_list(self.path) for file in named_files(path)}
         readable = sorted(path for path in matched if path.name.lower().endswith(ENDINGS))
         if not readable:
             found = f"{len(matched)} files, none of them readable text" if matched else "no file"

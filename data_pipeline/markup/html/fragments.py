@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from lxml import etree
 
+from data_pipeline.markup.blocks import fence, inline_code, table
+
 DEPTH = 60  # of nested elements that are converted; deeper ones give only their text
 COLUMNS = 100  # limit of a colspan
 # All white space but single spaces: replacing each of those would take most of the time.
@@ -109,7 +111,7 @@ class _Converter:
         if tag == "img":
             return _collapse(element.get("alt"))
         if tag in CODE:
-            return _inline_code("".join(element.itertext()))
+            return inline_code(SPACE.sub(" ", "".join(element.itertext())).strip())
         text = self._inline_children(element, depth)
         if tag in EMPHASIS:
             return _around(text, EMPHASIS[tag])
@@ -171,9 +173,7 @@ class _Converter:
         code = code.removeprefix("\n").rstrip()
         if not code.strip():
             return []
-        longest = max((len(ticks) for ticks in re.findall(r"`{3,}", code)), default=2)
-        fence = "`" * (longest + 1)
-        return [f"{fence}{language}\n{code}\n{fence}"]
+        return [fence(code, language)]
 
     def _table(self, element: etree._Element, depth: int) -> list[str]:
         caption = [block for part in element.iterchildren("caption") for block in self.blocks(part, depth + 1)]
@@ -185,10 +185,7 @@ class _Converter:
         lines = [[text for cell in row for text in self._cell(cell, depth)] for row in rows]
         width = max(map(len, lines))
         lines = [line + [""] * (width - len(line)) for line in lines if any(line)]
-        if not lines:
-            return caption
-        lines.insert(1, ["---"] * width)
-        return [*caption, "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+        return [*caption, table(lines)] if lines else caption
 
     def _cell(self, cell: etree._Element, depth: int) -> list[str]:
         text = _flat(" ".join(self.blocks(cell, depth + 1))).replace("|", "\\|")
@@ -217,16 +214,6 @@ def _around(text: str, mark: str) -> str:
         return text
     start = text.index(inner)
     return f"{text[:start]}{mark}{inner}{mark}{text[start + len(inner) :]}"
-
-
-def _inline_code(text: str) -> str:
-    text = SPACE.sub(" ", text).strip()
-    if not text:
-        return ""
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    padding = " " if longest and (text[0] == "`" or text[-1] == "`") else ""
-    ticks = "`" * (longest + 1)
-    return f"{ticks}{padding}{text}{padding}{ticks}"
 
 
 def _link(text: str, address: str) -> str:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from data_pipeline.markup.blocks import table
+
 if TYPE_CHECKING:
     from lxml.etree import _Element
 
@@ -94,10 +96,8 @@ def _table(element: "_Element") -> Iterator[str]:
         cells = [" ".join(" ".join(_blocks(cell)).split()).replace("|", "\\|") for cell in row.iterchildren("cell")]
         if any(cells):
             rows.append(cells)
-    width = max(map(len, rows), default=0)
-    lines = [f"| {' | '.join(cells + [''] * (width - len(cells)))} |" for cells in rows]
-    if lines:
-        yield "\n".join([lines[0], "|" + " --- |" * width, *lines[1:]])
+    if rows:
+        yield table(rows)
 
 
 def _inline(element: "_Element") -> str:

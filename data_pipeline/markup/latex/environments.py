@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from data_pipeline.markup import blocks
 from data_pipeline.markup.latex.names import ALGORITHM
 from data_pipeline.markup.latex.reader import OPTION, LatexReader, Listing, fenced, marked
 
@@ -55,9 +56,7 @@ def table(reader: LatexReader, start: int, stop: int, depth: int) -> str:
     width = max(map(len, rows), default=0)
     if width < 2:
         return "\n".join(cell for row in rows for cell in row)
-    lines = [f"| {' | '.join([*row, *[''] * (width - len(row))])} |" for row in rows]
-    lines.insert(1, f"|{' --- |' * width}")
-    return "\n".join(lines)
+    return blocks.table(rows)
 
 
 def _cells(reader: LatexReader, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:

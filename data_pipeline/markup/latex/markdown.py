@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from data_pipeline.markup.blocks import inline_code
 from data_pipeline.markup.latex.environments import list_items, pseudocode, table
 from data_pipeline.markup.latex.macros import LatexError
 from data_pipeline.markup.latex.names import (
@@ -38,7 +39,6 @@ from data_pipeline.markup.latex.reader import (
     Listing,
     fenced,
     flow,
-    inline_code,
     marked,
 )
 
@@ -66,7 +66,11 @@ def convert(body: str, listings: list[Listing], theorems: dict[str, str], keep_a
     converter = _Converter(body, listings, {**THEOREMS, **theorems}, keep_acknowledgements)
     text = "\n\n".join(converter.blocks(0, len(body), 0))
     text = re.sub(f"{REFERENCE}([^{END}]*){END}", lambda match: converter.labels.get(match[1], match[1]), text)
-    return re.sub(f"{HOLD}(\\d+){END}", lambda match: inline_code(listings[int(match[1])].code), text)
+
+    def inline(match: re.Match[str]) -> str:
+        return inline_code(listings[int(match[1])].code.replace("\n", " ").strip())
+
+    return re.sub(f"{HOLD}(\\d+){END}", inline, text)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 
+from data_pipeline.markup.blocks import fence
 from data_pipeline.markup.latex.macros import brace_pairs
 
 HOLD, END, REFERENCE, BREAK = "\ue000", "\ue001", "\ue002", "\ue003"
@@ -92,14 +93,6 @@ def marked(text: str, mark: str) -> str:
     return f"{mark}{text}{mark}" if text and not (mark == "`" and "`" in text) else text
 
 
-def inline_code(code: str) -> str:
-    code = " ".join(code.split("\n")).strip()
-    longest = max(map(len, re.findall("`+", code)), default=0)
-    padding = " " if code[:1] == "`" or code[-1:] == "`" else ""
-    return f"{'`' * (longest + 1)}{padding}{code}{padding}{'`' * (longest + 1)}" if code else ""
-
-
 def fenced(listing: Listing) -> str:
     code = listing.code.strip("\n").rstrip()
-    fence = "`" * max(3, max(map(len, re.findall("`+", code)), default=0) + 1)
-    return f"{fence}{listing.language}\n{code}\n{fence}" if code.strip() else ""
+    return fence(code, listing.language) if code.strip() else ""

@@ -14,6 +14,7 @@ from data_pipeline.licences import licence_of_text
 from data_pipeline.sources.markdown_docs.markdown_includes import Repository
 from data_pipeline.sources.markdown_docs.markdown_pages import UnusableMarkdown, read_page
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
+from data_pipeline.sources.paths import as_list, plain
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,8 @@ class MarkdownDocs(SourceInParts):
     max_file_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        if not isinstance(self.paths, str):  # a Path, or Hydra's own list type
-            paths = [str(path) for path in self.paths] if not isinstance(self.paths, Path) else str(self.paths)
-            object.__setattr__(self, "paths", paths)
         check_number("source.max_file_bytes", self.max_file_bytes, least=1)
+        object.__setattr__(self, "paths", plain(self.paths))
 
     def identity(self, by: str = SAMPLE) -> dict:
         """Return the settings, and the content of every page and of all that pages may include."""
@@ -115,7 +114,7 @@ class MarkdownDocs(SourceInParts):
 
     def _folders(self) -> list[Path]:
         """Return the absolute folders; raise ValueError for a missing, nested or duplicate one."""
-        folders = [Path(path).expanduser() for path in ([self.paths] if isinstance(self.paths, str) else self.paths)]
+        folders = [Path(path).expanduser() for path in as_list(self.paths)]
         for folder in folders:
             if not folder.is_dir():
                 raise ValueError(f"source.paths={folder}: no such folder; give the folder of a checked-out repository")

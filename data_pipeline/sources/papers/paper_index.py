@@ -1,6 +1,5 @@
 """Index on disk of the wanted papers and their full texts, and the ranking list of venues that selects them."""
 
-import errno
 import hashlib
 import re
 import sqlite3
@@ -9,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.sources.index_file import new_index, open_index
 from data_pipeline.sources.papers.papers import Paper, title_key
 
 RANKS = ("A", "B", "C")
@@ -198,37 +198,16 @@ def _digest(title: str) -> bytes:
 
 
 @contextmanager
-def new_index(path: Path) -> Iterator[PaperIndex]:
-    """Yield an empty index to fill; the file appears at `path` only after the block has succeeded.
-
-    Raises:
-        OSError: the disk is full (ENOSPC).
-    """
-    beside = path.with_name(f".{path.name}.partial")
-    beside.unlink(missing_ok=True)
-    connection = sqlite3.connect(beside, isolation_level=None)
-    try:
-        # The file is written once and renamed, so it needs no journal. The cache bounds its memory.
-        for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-65536"):
-            connection.execute(f"PRAGMA {pragma}")
-        connection.executescript(SCHEMA)
-        yield PaperIndex(connection)
-        connection.execute("CREATE INDEX texts_of_file ON texts (file, line)")
-        connection.close()
-        beside.replace(path)
-    except BaseException as error:
-        connection.close()
-        beside.unlink(missing_ok=True)
-        if isinstance(error, sqlite3.OperationalError) and "full" in str(error):
-            raise OSError(errno.ENOSPC, "the disk is full", str(path)) from error
-        raise
+def new_papers(path: Path) -> Iterator[PaperIndex]:
+    """Yield an empty index to fill, as `index_file.new_index` does."""
+    with new_index(path) as database:
+        database.executescript(SCHEMA)
+        yield PaperIndex(database)
+        database.execute("CREATE INDEX texts_of_file ON texts (file, line)")
 
 
 @contextmanager
-def open_index(path: Path) -> Iterator[PaperIndex]:
+def open_papers(path: Path) -> Iterator[PaperIndex]:
     """Open a finished index for reading."""
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-    try:
-        yield PaperIndex(connection)
-    finally:
-        connection.close()
+    with open_index(path) as database:
+        yield PaperIndex(database)

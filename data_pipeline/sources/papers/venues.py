@@ -13,7 +13,7 @@ from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.json_lines import lines, parse, records
 from data_pipeline.sources.papers.dblp import dblp_records
-from data_pipeline.sources.papers.paper_index import PaperIndex, VenueList, new_index, open_index
+from data_pipeline.sources.papers.paper_index import PaperIndex, VenueList, new_papers, open_papers
 from data_pipeline.sources.papers.papers import UnreadablePaper, paper_of, text_of, title_key
 from data_pipeline.sources.papers.pdf import PDFPaper, read_pdf, running_text
 from data_pipeline.sources.papers.tei import read_tei
@@ -92,7 +92,7 @@ class Venues(SourceInParts):
         """
         if (scratch / INDEX).exists():
             return
-        with new_index(scratch / INDEX) as index:
+        with new_papers(scratch / INDEX) as index:
             self._index_papers(index, problems)
             if not index.papers:
                 found = f"no paper of a venue of ranks {', '.join(self.ranks)} in source.venues"
@@ -110,7 +110,7 @@ class Venues(SourceInParts):
 
     def parts(self, scratch: Path) -> list[str]:
         """Return parts: a file of JSON lines, or a group of TEI or PDF files, named by its first and last number."""
-        with open_index(scratch / INDEX) as index:
+        with open_papers(scratch / INDEX) as index:
             names = []
             for kind, count in FILES_AT_ONCE.items():
                 files = [file for file, _ in index.files(kind)]
@@ -122,7 +122,7 @@ class Venues(SourceInParts):
         """Yield the papers whose best text is in this part."""
         kind, _, numbers = part.partition("/")
         first, last = map(int, numbers.split("-"))
-        with open_index(scratch / INDEX) as index:
+        with open_papers(scratch / INDEX) as index:
             for file, path in index.files(kind, first, last):
                 if kind == "lines":
                     yield from self._read_lines(index, file, Path(path), problems)

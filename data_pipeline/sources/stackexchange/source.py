@@ -2,18 +2,19 @@
 
 import logging
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
+from common.atomic_files import replace_atomically
 from common.settings import check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import EARLIER, SAMPLE, file_identity, settings_identity
 from data_pipeline.markup.html.fragments import markdown
 from data_pipeline.sources.parts import SourceInParts
+from data_pipeline.sources.paths import as_list, plain
 from data_pipeline.sources.stackexchange.dump import POSTS, BrokenDumpError, Row, read_dump, read_rows
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,7 @@ class StackExchange(SourceInParts):
 
     def __post_init__(self) -> None:
         check_number("source.answers", self.answers, least=1)
-        # Hydra passes its own list type.
-        object.__setattr__(self, "paths", self.paths if isinstance(self.paths, str) else [str(p) for p in self.paths])
+        object.__setattr__(self, "paths", plain(self.paths))
         if self.tags is not None:
             object.__setattr__(self, "tags", sorted(str(tag).lower() for tag in self.tags))
 
@@ -66,7 +66,7 @@ class StackExchange(SourceInParts):
     def dumps(self) -> dict[str, Path]:
         """Return {site: file}; raise ValueError, naming `source.paths`, if it names no dump."""
         found: dict[str, Path] = {}
-        for given in [self.paths] if isinstance(self.paths, str) else self.paths:
+        for given in as_list(self.paths):
             path = Path(given).expanduser()
             if not path.exists():
                 raise ValueError(f"source.paths={given}: no such file; give folders with {POSTS}, or .7z archives")
@@ -90,16 +90,13 @@ class StackExchange(SourceInParts):
         for site, path in self.dumps().items():
             if (scratch / site).exists():
                 continue
-            partial = scratch / f".{site}.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            index = _Index(partial, None if self.tags is None else frozenset(self.tags), self.minimum_score)
-            try:
-                read_dump(path, index.add, problems)
-            except BrokenDumpError as error:
-                problems.skip(str(path), "broken dump", str(error))
-            index.close()
-            partial.rename(scratch / site)
+            with replace_atomically(scratch / site) as folder:
+                index = _Index(folder, None if self.tags is None else frozenset(self.tags), self.minimum_score)
+                try:
+                    read_dump(path, index.add, problems)
+                except BrokenDumpError as error:
+                    problems.skip(str(path), "broken dump", str(error))
+                index.close()
             logger.info("%s: %d posts, %d of them kept to be joined", site, index.seen, index.kept)
 
     def parts(self, scratch: Path) -> list[str]:

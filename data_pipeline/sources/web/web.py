@@ -1,11 +1,9 @@
 """Web pages in WARC files: pages of an allow-list of sites, as Markdown with code and tables intact."""
 
 import contextlib
-import glob
 import hashlib
 import json
 import logging
-import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,9 @@ from typing import TYPE_CHECKING
 from common.settings import check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
+from data_pipeline.sources.index_file import new_index, open_index
 from data_pipeline.sources.parts import SourceInParts
+from data_pipeline.sources.paths import as_list, named_files, plain
 from data_pipeline.sources.web.sites import Sites
 from data_pipeline.sources.web.warc import HEADER_BYTES
 from data_pipeline.workers import available_processes, ordered_map
@@ -51,14 +51,12 @@ class Web(SourceInParts):
     max_page_elements: int = 100_000
 
     def __post_init__(self) -> None:
-        if not isinstance(self.paths, str):  # a Path, or Hydra's own list type
-            paths = [str(path) for path in self.paths] if not isinstance(self.paths, Path) else str(self.paths)
-            object.__setattr__(self, "paths", paths)
+        object.__setattr__(self, "paths", plain(self.paths))
         if not isinstance(self.sites, Mapping):
             raise ValueError(f"source.sites={self.sites}: give a mapping, as in {{design: [lwn.net]}}")
-        plain = {str(name): sites if isinstance(sites, str) else list(sites) for name, sites in self.sites.items()}
-        object.__setattr__(self, "sites", plain)
-        Sites(plain)
+        lists = {str(name): sites if isinstance(sites, str) else list(sites) for name, sites in self.sites.items()}
+        object.__setattr__(self, "sites", lists)
+        Sites(lists)
         for name in ("max_page_bytes", "max_page_elements"):
             check_number(f"source.{name}", getattr(self, name), least=1)
 
@@ -72,14 +70,11 @@ class Web(SourceInParts):
 
     def files(self) -> list[Path]:
         """Return the WARC files, sorted; raise ValueError, naming `source.paths`, if there are none."""
-        found: set[Path] = set()
-        for pattern in [self.paths] if isinstance(self.paths, str) else self.paths:
-            expanded = Path(pattern).expanduser()
-            names = expanded.rglob("*") if expanded.is_dir() else glob.iglob(str(expanded), recursive=True)
-            found.update(path for path in map(Path, names) if path.name.lower().endswith(ENDINGS) and path.is_file())
+        named = {file for path in as_list(self.paths) for file in named_files(path)}
+        found = sorted(file for file in named if file.name.lower().endswith(ENDINGS))
         if not found:
             raise ValueError(f"source.paths={self.paths}: no WARC file; it must match {' '.join(ENDINGS)} files")
-        return sorted(found)
+        return found
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
         """Write the index of wanted pages into `scratch`; several processes read each file once.
@@ -87,14 +82,9 @@ class Web(SourceInParts):
         The cost is mostly decompression. `read` then reads only the wanted pages, and the first capture of a URL is
         known over all files.
         """
-        index = scratch / INDEX
-        if index.exists():
+        if (scratch / INDEX).exists():
             return
-        beside = scratch / f"{INDEX}.{os.getpid()}"
-        beside.unlink(missing_ok=True)
-        database = sqlite3.connect(beside)
-        try:
-            database.execute("PRAGMA journal_mode=OFF")
+        with new_index(scratch / INDEX) as database:
             database.execute("CREATE TABLE seen (address BLOB PRIMARY KEY) WITHOUT ROWID")
             database.execute("CREATE TABLE pages (file INTEGER, place INTEGER, category TEXT)")
             files = self.files()
@@ -104,12 +94,6 @@ class Web(SourceInParts):
             for number, (path, scan) in enumerate(zip(files, scans, strict=True)):
                 _merge(database, number, path, scan, problems)
             database.execute("CREATE INDEX by_file ON pages (file, place)")
-            database.commit()
-            database.close()
-            os.replace(beside, index)
-        finally:
-            database.close()
-            beside.unlink(missing_ok=True)
 
     def parts(self, scratch: Path) -> list[str]:
         """Return one part per file."""
@@ -118,8 +102,7 @@ class Web(SourceInParts):
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
         """Yield the wanted pages of a WARC file; broken ones are reported to `problems` by file and offset."""
         number, path, thin = self.parts(scratch).index(part), Path(part), 0
-        database = sqlite3.connect(f"file:{scratch / INDEX}?mode=ro", uri=True)
-        try:
+        with open_index(scratch / INDEX) as database:
             query = "SELECT place, category FROM pages WHERE file = ? ORDER BY place"
             for place, category in database.execute(query, (number,)):
                 document = self._page(path, place, category, problems)
@@ -127,8 +110,6 @@ class Web(SourceInParts):
                     yield document
                 elif document is not None:
                     thin += 1
-        finally:
-            database.close()
         if thin:
             logger.info("%s: %d pages left out that have under %d characters", part, thin, MINIMUM_CHARACTERS)
 
