@@ -96,10 +96,10 @@ def links(body: bytes, path: str) -> Iterator[str]:
 
 
 class Crawl:
-    """A crawl of the sites in `folder`, of at most `pages` requests each, with `delay` seconds before each request."""
+    """A crawl of the sites in `folder`, of at most `pages` requests each."""
 
-    def __init__(self, folder: Path, pages: int, delay: float) -> None:
-        self.folder, self.pages, self.delay = folder, pages, delay
+    def __init__(self, folder: Path, pages: int) -> None:
+        self.folder, self.pages = folder, pages
         self.answers: Counter[int] = Counter()
         self.bytes = 0
         self.site = ""
@@ -134,7 +134,6 @@ class Crawl:
         with capture_http(writer):
             connection = HTTPConnection(HOST, port, timeout=60)
             for path in self._paths:
-                time.sleep(self.delay)
                 connection.request("GET", path, headers={"User-Agent": "palimpsest local_crawl"})
                 response = connection.getresponse()
                 body = response.read()
@@ -153,10 +152,10 @@ class Crawl:
         return False
 
 
-def crawl(folder: Path, output: Path, pages: int, port: int, file_bytes: int, delay: float = 0.0) -> Crawl:
+def crawl(folder: Path, output: Path, pages: int, port: int, file_bytes: int) -> Crawl:
     """Record a crawl of `folder` as output/crawl-00000.warc.gz and so on, and return the crawl with its counts."""
     output.mkdir(parents=True, exist_ok=True)
-    done = Crawl(folder, pages, delay)
+    done = Crawl(folder, pages)
     with served(folder, port) as port, Stage("crawling", "pages") as stage:
         more, number = True, 0
         while more:
@@ -178,7 +177,6 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=2000, help="at most, of a site")
     parser.add_argument("--port", type=int, default=8000, help="part of the recorded addresses; 0: any free one")
     parser.add_argument("--megabytes", type=int, default=100, help="of a WARC file, after which the next is begun")
-    parser.add_argument("--delay", type=float, default=0.0, help="seconds before a request")
     arguments = parser.parse_args()
     if not arguments.folder.is_dir():
         parser.error(f"folder {arguments.folder}: no such folder; give one with a folder of HTML for each site")
@@ -186,7 +184,7 @@ def main() -> None:
         parser.error(f"output {arguments.output}: it has WARC files; remove them, or name another folder")
     start = time.perf_counter()
     limit = arguments.megabytes * 10**6
-    done = crawl(arguments.folder, arguments.output, arguments.pages, arguments.port, limit, arguments.delay)
+    done = crawl(arguments.folder, arguments.output, arguments.pages, arguments.port, limit)
     answers = ", ".join(f"{number:,} x {status}" for status, number in sorted(done.answers.items()))
     print(f"{answers}; {done.bytes / 1e6:,.1f} MB in {time.perf_counter() - start:,.0f} s; {arguments.output}")
 

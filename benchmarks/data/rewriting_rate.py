@@ -15,6 +15,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
+from benchmarks.linearization.random_llama import random_llama
 from benchmarks.measuring.configuration import compose
 from benchmarks.measuring.report import CommandLine, measured_on, page, publish
 from benchmarks.measuring.tables import table
@@ -82,9 +83,7 @@ def save_model(shape: str, documents: Path, folder: Path) -> Path:
         eos_token_id=None,
     )
     torch.manual_seed(0)
-    with default_device():
-        model = transformers.LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    random_llama(config, default_device(), torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -91,7 +91,6 @@ class Benchmark(Run):
     row = Row
     packages = (*Run.packages, "transformers")
     batch: int = 16
-    longest_stock: int = 8192
     shape: str = "llama3_8b"
     rows: list[Row] = field(default_factory=list)
 
@@ -235,7 +234,7 @@ def really_decode(run: Benchmark, implementation: str, model: Any, length: int) 
 
 
 def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> None:
-    """Measure all implementations at all lengths, the stock one up to `run.longest_stock`.
+    """Measure all implementations at all lengths.
 
     An implementation that raises is listed with its error; the others continue.
     """
@@ -252,8 +251,6 @@ def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> No
         torch.compiler.reset()  # otherwise sizes that differ between implementations would compile as dynamic shapes
         began = time.perf_counter()
         for length in sorted(lengths):
-            if name == HUGGING_FACE and length > run.longest_stock:
-                continue
             try:
                 row = measure(run, name, model, length)
             except Exception as error:  # still measure the others
@@ -343,12 +340,11 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(10, 16)])
     parser.add_argument("--shape", choices=SHAPES, default="llama3_8b")
     parser.add_argument("--implementations", nargs="+", choices=everything, default=usual)
-    parser.add_argument("--longest-stock", type=int, default=8192, help="tokens up to which HF's own are measured")
     arguments = parser.parse_for_gpu()
     torch.manual_seed(0)
     run = Benchmark(
         device=default_device(), longest=max(arguments.lengths), folder=arguments.output, batch=arguments.batch,
-        shape=arguments.shape, longest_stock=arguments.longest_stock,
+        shape=arguments.shape,
     )  # fmt: skip
 
     def time_operations() -> None:

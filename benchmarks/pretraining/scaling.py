@@ -252,7 +252,7 @@ def work(arguments: argparse.Namespace) -> None:
             continue
         try:
             result = measure(case, arguments)
-            if case.checkpoints and not arguments.no_checkpoints:
+            if case.checkpoints:
                 measure_checkpoints(case, arguments, result)
         except Exception as error:  # still measure the others
             if gpus > 1:
@@ -319,7 +319,6 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, default=2, help="sequences in a step of one GPU")
     parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs; all there are, and one")
     parser.add_argument("--cases", nargs="+", help="only those of these names, as the page has them")
-    parser.add_argument("--no-checkpoints", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_for_gpu()
     if arguments.worker:

@@ -66,11 +66,6 @@ def disturbances(slurm: Cluster) -> dict[str, tuple[Callable[[Job, Path], None],
     }
 
 
-def resumed(job: Job) -> bool:
-    """Return whether the second attempt has logged the checkpoint it resumed from."""
-    return ", resumed from " in job.log()
-
-
 def measure(slurm: Cluster, command: Command, place: Path) -> tuple[list[list[object]], dict[str, dict[int, float]]]:
     """Return a line of the table for each disturbance, and all curves by name."""
     (place / "alone").mkdir()
@@ -82,7 +77,7 @@ def measure(slurm: Cluster, command: Command, place: Path) -> tuple[list[list[ob
         job = paused(slurm, command, folder, *settings, rank=rank)
         done, began = len(train_losses(job)), time.perf_counter()
         disturb(job, folder)
-        until(lambda job=job: resumed(job), job.words, 300)
+        until(lambda job=job: ", resumed from " in job.log(), job.words, 300)
         again = time.perf_counter() - began
         until(lambda job=job, done=done: len(train_losses(job)) > done + 1, job.words, 300)
         step = time.perf_counter() - began

@@ -3,7 +3,6 @@
 Reads the runs' records (records.py), writes tables by variant, and compares the order of the paper's variants pairwise.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -17,7 +16,7 @@ from benchmarks.linearization.study import pictures
 from benchmarks.linearization.study.memory import cache_bytes, settings_of
 from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher, latest
 from benchmarks.linearization.study.significance import RULE, Comparison, Noise, Sample, compare, pooled
-from benchmarks.measuring.report import RESULTS, page
+from benchmarks.measuring.report import CommandLine, page
 from benchmarks.measuring.tables import read_csv, table
 from common.atomic_files import write_atomic
 from evaluation.harness.published import ROWS
@@ -285,42 +284,39 @@ def whole(found: Sequence[Study], drawn: Mapping[Teacher, Mapping[str, str]]) ->
     )
 
 
-def write(results: Path, output: Path) -> Path:
-    """Read the runs in `results`, write the page and its pictures to `output`, and return the page's path.
+def write(folder: Path) -> Path:
+    """Write the page of the folder's runs, and its pictures, beside them; return the page's path.
 
     Raises:
         ValueError: there are no runs, or they cannot be read.
     """
-    found = studies(read_csv(results / RUNS, Result))
+    found = studies(read_csv(folder / RUNS, Result))
     if not found:
-        raise ValueError(f"{results / RUNS} has no runs: run the study first")
-    points = latest(read_csv(results / CURVES, Point))
+        raise ValueError(f"{folder / RUNS} has no runs: run the study first")
+    points = latest(read_csv(folder / CURVES, Point))
     drawn = {}
     for study in found:
         name = f"linearization_study_{study.teacher.parameters / 1e6:.0f}m_{study.teacher.tokens / 1e6:.0f}m"
         mine = [point for point in points if point.teacher == study.teacher and math.isfinite(point.held_out_nats)]
         captions = {}
         if mine:
-            pictures.draw_curves(mine, output / f"{name}_curves.png")
+            pictures.draw_curves(mine, folder / f"{name}_curves.png")
             captions[f"{name}_curves.png"] = "perplexity of a part of the held-out text against tokens of adaptation"
         recovered = {variant: study.recovery(variant) for variant in study.samples if variant not in (TEACHER, UNIGRAM)}
         if recovered and None not in recovered.values():
-            pictures.draw_recovery(recovered, output / f"{name}_recovery.png")
+            pictures.draw_recovery(recovered, folder / f"{name}_recovery.png")
             captions[f"{name}_recovery.png"] = "recovery of each variant"
         drawn[study.teacher] = captions
-    path = output / RUNS.replace(".csv", ".md")
+    path = folder / RUNS.replace(".csv", ".md")
     write_atomic(path, whole(found, drawn))
     return path
 
 
 def main() -> int:
     """Write the report; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the runs' CSV files")
-    parser.add_argument("--output", type=Path, help="folder of the report, where it is another")
-    arguments = parser.parse_args()
+    arguments = CommandLine(__doc__).parse_args()
     try:
-        path = write(arguments.results, arguments.output or arguments.results)
+        path = write(arguments.output)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

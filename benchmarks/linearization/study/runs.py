@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.linearization.study import variants
 from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher, append
 from benchmarks.measuring.configuration import compose
-from benchmarks.measuring.report import RESULTS, device_name
+from benchmarks.measuring.report import CommandLine, device_name
 from benchmarks.measuring.tables import read_csv
 
 QUIET = [
@@ -127,7 +127,7 @@ def wanted(arguments: argparse.Namespace) -> list[tuple[str, list[str], int]]:
 
 def main() -> int:
     """Make the missing runs; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandLine(__doc__)
     parser.add_argument(
         "--base", type=Path, required=True, help="the teacher: an export of experiment=liger/teacher_28m"
     )
@@ -138,7 +138,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=4, help="runs at once")
     parser.add_argument("--overrides", nargs="*", default=[], help="for every run")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     arguments = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
@@ -152,7 +151,7 @@ def main() -> int:
     logging.getLogger("lit_modules").setLevel(logging.WARNING)
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(arguments.base).parameters())
     teacher = Teacher(parameters=parameters, tokens=arguments.teacher_tokens)
-    done = {(r.variant, r.seed) for r in read_csv(arguments.results / RUNS, Result) if r.teacher == teacher}
+    done = {(r.variant, r.seed) for r in read_csv(arguments.output / RUNS, Result) if r.teacher == teacher}
     shared = [f"base={arguments.base}", f"data.source.path={arguments.text}", f"data_dir={arguments.data_dir}"]
     shared += arguments.overrides
     began, failures = time.perf_counter(), 0
@@ -169,12 +168,12 @@ def main() -> int:
                 print(f"{name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
                 continue
             result, points = records(found, teacher, code_commit() or "", device_name())
-            append(arguments.results / CURVES, points)
+            append(arguments.output / CURVES, points)
             unigram = {**found, "name": UNIGRAM, "seed": 0, "tokens": 0, "nats": found["unigram"], "settings": "[]"}
             missing = (UNIGRAM, 0) not in done
             done |= {(name, seed), (UNIGRAM, 0)}
             yardstick, _ = records({**unigram, "points": {}}, teacher, code_commit() or "", device_name())
-            append(arguments.results / RUNS, [*[yardstick] * missing, result])
+            append(arguments.output / RUNS, [*[yardstick] * missing, result])
             kept = f", softmax layers {found['kept']}" if found["kept"] else ""
             print(
                 f"[{time.perf_counter() - began:4.0f} s] {name}, seed {seed}: {result.held_out_nats:.4f} nats a token "

@@ -168,7 +168,7 @@ def test_a_run_that_diverged_is_named_and_left_out(tmp_path):
         tmp_path / RUNS,
         [result(LIGER, 3.5), result(LIGER, math.nan, seed=1, adaptation_tokens=7), result(HGRN2, math.inf)],
     )
-    text = write(tmp_path, tmp_path).read_text()
+    text = write(tmp_path).read_text()
     assert "Diverged, and left out: Liger-GLA (seed 1), Liger-HGRN2 (seed 0)." in text
     assert "| Liger-GLA | 1 | 1,000 | 32,768 | 3.5000 |" in text
 
@@ -202,7 +202,7 @@ def test_the_page_has_each_teachers_table_and_pictures(tmp_path):
         held_out_nats=4,
     )
     append(tmp_path / CURVES, [point, replace(point, tokens=1000, held_out_nats=3.2)])
-    text = write(tmp_path, tmp_path).read_text()
+    text = write(tmp_path).read_text()
     assert text.count("## Teacher: ") == 2
     assert "| Liger-GLA | 3 | 1,000 | 32,768 | 3.2080 ± 0.0080 | 24.73 |  | 94.8% ± 0.2% | 2.96 | 67.0 |" in text
     pictures = {path.name for path in tmp_path.glob("*.png")}
@@ -215,7 +215,7 @@ def test_the_page_has_each_teachers_table_and_pictures(tmp_path):
 
 
 def test_a_folder_without_runs_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["report", "--results", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["report", "--output", str(tmp_path)])
     assert main() == 2
     assert capsys.readouterr().err.count("\n") == 1
 
