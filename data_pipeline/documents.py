@@ -37,6 +37,14 @@ class Document:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
+class Unreadable(ValueError):
+    """Data without a readable document. `kind` is a short name for counting, `detail` says more."""
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(kind, detail)
+        self.kind, self.detail = kind, detail
+
+
 class Problems:
     """Records a source could not read: one log line each, counted by kind; with `strict` the first one raises.
 

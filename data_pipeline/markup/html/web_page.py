@@ -12,6 +12,7 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING
 
+from data_pipeline.documents import Unreadable
 from data_pipeline.licences import licence_of_address
 from data_pipeline.markup.html.code_blocks import CodeBlocks
 from data_pipeline.markup.html.trafilatura_markdown import written
@@ -54,14 +55,6 @@ HEAD_CHARACTERS = 4000
 BLOCKS_IN_QUOTES = ("blockquote", "div", "pre", "ul", "ol", "table", "dl", *HEADINGS)
 
 
-class UnusablePage(ValueError):
-    """A page without a usable document. `kind` is a short name for counting, `detail` says more."""
-
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(f"{kind}: {detail}")
-        self.kind, self.detail = kind, detail
-
-
 @dataclass(frozen=True, slots=True)
 class Page:
     """A page's Markdown, with its ISO 8601 date and SPDX licence; empty strings if unknown."""
@@ -75,7 +68,7 @@ def decode(body: bytes, charset: str) -> str:
     """Return a page's text, decoded by byte order mark, header `charset`, meta element, UTF-8, or detection.
 
     Raises:
-        UnusablePage: "undecodable text", if each of them breaks more than one character in a thousand.
+        Unreadable: "undecodable text", if each of them breaks more than one character in a thousand.
     """
     for mark, name in ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be")):
         if body.startswith(mark):
@@ -107,7 +100,7 @@ def extract(text: str, maximum_elements: int) -> Page:
     The Markdown is empty if there is no main content.
 
     Raises:
-        UnusablePage: the page has more than `maximum_elements`.
+        Unreadable: the page has more than `maximum_elements`.
     """
     import trafilatura
     from lxml.etree import LxmlError
@@ -121,10 +114,10 @@ def extract(text: str, maximum_elements: int) -> Page:
         return Page("", "", "")
     elements = int(tree.xpath("count(//*)"))
     if elements > maximum_elements:
-        raise UnusablePage("too many elements", f"{elements}, over {maximum_elements}")
+        raise Unreadable("too many elements", f"{elements}, over {maximum_elements}")
     for box in tree.iter():
         if len(box) > INLINE_CHILDREN and sum(child.tag in INLINE for child in box) > INLINE_CHILDREN:
-            raise UnusablePage("too many elements", f"over {INLINE_CHILDREN} in one paragraph")
+            raise Unreadable("too many elements", f"over {INLINE_CHILDREN} in one paragraph")
     date, licence, title = _date(tree), _licence(tree), _title(tree)
     code = CodeBlocks()
     try:
@@ -140,7 +133,7 @@ def extract(text: str, maximum_elements: int) -> Page:
         )
         blocks = written(found.body) if found is not None else []
     except (RecursionError, ValueError) as error:
-        raise UnusablePage("extraction failed", str(error)[:100]) from error
+        raise Unreadable("extraction failed", str(error)[:100]) from error
     return Page(_with_title(code.put_back("\n\n".join(blocks)), title) if blocks else "", date, licence)
 
 
@@ -156,7 +149,7 @@ def _decoded(body: bytes, name: str) -> str | None:
 
 
 def _undecodable(names: str) -> str:
-    raise UnusablePage("undecodable text", f"tried {names}")
+    raise Unreadable("undecodable text", f"tried {names}")
 
 
 def _date(tree: "HtmlElement") -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.settings import check_number
-from data_pipeline.documents import Document, Problems
+from data_pipeline.documents import Document, Problems, Unreadable
 from data_pipeline.identity import EARLIER, SAMPLE, file_identity, settings_identity
 from data_pipeline.licences import licence_of_text
 from data_pipeline.sources.markdown_docs.markdown_includes import Repository
-from data_pipeline.sources.markdown_docs.markdown_pages import UnusableMarkdown, read_page
+from data_pipeline.sources.markdown_docs.markdown_pages import read_page
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 from data_pipeline.sources.paths import as_list, plain
 
@@ -96,7 +96,7 @@ class MarkdownDocs(SourceInParts):
             path = Path(name)
             try:
                 page = read_page(path, repository, self.max_file_bytes)
-            except UnusableMarkdown as error:
+            except Unreadable as error:
                 problems.skip(str(path), error.kind, error.detail)
                 continue
             except OSError as error:

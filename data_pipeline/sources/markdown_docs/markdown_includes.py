@@ -5,6 +5,8 @@ from pathlib import Path
 
 import yaml
 
+from data_pipeline.documents import Unreadable
+
 FRONT_MATTER = re.compile(r"\A(---|\+\+\+)[ \t]*\n(.*?)(?:\n|\A)\1[ \t]*(?:\n|\Z)", re.DOTALL)
 FRONT_MATTER_CHARACTERS = 64 * 1024
 DOCFX = re.compile(r"\[!INCLUDE\s*\[[^\]\n]{0,200}\]\s*\(([^)\s]{1,400})(?:\s+\"[^\"\n]{0,200}\")?\)\]", re.IGNORECASE)
@@ -16,14 +18,6 @@ HUGO = re.compile(r"\{\{[<%]\s*include\s+(?:file\s*=\s*)?\"([^\"\n]{1,400})\"[^\
 BRACKETS = 2000  # in front matter: PyYAML's time grows with the square of the nesting depth
 DEPTH = 10
 INCLUDES = 1000  # per page, nested ones included
-
-
-class UnusableMarkdown(ValueError):
-    """A page that cannot be read. `kind` is a short name for counting, `detail` says more."""
-
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(f"{kind}: {detail}")
-        self.kind, self.detail = kind, detail
 
 
 class Repository:
@@ -47,17 +41,17 @@ class Repository:
         return None
 
     def text(self, path: Path) -> str:
-        r"""Return a file's text with \n line ends; raise UnusableMarkdown if it is not text, or over max_bytes."""
+        r"""Return a file's text with \n line ends; raise Unreadable if it is not text, or over max_bytes."""
         with path.open("rb") as file:
             content = file.read(self.max_bytes + 1)
         if len(content) > self.max_bytes:
-            raise UnusableMarkdown("file too large", f"over {self.max_bytes} bytes")
+            raise Unreadable("file too large", f"over {self.max_bytes} bytes")
         if b"\0" in content:
-            raise UnusableMarkdown("NUL byte", f"byte {content.index(0)}")
+            raise Unreadable("NUL byte", f"byte {content.index(0)}")
         try:
             return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         except UnicodeDecodeError as error:
-            raise UnusableMarkdown("not UTF-8", f"byte {error.start}") from error
+            raise Unreadable("not UTF-8", f"byte {error.start}") from error
 
     def variable(self, name: str) -> str | None:
         """Return the value of `file.key.key` in data/variables, or None."""
@@ -66,7 +60,7 @@ class Repository:
             path = self.find(f"~/data/variables/{file}.yml", self.root)
             try:
                 self._variables[file] = front_matter(self.text(path)) if path is not None else {}
-            except UnusableMarkdown:
+            except Unreadable:
                 self._variables[file] = {}
         value: object = self._variables[file]
         for key in keys:
@@ -85,7 +79,7 @@ class Includes:
         """Return `text` with its includes inserted; missing ones are dropped, and counted in `missing`.
 
         Raises:
-            UnusableMarkdown: includes are circular, too many, or too long together.
+            Unreadable: includes are circular, too many, or too long together.
         """
         return self._resolve(text, page, (page.resolve(),))
 
@@ -115,9 +109,9 @@ class Includes:
 
     def _file(self, path: Path, above: tuple[Path, ...]) -> str:
         if path in above:
-            raise UnusableMarkdown("includes in a circle", f"{path.name} includes itself")
+            raise Unreadable("includes in a circle", f"{path.name} includes itself")
         if len(above) > DEPTH:
-            raise UnusableMarkdown("includes without end", f"over {DEPTH} deep")
+            raise Unreadable("includes without end", f"over {DEPTH} deep")
         text = FRONT_MATTER.sub("", self.repository.text(path), count=1)
         self._add(len(text))
         return self._resolve(text, path, (*above, path)).strip("\n")
@@ -126,9 +120,9 @@ class Includes:
         self._count += 1
         self._bytes += length
         if self._count > INCLUDES:
-            raise UnusableMarkdown("includes without end", f"over {INCLUDES} of them")
+            raise Unreadable("includes without end", f"over {INCLUDES} of them")
         if self._bytes > self.repository.max_bytes:
-            raise UnusableMarkdown("includes without end", f"over {self.repository.max_bytes} bytes")
+            raise Unreadable("includes without end", f"over {self.repository.max_bytes} bytes")
 
 
 def front_matter(text: str) -> dict:
@@ -138,15 +132,15 @@ def front_matter(text: str) -> dict:
     It is pure Python, so endless nesting is an exception and not a crash.
 
     Raises:
-        UnusableMarkdown: the front matter is broken or too large.
+        Unreadable: the front matter is broken or too large.
     """
     if len(text) > FRONT_MATTER_CHARACTERS:
-        raise UnusableMarkdown("broken front matter", f"over {FRONT_MATTER_CHARACTERS} characters")
+        raise Unreadable("broken front matter", f"over {FRONT_MATTER_CHARACTERS} characters")
     if text.count("[") + text.count("{") > BRACKETS:
-        raise UnusableMarkdown("broken front matter", f"over {BRACKETS} brackets")
+        raise Unreadable("broken front matter", f"over {BRACKETS} brackets")
     try:
         found = yaml.load(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         reason = getattr(error, "problem", None) or type(error).__name__
-        raise UnusableMarkdown("broken front matter", str(reason)[:200]) from error
+        raise Unreadable("broken front matter", str(reason)[:200]) from error
     return found if isinstance(found, dict) else {}

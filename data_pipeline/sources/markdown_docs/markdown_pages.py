@@ -5,15 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_pipeline.sources.markdown_docs.markdown_includes import (
-    FRONT_MATTER,
-    Includes,
-    Repository,
-    UnusableMarkdown,
-    front_matter,
-)
-
-__all__ = ["MarkdownPage", "UnusableMarkdown", "plain_markdown", "read_page"]
+from data_pipeline.documents import Unreadable
+from data_pipeline.sources.markdown_docs.markdown_includes import FRONT_MATTER, Includes, Repository, front_matter
 
 DATES = ("ms.date", "lastmod", "last_modified_at", "last_updated", "updated", "date")
 FENCE = re.compile(r"^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}|~{3,})([^`\n]*)$")
@@ -67,14 +60,14 @@ class MarkdownPage:
 
 
 def read_page(path: Path, repository: Repository, max_characters: int) -> MarkdownPage:
-    """Read a page with its includes; raise UnusableMarkdown, or OSError if the file cannot be read."""
+    """Read a page with its includes; raise Unreadable, or OSError if the file cannot be read."""
     text = repository.text(path)
     head = FRONT_MATTER.match(text)
     about = front_matter(head[2]) if head is not None and head[1] == "---" else {}
     includes = Includes(repository)
     text = includes.resolve(text[head.end() :] if head is not None else text, path)
     if len(text) > max_characters:
-        raise UnusableMarkdown("file too large", f"over {max_characters} characters with its includes")
+        raise Unreadable("file too large", f"over {max_characters} characters with its includes")
     text = plain_markdown(text, components=path.suffix.lower() == ".mdx")
     title = includes.resolve(about["title"], path) if isinstance(about.get("title"), str) else ""
     title = " ".join(LIQUID_TAG.sub("", title).split())

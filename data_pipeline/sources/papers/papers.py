@@ -27,14 +27,6 @@ BIBLIOGRAPHY = re.compile(
 APPENDIX = re.compile(r"^[ \t#]*(?:[A-Z]\.?[ \t]+)?(?:appendix|appendices)\b.{0,80}$", re.IGNORECASE | re.MULTILINE)
 
 
-class UnreadablePaper(ValueError):
-    """A file without readable text: the kind of problem, and a detail."""
-
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(kind, detail)
-        self.kind, self.detail = kind, detail
-
-
 @dataclass(frozen=True, slots=True)
 class Paper:
     """A record of a paper. `keys` are names such as "doi:10.1145/1", "dblp:conf/sosp/A1", "corpusid:7"."""

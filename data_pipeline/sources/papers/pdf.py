@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.documents import Unreadable
 from data_pipeline.sources.papers.dblp import doi_in
-from data_pipeline.sources.papers.papers import UnreadablePaper, without_bibliography
+from data_pipeline.sources.papers.papers import without_bibliography
 
 FILE_BYTES = 128 * 1024 * 1024
 MEMORY_BYTES = 2 * 1024**3
@@ -42,15 +43,15 @@ def read_pdf(path: Path, pages: int = PAGES, seconds: float = 120) -> PDFPaper:
     """Return the text of at most `pages` pages of a PDF.
 
     Raises:
-        UnreadablePaper: it is encrypted, broken, without text, over 128 MiB, or needs more than `seconds` of CPU time,
+        Unreadable: it is encrypted, broken, without text, over 128 MiB, or needs more than `seconds` of CPU time,
             twice that wall time, or 2 GiB of memory.
     """
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise UnreadablePaper("unreadable file", str(error.strerror)) from None
+        raise Unreadable("unreadable file", str(error.strerror)) from None
     if size > FILE_BYTES:
-        raise UnreadablePaper("PDF too large", f"over {FILE_BYTES:,} bytes")
+        raise Unreadable("PDF too large", f"over {FILE_BYTES:,} bytes")
     request = json.dumps({"path": str(path), "pages": pages, "seconds": seconds})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
     try:
@@ -63,13 +64,13 @@ def read_pdf(path: Path, pages: int = PAGES, seconds: float = 120) -> PDFPaper:
             timeout=2 * seconds,
         )
     except subprocess.TimeoutExpired:
-        raise UnreadablePaper("PDF takes too long", f"over {2 * seconds:g} s") from None
+        raise Unreadable("PDF takes too long", f"over {2 * seconds:g} s") from None
     try:
         answer = json.loads(child.stdout)
     except ValueError:  # the process was killed by a limit, or crashed
-        raise UnreadablePaper("PDF takes too much", f"its reader ended with status {child.returncode}") from None
+        raise Unreadable("PDF takes too much", f"its reader ended with status {child.returncode}") from None
     if "kind" in answer:
-        raise UnreadablePaper(answer["kind"], answer["detail"])
+        raise Unreadable(answer["kind"], answer["detail"])
     return PDFPaper(answer["title"], answer["doi"], answer["pages"])
 
 
@@ -84,7 +85,7 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         answer = _extract(request["path"], request["pages"])
-    except UnreadablePaper as error:
+    except Unreadable as error:
         answer = {"kind": error.kind, "detail": error.detail}
     except MemoryError:
         answer = {"kind": "PDF takes too much", "detail": "memory"}
@@ -104,7 +105,7 @@ def _extract(path: str, limit: int) -> dict:
         except (DependencyError, NotImplementedError):
             opened = 0
         if not opened:
-            raise UnreadablePaper("encrypted PDF")
+            raise Unreadable("encrypted PDF")
     pages: list[str] = []
     characters = 0
     for page in reader.pages:
@@ -114,7 +115,7 @@ def _extract(path: str, limit: int) -> dict:
         characters += len(text)
         pages.append(text[:CHARACTERS])
     if not characters:
-        raise UnreadablePaper("no text in PDF", "scanned?")
+        raise Unreadable("no text in PDF", "scanned?")
     about = reader.metadata or {}
     title = about.get("/Title")
     doi = doi_in(str(about.get("/doi") or about.get("/WPS-ARTICLEDOI") or ""))

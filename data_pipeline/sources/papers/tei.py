@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_pipeline.documents import Unreadable
 from data_pipeline.sources.json_lines import open_bytes
 from data_pipeline.sources.papers.dblp import doi_in
-from data_pipeline.sources.papers.papers import NUMERIC, UnreadablePaper, licence_of, year_in
+from data_pipeline.sources.papers.papers import NUMERIC, licence_of, year_in
 
 if TYPE_CHECKING:
     from lxml import etree
@@ -33,7 +34,7 @@ def read_tei(path: Path, with_text: bool = True) -> TEIPaper:
     """Return a paper from a TEI file (also .gz and .zst), without bibliography, formulae, figures and notes.
 
     Raises:
-        UnreadablePaper: the file is over 32 MiB, broken, not TEI, or declares entities.
+        Unreadable: the file is over 32 MiB, broken, not TEI, or declares entities.
     """
     from lxml import etree
 
@@ -41,23 +42,23 @@ def read_tei(path: Path, with_text: bool = True) -> TEIPaper:
         with open_bytes(path) as stream:
             content = stream.read(FILE_BYTES + 1)
         if len(content) > FILE_BYTES:
-            raise UnreadablePaper("refused XML", f"over {FILE_BYTES:,} bytes")
+            raise Unreadable("refused XML", f"over {FILE_BYTES:,} bytes")
         parser = etree.XMLParser(resolve_entities=False, load_dtd=False, no_network=True, remove_comments=True)
         root = etree.fromstring(content, parser)
         declared = root.getroottree().docinfo.internalDTD
     except etree.XMLSyntaxError as error:
-        raise UnreadablePaper("broken XML", " ".join(str(error).split())[:200]) from None
+        raise Unreadable("broken XML", " ".join(str(error).split())[:200]) from None
     except OSError as error:
-        raise UnreadablePaper("corrupt file", str(error.strerror or error)) from None
+        raise Unreadable("corrupt file", str(error.strerror or error)) from None
     if declared is not None and next(declared.iterentities(), None) is not None:
-        raise UnreadablePaper("refused XML", "it declares entities of its own")
+        raise Unreadable("refused XML", "it declares entities of its own")
     if etree.QName(root).localname != "TEI":
-        raise UnreadablePaper("not TEI", f"its root is <{etree.QName(root).localname}>")
+        raise Unreadable("not TEI", f"its root is <{etree.QName(root).localname}>")
     for element in root.iter(f"{NAMESPACE}*"):  # drop the namespace, so that files with and without it look alike
         element.tag = etree.QName(element).localname
     header = root.find("teiHeader")
     if header is None:
-        raise UnreadablePaper("not TEI", "no <teiHeader>")
+        raise Unreadable("not TEI", "no <teiHeader>")
     return _paper(root, header, with_text)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from common.settings import check_number
-from data_pipeline.documents import Document, Problems
+from data_pipeline.documents import Document, Problems, Unreadable
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.json_lines import lines, parse, records
 from data_pipeline.sources.papers.dblp import dblp_records
 from data_pipeline.sources.papers.paper_index import PaperIndex, VenueList, new_papers, open_papers
-from data_pipeline.sources.papers.papers import UnreadablePaper, paper_of, text_of, title_key
+from data_pipeline.sources.papers.papers import paper_of, text_of, title_key
 from data_pipeline.sources.papers.pdf import PDFPaper, read_pdf, running_text
 from data_pipeline.sources.papers.tei import read_tei
 from data_pipeline.sources.parts import SourceInParts
@@ -171,17 +171,17 @@ class Venues(SourceInParts):
                 claims = dict(zip(nameless, threads.map(look, nameless), strict=True))
                 for path, paper in zip(group, named, strict=True):
                     claim = claims.get(path, [])
-                    if isinstance(claim, UnreadablePaper):
+                    if isinstance(claim, Unreadable):
                         problems.skip(str(path), claim.kind, claim.detail)
                         continue
                     found = paper or next(filter(None, (index.find(*names) for names in claim)), None)
                     if found is not None:
                         index.offer(found, PREFERENCE[kind], index.add_file(path, kind))
 
-    def _look_into_pdf(self, path: Path) -> "list[Claim] | UnreadablePaper":
+    def _look_into_pdf(self, path: Path) -> "list[Claim] | Unreadable":
         try:
             paper = read_pdf(path, pages=1, seconds=self.pdf_seconds)
-        except UnreadablePaper as error:
+        except Unreadable as error:
             return error
         keys = [f"doi:{paper.doi}"] if paper.doi else []  # possibly of a paper cited on the first page
         return [*(([], title, None) for title in _possible_titles(paper)), (keys, None, None)]
@@ -208,7 +208,7 @@ class Venues(SourceInParts):
                 text, licence = paper.text, paper.licence
             else:
                 text, licence = running_text(read_pdf(path, seconds=self.pdf_seconds).pages), None
-        except UnreadablePaper as error:
+        except Unreadable as error:
             return problems.skip(str(path), error.kind, error.detail)
         if len(text) < self.minimum_characters:
             return problems.skip(str(path), "no full text", f"{len(text):,} characters")
@@ -258,10 +258,10 @@ def keys_in_name(path: Path) -> list[str]:
     return [key.lower() if key.startswith("doi:") else key for key in keys]
 
 
-def _look_into_tei(path: Path) -> list[Claim] | UnreadablePaper:
+def _look_into_tei(path: Path) -> list[Claim] | Unreadable:
     try:
         paper = read_tei(path, with_text=False)
-    except UnreadablePaper as error:
+    except Unreadable as error:
         return error
     return [(paper.keys, paper.title, paper.year)]
 

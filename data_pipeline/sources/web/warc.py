@@ -7,6 +7,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from data_pipeline.documents import Unreadable
+
 if TYPE_CHECKING:
     from warcio.recordloader import ArcWarcRecord
 
@@ -15,14 +17,6 @@ BLOCK = 16 * 1024
 GZIP_START = b"\x1f\x8b\x08"
 PLAIN_START = b"WARC/"
 CHUNKED, IDENTITY = "chunked", ("", "identity", "none")
-
-
-class BrokenRecord(ValueError):
-    """A record that cannot be read. `kind` is a short name for counting, `detail` says more."""
-
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(f"{kind}: {detail}")
-        self.kind, self.detail = kind, detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +37,7 @@ class Capture:
     record: "ArcWarcRecord"
 
 
-def captures(path: Path, start: int = 0) -> Iterator[Capture | tuple[int, BrokenRecord]]:
+def captures(path: Path, start: int = 0) -> Iterator[Capture | tuple[int, Unreadable]]:
     """Yield the captures of a WARC file from byte `start` on, and (offset, error) for each broken record.
 
     After a broken record, reading continues at the next record with a valid start. Only after the next item has been
@@ -62,7 +56,7 @@ def captures(path: Path, start: int = 0) -> Iterator[Capture | tuple[int, Broken
             try:
                 yield from _captures_from(file, size, place)
                 return
-            except BrokenRecord as error:
+            except Unreadable as error:
                 at = max(place[0], offset)  # warcio's offset is below the start if members are not records
                 yield at, error
             offset = _next_record(file, at + 1)
@@ -72,11 +66,11 @@ def payload(capture: Capture, limit: int) -> bytes:
     """Return a capture's body, dechunked and decompressed.
 
     Raises:
-        BrokenRecord: it has more than `limit` bytes, stored or expanded, or its encoding is broken or unknown.
+        Unreadable: it has more than `limit` bytes, stored or expanded, or its encoding is broken or unknown.
     """
     body = capture.record.raw_stream.read(limit + 1)
     if len(body) > limit:
-        raise BrokenRecord("page too large", f"over {limit} bytes")
+        raise Unreadable("page too large", f"over {limit} bytes")
     headers = capture.record.http_headers
     if headers is None:
         return body
@@ -104,29 +98,29 @@ def _captures_from(file: BinaryIO, size: int, place: list[int]) -> Iterator[Capt
             record = next(records, None)
         except (ArchiveLoadFailed, AttributeError) as error:  # AttributeError: a record without its URI
             place[0] = records.offset
-            raise BrokenRecord("broken WARC record", _first_line(error)) from error
-        except BrokenRecord:
+            raise Unreadable("broken WARC record", _first_line(error)) from error
+        except Unreadable:
             place[0] = records.offset
             raise
         if records.err_count:
-            raise BrokenRecord("broken WARC record", "it does not end where its Content-Length says")
+            raise Unreadable("broken WARC record", "it does not end where its Content-Length says")
         place[0] = records.offset
         if record is None:
             if reader.cut:
-                raise BrokenRecord("truncated WARC file", "the end of its last gzip member is missing")
+                raise Unreadable("truncated WARC file", "the end of its last gzip member is missing")
             return
         if record.length is None:
-            raise BrokenRecord("broken WARC record", "no Content-Length")
+            raise Unreadable("broken WARC record", "no Content-Length")
         missing = record.length - (size - place[0])
         if missing > 0 and reader.decompressor is None:  # detect it before reading to the end of the file
-            raise BrokenRecord("truncated WARC record", f"over {missing} bytes are missing")
+            raise Unreadable("truncated WARC record", f"over {missing} bytes are missing")
         capture = _capture(record, place[0])
         if capture is not None:
             yield capture
         while record.raw_stream.read(BLOCK):
             pass
         if record.length and record.raw_stream.limit:
-            raise BrokenRecord("truncated WARC record", f"{record.raw_stream.limit} bytes are missing")
+            raise Unreadable("truncated WARC record", f"{record.raw_stream.limit} bytes are missing")
 
 
 def _capture(record: "ArcWarcRecord", offset: int) -> Capture | None:
@@ -175,14 +169,14 @@ def _bounded_reader(file: BinaryIO) -> object:
             line = super().readline(min(length or HEADER_BYTES, HEADER_BYTES))
             self.line_bytes += len(line)
             if self.line_bytes > HEADER_BYTES:
-                raise BrokenRecord("broken WARC record", f"over {HEADER_BYTES} bytes of headers")
+                raise Unreadable("broken WARC record", f"over {HEADER_BYTES} bytes of headers")
             return line
 
         def _decompress(self, data: bytes) -> bytes:
             try:
                 return self.decompressor.decompress(data) if self.decompressor else data
             except zlib.error as error:
-                raise BrokenRecord("corrupt gzip", str(error)) from error
+                raise Unreadable("corrupt gzip", str(error)) from error
 
         def _process_read(self, data: bytes) -> None:
             super()._process_read(data)
@@ -196,7 +190,7 @@ def _bounded_reader(file: BinaryIO) -> object:
 
 
 def _expand(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return `body` decompressed to at most `limit` bytes; raise BrokenRecord if that fails."""
+    """Return `body` decompressed to at most `limit` bytes; raise Unreadable if that fails."""
     if encoding in ("gzip", "x-gzip"):
         expanded = _inflate(body, 16 + zlib.MAX_WBITS, limit)
     elif encoding == "deflate":  # with zlib's header, or raw, as some servers send it
@@ -205,9 +199,9 @@ def _expand(body: bytes, encoding: str, limit: int) -> bytes:
     elif encoding == "br":
         expanded = _unbrotli(body, limit)
     else:
-        raise BrokenRecord("unknown content encoding", encoding[:40])
+        raise Unreadable("unknown content encoding", encoding[:40])
     if len(expanded) > limit:
-        raise BrokenRecord("page too large", f"over {limit} bytes when expanded")
+        raise Unreadable("page too large", f"over {limit} bytes when expanded")
     return expanded
 
 
@@ -217,7 +211,7 @@ def _inflate(body: bytes, window: int, limit: int) -> bytes:
     except zlib.error as error:
         if body[:3] != GZIP_START and window > zlib.MAX_WBITS:
             return body  # not gzip: a wrong header by the server, or kept by a crawler that decompressed the body
-        raise BrokenRecord("broken content encoding", str(error)) from error
+        raise Unreadable("broken content encoding", str(error)) from error
 
 
 def _unbrotli(body: bytes, limit: int) -> bytes:
@@ -231,7 +225,7 @@ def _unbrotli(body: bytes, limit: int) -> bytes:
             length += len(piece)
             piece = decompressor.process(b"", output_buffer_limit=limit + 1)
     except brotli.error as error:
-        raise BrokenRecord("broken content encoding", f"brotli: {error}") from error
+        raise Unreadable("broken content encoding", f"brotli: {error}") from error
     return b"".join(pieces)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.settings import check_number
-from data_pipeline.documents import Document, Problems
+from data_pipeline.documents import Document, Problems, Unreadable
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.index_file import new_index, open_index
 from data_pipeline.sources.parts import SourceInParts
@@ -115,8 +115,8 @@ class Web(SourceInParts):
 
     def _page(self, path: Path, place: int, category: str, problems: Problems) -> Document | None:
         """Return the page of the record at byte `place`; report an unreadable one and return None."""
-        from data_pipeline.markup.html.web_page import UnusablePage, decode, extract, http_date
-        from data_pipeline.sources.web.warc import BrokenRecord, captures, payload
+        from data_pipeline.markup.html.web_page import decode, extract, http_date
+        from data_pipeline.sources.web.warc import captures, payload
 
         url = ""
         try:
@@ -131,7 +131,7 @@ class Web(SourceInParts):
             else:
                 page = extract(text, self.max_page_elements)
                 text, about = page.markdown, {"date": page.date, "licence": page.licence}
-        except (BrokenRecord, UnusablePage) as error:
+        except Unreadable as error:
             problems.skip(f"{path}: offset {place}", error.kind, ", ".join(filter(None, (error.detail, url))))
             return None
         metadata = {"source": "web", "category": category, "origin": f"{path}: offset {place}", "url": url, **about}

@@ -1,7 +1,8 @@
 import pytest
 
+from data_pipeline.documents import Unreadable
 from data_pipeline.licences import licence_of_address, licence_of_text
-from data_pipeline.markup.html.web_page import UnusablePage, decode, extract, http_date
+from data_pipeline.markup.html.web_page import decode, extract, http_date
 
 PROSE = "The scheduler picks the task with the least virtual runtime, and charges it for the time that it has run. "
 
@@ -154,7 +155,7 @@ def test_pages_nested_without_end_do_no_harm(body):
 
 @pytest.mark.parametrize("body", ["<p>x</p>" * 200, f"<p>{'<i>x</i>' * 6000}</p>"])
 def test_pages_of_too_many_elements_are_refused(body):
-    with pytest.raises(UnusablePage, match="too many elements"):
+    with pytest.raises(Unreadable, match="too many elements"):
         markdown(body, elements=100 if "<p>x" in body else 10_000)
 
 
@@ -187,7 +188,7 @@ def test_what_latin_1_pages_hold_is_what_browsers_show():
 
 def test_one_broken_character_is_dropped_and_noise_is_refused():
     assert decode(b"a" * 2000 + b"\xff" + b"\0b", "utf-8") == "a" * 2000 + "b"
-    with pytest.raises(UnusablePage, match="undecodable text"):
+    with pytest.raises(Unreadable, match="undecodable text"):
         decode(bytes(range(128, 256)) * 50, "utf-8")
 
 

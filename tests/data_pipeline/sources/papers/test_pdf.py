@@ -5,7 +5,7 @@ import zlib
 import pytest
 from pypdf import PdfReader, PdfWriter
 
-from data_pipeline.sources.papers.papers import UnreadablePaper
+from data_pipeline.documents import Unreadable
 from data_pipeline.sources.papers.pdf import read_pdf, running_text
 
 
@@ -69,20 +69,20 @@ REFUSED = {
 def test_encrypted_broken_and_scanned_files_are_refused_by_kind(tmp_path, name):
     content, kind = REFUSED[name]
     (tmp_path / "a.pdf").write_bytes(content)
-    with pytest.raises(UnreadablePaper) as error:
+    with pytest.raises(Unreadable) as error:
         read_pdf(tmp_path / "a.pdf")
     assert error.value.kind == kind
     assert "\n" not in error.value.detail
 
 
 def test_a_file_that_has_gone_is_refused(tmp_path):
-    with pytest.raises(UnreadablePaper, match="unreadable file"):
+    with pytest.raises(Unreadable, match="unreadable file"):
         read_pdf(tmp_path / "nowhere.pdf")
 
 
 def test_a_pdf_that_takes_too_long_is_stopped(tmp_path):
     (tmp_path / "a.pdf").write_bytes(pdf([["Words " * 20] * 3000] * 100))
-    with pytest.raises(UnreadablePaper) as error:
+    with pytest.raises(Unreadable) as error:
         read_pdf(tmp_path / "a.pdf", seconds=0.1)
     assert error.value.kind == "PDF takes too long"
 
@@ -93,7 +93,7 @@ def test_a_pdf_that_unpacks_without_end_is_stopped(tmp_path):
     content = pdf([["Words"]])
     start, end = content.index(b"<< /Length"), content.index(b"endstream") + len(b"endstream")
     (tmp_path / "a.pdf").write_bytes(content[:start] + plain + content[end:])
-    with pytest.raises(UnreadablePaper) as error:
+    with pytest.raises(Unreadable) as error:
         read_pdf(tmp_path / "a.pdf")
     assert error.value.kind in ("broken PDF", "PDF takes too much")
 

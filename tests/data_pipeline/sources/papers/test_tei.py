@@ -2,7 +2,7 @@ import gzip
 
 import pytest
 
-from data_pipeline.sources.papers.papers import UnreadablePaper
+from data_pipeline.documents import Unreadable
 from data_pipeline.sources.papers.tei import read_tei
 
 HEADER = """<teiHeader>
@@ -87,7 +87,7 @@ REFUSED = {
 def test_hostile_and_broken_files_are_refused_by_kind(tmp_path, name):
     content, kind = REFUSED[name]
     (tmp_path / "a.xml").write_bytes(content)
-    with pytest.raises(UnreadablePaper) as error:
+    with pytest.raises(Unreadable) as error:
         read_tei(tmp_path / "a.xml")
     assert error.value.kind == kind
     assert "\n" not in error.value.detail
@@ -97,6 +97,6 @@ def test_a_truncated_or_exploding_gzip_is_refused(tmp_path):
     (tmp_path / "cut.xml.gz").write_bytes(gzip.compress(tei().encode())[:-9])
     (tmp_path / "bomb.xml.gz").write_bytes(gzip.compress(b" " * (64 * 1024 * 1024)))
     for name, kind in (("cut", "corrupt file"), ("bomb", "refused XML")):
-        with pytest.raises(UnreadablePaper) as error:
+        with pytest.raises(Unreadable) as error:
             read_tei(tmp_path / f"{name}.xml.gz")
         assert error.value.kind == kind
