@@ -27,12 +27,13 @@ def check_type(key: str, value: Any, hint: Any) -> None:
 
 
 def type_hints(function: Callable) -> dict[str, Any]:
-    """Return the type hints of a function's or class's arguments; empty if there are none or they are unreadable."""
+    """Return the type hints of a function's or class's arguments; where text among them is unreadable, the others."""
     called = function.__init__ if inspect.isclass(function) else function
     try:
         return typing.get_type_hints(called)
     except (NameError, TypeError, AttributeError):
-        return {}
+        hints = getattr(called, "__annotations__", {})
+        return {name: hint for name, hint in hints.items() if not isinstance(hint, str)}
 
 
 def fits(value: Any, hint: Any) -> bool:
