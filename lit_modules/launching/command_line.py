@@ -56,6 +56,8 @@ def check_command_line(given: Sequence[str], conf: Path) -> None:
             raise ValueError(missing_choice(files, error)) from error
         except ConfigCompositionException as error:
             refuse_unknown_group(files, error)
+        except UnicodeDecodeError:
+            files.refuse_other_encodings()
         except (HydraException, OmegaConfBaseException):
             return
 

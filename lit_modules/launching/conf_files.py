@@ -31,14 +31,28 @@ class ConfFiles:
         return sorted({str(file.relative_to(above).with_suffix("")) for above, file in found if not is_part(file.name)})
 
     def body(self, path: str) -> dict[Any, Any]:
-        """Return a file's contents, including its defaults list."""
+        """Return a file's contents, including its defaults list.
+
+        Raises:
+            ValueError: it holds a list.
+        """
         if path not in self._bodies:
             file = next((file for folder in self.folders if (file := folder / f"{path}.yaml").is_file()), None)
             body = None if file is None else yaml.load(file.read_text(encoding="utf-8"), LOADER)
             if isinstance(body, str):
                 body = {body: None}  # as Hydra reads it
+            if isinstance(body, list):
+                raise ValueError(f"{file} holds a list: give keys with values, as `max_tokens: 1_000_000`")
             self._bodies[path] = body if isinstance(body, dict) else {}
         return self._bodies[path]
+
+    def refuse_other_encodings(self) -> None:
+        """Raise ValueError for a file that is not UTF-8, which Hydra's own error does not name."""
+        for file in (file for folder in self.folders for file in folder.rglob("*.yaml")):
+            try:
+                file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 text: save it as UTF-8") from error
 
     def whole(self, path: str) -> dict[Any, Any]:
         """Return a file's keys merged over the files that it includes, without the choices of groups."""

@@ -155,6 +155,13 @@ def test_a_users_own_files_are_taken(tmp_path):
     assert "did you mean optimizer.momentum?" in said(*write(tmp_path, HEADER + body))
 
 
+def test_an_experiment_that_is_no_mapping_of_utf8_text_is_named(tmp_path):
+    given = write(tmp_path, HEADER + "- a\n")
+    assert said(*given).startswith(f"{tmp_path}/experiment/mine.yaml holds a list: give keys with values")
+    (tmp_path / "experiment" / "mine.yaml").write_text(HEADER + "max_tokens: 5\n", encoding="utf-16")
+    assert said(*given) == f"{tmp_path}/experiment/mine.yaml is not UTF-8 text: save it as UTF-8"
+
+
 def test_an_experiment_without_its_first_line_is_pointed_out(tmp_path):
     assert said(*write(tmp_path, "seed: 5\n")) == "experiment/mine.yaml: give it the first line `# @package _global_`"
 
