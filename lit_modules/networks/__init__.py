@@ -4,7 +4,7 @@ Importing this package registers them and the linearized pretrained models with 
 and `AutoModelForCausalLM`.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from lit_modules.networks.causal_lm import PalimpsestForCausalLM, PalimpsestModel
 from lit_modules.networks.config import PalimpsestConfig

@@ -1,10 +1,12 @@
 """The causal language model with Hugging Face's interface: `from_pretrained`, `generate`, `save_pretrained`."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -28,16 +30,17 @@ class PalimpsestPreTrainedModel(PreTrainedModel):
     config_class = PalimpsestConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("Block",)
-    _skip_keys_device_placement = ("past_key_values",)
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize matrices normal with `initializer_range`, biases 0, norms 1, constant gates from their times."""
         if isinstance(module, (nn.Linear, nn.Embedding, HeadwiseLinear)):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                init.zeros_(bias)
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, ForgetGate) and module.kind == "data_independent":
@@ -62,9 +65,9 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         check_mixers(config)
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, mixer) for mixer in config.mixers)
+        self.layers = nn.ModuleList(Block(config, mixer) for mixer in config.layer_mixers)
         self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        bounded = config.mixers.count("hgrn2")
+        bounded = config.layer_mixers.count("hgrn2")
         # The first layer has the bound 0, so a single layer has nothing to learn.
         self.lower_bounds = LowerBounds(config, bounded) if bounded > 1 else None
         self.gradient_checkpointing = False
@@ -72,7 +75,10 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
 
     def new_cache(self) -> Cache:
         """Return an empty cache with one cache layer per mixer."""
-        return Cache(layers=[layer.self_attn.new_cache() for layer in self.layers])
+        return Cache(layers=[*self._new_cache_layers()])
+
+    def _new_cache_layers(self) -> list[CacheLayerMixin]:
+        return [layer.self_attn.new_cache() for layer in self.layers if isinstance(layer, Block)]
 
     @can_return_tuple
     def forward(
@@ -86,7 +92,7 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         positions: Positions | None = None,
         output_hidden_states: bool | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return hidden states `[B, T, hidden_size]` after the final norm; arguments as in `PalimpsestForCausalLM`."""
         if (input_ids is None) == (inputs_embeds is None):
@@ -99,7 +105,9 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         cache = self._cache_to_fill(past_key_values, use_cache)
         if positions is None:
             past = 0 if cache is None else cache.get_seq_length()
-            positions = locate(*hidden.shape[:2], past, hidden.device, attention_mask, cu_seqlens, position_ids)
+            positions = locate(
+                hidden.shape[0], hidden.shape[1], past, hidden.device, attention_mask, cu_seqlens, position_ids
+            )
         elif any(x is not None for x in (attention_mask, position_ids, cache, cu_seqlens)):
             raise ValueError(
                 "positions says all that attention_mask, position_ids, cu_seqlens and a cache do: give it alone"
@@ -119,9 +127,9 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
 
     def _shared(self) -> list[dict[str, Tensor]]:
         """Return for each layer the arguments of its mixer that come from parameters shared between layers."""
-        shared = [{} for _ in self.layers]
+        shared: list[dict[str, Tensor]] = [{} for _ in self.layers]
         if self.lower_bounds is not None:
-            bounded = [layer for layer, name in zip(shared, self.config.mixers, strict=True) if name == "hgrn2"]
+            bounded = [layer for layer, name in zip(shared, self.config.layer_mixers, strict=True) if name == "hgrn2"]
             for layer, bound in zip(bounded, self.lower_bounds(), strict=True):
                 layer["lower_bound"] = bound
         return shared
@@ -133,7 +141,7 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
             raise ValueError(
                 "past_key_values in training with gradient checkpointing would be filled twice: call eval() first"
             )
-        expected = [type(layer.self_attn.new_cache()) for layer in self.layers]
+        expected = [type(layer) for layer in self._new_cache_layers()]
         if [type(layer) for layer in past_key_values.layers] != expected:
             raise ValueError(
                 f"past_key_values is a {type(past_key_values).__name__} of other layers than this model's: "
@@ -163,7 +171,7 @@ class PalimpsestForCausalLM(LanguageModelling, PalimpsestPreTrainedModel, Genera
         """Return an empty cache for `past_key_values`."""
         return self.model.new_cache()
 
-    def stack(self, **arguments) -> BaseModelOutputWithPast:
+    def stack(self, **arguments: Any) -> BaseModelOutputWithPast:
         """Run the stack with the arguments of `forward`."""
         return self.model(**arguments)
 

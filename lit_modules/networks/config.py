@@ -127,6 +127,12 @@ class PalimpsestConfig(PreTrainedConfig):
         self.validate()  # the checks of Hugging Face's own arguments
 
     @property
+    def layer_mixers(self) -> Sequence[str]:
+        """The mixer of each layer: `mixers`, which is a list once the configuration is made."""
+        assert self.mixers is not None
+        return self.mixers
+
+    @property
     def head_dim(self) -> int:
         """Width of one query head and of one value head."""
         return self.hidden_size // self.num_heads
@@ -208,7 +214,8 @@ class PalimpsestConfig(PreTrainedConfig):
             if needed or getattr(self, key) is not None:
                 reason = f"forget_gate={self.forget_gate} needs it, in tokens" if needed else "it is a time in tokens"
                 _check_positive(key, getattr(self, key), reason)
-        if needed and self.gate_time_max < self.gate_time_min:
+        first, last = self.gate_time_min, self.gate_time_max
+        if needed and first is not None and last is not None and last < first:
             raise ValueError(
                 f"gate_time_max={self.gate_time_max} is below gate_time_min={self.gate_time_min}: swap them"
             )
@@ -222,8 +229,9 @@ class PalimpsestConfig(PreTrainedConfig):
                 )
 
     def _check_mixers(self) -> None:
-        if len(self.mixers) != self.num_layers:
-            raise ValueError(f"mixers has {len(self.mixers)} names for num_layers={self.num_layers}: give one a layer")
+        given = len(self.layer_mixers)
+        if given != self.num_layers:
+            raise ValueError(f"mixers has {given} names for num_layers={self.num_layers}: give one a layer")
         for key in ("state_heads", "state_dim", "short_conv_width"):
             if getattr(self, key) is not None:
                 _check_size(key, getattr(self, key))

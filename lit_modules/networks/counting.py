@@ -48,7 +48,7 @@ def planned_parameters(config: PalimpsestConfig) -> int:
         ValueError: if a matrix is larger than torch can count.
     """
     counts = {}
-    for mixer in dict.fromkeys(config.mixers):
+    for mixer in dict.fromkeys(config.layer_mixers):
         one = copy.deepcopy(config)
         one.num_layers, one.mixers = 1, [mixer]
         try:
@@ -58,7 +58,7 @@ def planned_parameters(config: PalimpsestConfig) -> int:
             raise ValueError(f"{sizes_of(config)}: one matrix takes 8 EiB or more: lower one of them") from error
         block = sum(parameter.numel() for parameter in model.model.layers.parameters())
         counts[mixer], others = block, count_parameters(model).total - block
-    return others + sum(counts[mixer] for mixer in config.mixers)
+    return others + sum(counts[mixer] for mixer in config.layer_mixers)
 
 
 def sizes_of(config: PalimpsestConfig) -> str:

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from common.atomic_files import replace_atomically
 from lit_modules.networks.causal_lm import PalimpsestForCausalLM
@@ -35,7 +36,7 @@ def is_llama(config: PalimpsestConfig) -> bool:
         config.augmented_query_dim is not None,
         config.intermediate_size is None,
     )
-    attention_only = set(config.mixers) == {"attention"}
+    attention_only = set(config.layer_mixers) == {"attention"}
     return config.rope and config.forget_gate == "none" and attention_only and not any(beyond)
 
 

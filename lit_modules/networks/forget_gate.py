@@ -40,7 +40,7 @@ class ForgetGate(nn.Module):
 
     def initial_times(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return decay times in tokens `[H]`, log-spaced from the configured minimum to the maximum."""
-        first, last = (math.log(time) for time in self.decay_times)
+        first, last = (math.log(time) for time in self.decay_times if time is not None)
         return torch.linspace(first, last, self.num_heads, device=device, dtype=dtype).exp()
 
     def initial_bias(self, device: torch.device) -> Tensor:

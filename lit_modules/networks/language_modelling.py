@@ -1,9 +1,12 @@
 """Language modelling around a stack: targets, loss, logits and the generation cache."""
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
@@ -12,6 +15,16 @@ from lit_modules.networks.positions import Positions
 
 class LanguageModelling:
     """A mixin for models with `lm_head`, `new_cache()` and `stack()`; place it before Hugging Face's classes."""
+
+    lm_head: nn.Linear
+
+    def new_cache(self) -> Cache:
+        """Return an empty cache for `past_key_values`."""
+        raise NotImplementedError
+
+    def stack(self, **arguments: Any) -> BaseModelOutputWithPast:
+        """Run all layers and the final norm with the arguments of `forward`."""
+        raise NotImplementedError
 
     @can_return_tuple
     def forward(
@@ -29,7 +42,7 @@ class LanguageModelling:
         shift_labels: Tensor | None = None,
         reduction: str = "mean",
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute the logits, the loss, or both.
 
@@ -69,6 +82,7 @@ class LanguageModelling:
             **kwargs,
         )
         hidden, loss, logits = outputs.last_hidden_state, None, None
+        assert hidden is not None
         if targets is not None:
             loss = self._loss(hidden, targets, reduction, num_items_in_batch)
         if shift_labels is None:
@@ -88,8 +102,13 @@ class LanguageModelling:
         return self.lm_head(hidden[:, kept])
 
     def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs: dict, generation_mode, batch_size: int, max_cache_length: int
-    ) -> None:
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> Any:  # transformers declares a bool, returns None and reads neither
         """Use `new_cache()` instead of a `DynamicCache` (Hugging Face's hook for the cache of `generate`)."""
         if generation_config.cache_implementation is not None:
             raise ValueError(

@@ -10,6 +10,7 @@ a copy of W with zero rows up to a multiple of 64, and the loss ignores the extr
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,7 @@ def summed_loss(hidden: Tensor, weight: Tensor, losses: TokenLosses, chunk_size:
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, losses: TokenLosses, chunk_size: int) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, losses: TokenLosses, chunk_size: int) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         accumulator = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=accumulator, device=hidden.device)
@@ -98,9 +99,9 @@ class _SummedLoss(torch.autograd.Function):
         for part, logits in logits_by_chunk(hidden, padded, chunk_size):
             total += losses(part, logits, needs_hidden or needs_weight).sum()
             with torch.autocast(hidden.device.type, enabled=False):
-                if needs_hidden:
+                if grad_hidden is not None:
                     grad_hidden[part] = logits @ padded
-                if needs_weight:
+                if grad_weight is not None:
                     grad_weight += logits.T @ hidden[part].to(padded.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
@@ -108,7 +109,7 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_total: Tensor):
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * grad_total).to(grad_hidden.dtype)

@@ -180,10 +180,10 @@ def linear_top_k_kl(
             f"indices are {list(indices.shape)} and log_probabilities {list(log_probabilities.shape)} for hidden "
             f"{list(hidden.shape)}: give both [..., k] for hidden [..., D]"
         )
-    flat = (indices.flatten(0, -2), log_probabilities.detach().flatten(0, -2), mask.flatten())
+    flat_indices, flat_p, flat_mask = indices.flatten(0, -2), log_probabilities.detach().flatten(0, -2), mask.flatten()
 
     def losses(part: slice, logits: Tensor, gradient: bool) -> Tensor:
-        return _top_k_losses(logits, *(x[part] for x in flat), weight.shape[0], gradient)
+        return _top_k_losses(logits, flat_indices[part], flat_p[part], flat_mask[part], weight.shape[0], gradient)
 
     return reduced_loss(hidden, weight, losses, mask, reduction, chunk_of(hidden, weight, chunk_size, copies=2))
 
@@ -238,8 +238,8 @@ def top_k_log_probabilities(
     chunk_size = chunk_of(hidden, weight, chunk_size, copies=2)
     for _, logits in logits_by_chunk(hidden.flatten(0, -2), padded, chunk_size):
         used = logits[:, :vocab_size].to(torch.promote_types(logits.dtype, torch.float32))
-        highest, indices = used.topk(k, dim=-1)
-        found.append(((highest - used.logsumexp(-1, keepdim=True)).to(dtype), indices.int()))
+        highest, chosen = used.topk(k, dim=-1)
+        found.append(((highest - used.logsumexp(-1, keepdim=True)).to(dtype), chosen.int()))
     log_probabilities, indices = zip(*found, strict=True)
     with torch.autocast(hidden.device.type, enabled=False):  # autocast's cat refuses another low-precision dtype
         both = torch.cat(log_probabilities), torch.cat(indices)

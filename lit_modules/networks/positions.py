@@ -18,7 +18,7 @@ class Positions(NamedTuple):
         rotary: cosines and sines `[B, T, head_dim]` float32 for `rotary_index`, or None without RoPE.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # in place of the tuple's own method, which nothing calls
     cu_seqlens: Tensor | None = None
     kv_start: Tensor | None = None
     rotary_index: Tensor | None = None

@@ -1,5 +1,7 @@
 """A short causal convolution over time, one filter per channel (as in H3, arXiv 2212.14052, and Mamba)."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,7 +42,7 @@ class _Convolution(torch.autograd.Function):
     """Handwritten autograd: the backward pass keeps one copy of the inputs, not one per filter tap."""
 
     @staticmethod
-    def forward(ctx, extended: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
+    def forward(ctx: Any, extended: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
         ctx.save_for_backward(extended, weight, index)
         ctx.has_bias = bias is not None
         length, width = index.shape[1], weight.shape[1]
@@ -55,7 +57,7 @@ class _Convolution(torch.autograd.Function):
         return out.to(extended.dtype)
 
     @staticmethod
-    def backward(ctx, grad_out: Tensor):
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         extended, weight, index = ctx.saved_tensors
         length, width = index.shape[1], weight.shape[1]
         grad_out = grad_out.to(torch.promote_types(grad_out.dtype, torch.float32))

@@ -1,5 +1,7 @@
 """The full cache of an attention layer: every key, value and forget gate, growing by doubling."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,11 +31,11 @@ class AttentionCacheLayer(CountedCacheLayer):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.cumulative: Tensor | None = None  # [B, capacity, H] float32, None without a gate
         self.positions: Tensor | None = None  # [B, capacity] int32, None unless keys are rotated when read
-        self.unshifted: tuple[Tensor, Tensor] | None = None  # k~ and v~, [B, n, H, D], None without KV-shift
+        self.unshifted: tuple[Tensor, ...] | None = None  # k~ and v~, [B, n, H, D], None without KV-shift
         self.record_past = False
         self._since_rebase = 0
 
@@ -44,7 +46,7 @@ class AttentionCacheLayer(CountedCacheLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(
+    def update(  # type: ignore[override]  # called by our mixers
         self, key_states: Tensor, value_states: Tensor, log_forget: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append keys `[B, T, Hk, Dk]`, values `[B, T, Hv, Dv]` and log forget gates `[B, T, Hq]` (None without).
@@ -79,15 +81,14 @@ class AttentionCacheLayer(CountedCacheLayer):
         self.positions[:, start:stop] = positions
         return self.positions[:, :stop]
 
-    def update_unshifted(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def update_unshifted(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor | None, ...]:
         """Append unshifted keys and values `[B, T, H, D]`; return their predecessors `[B, H, D]`, None at the start.
 
         All are kept after `activate_past_recording`, otherwise the last `REWINDABLE`.
         """
-        new = (key_states.detach(), value_states.detach())
-        if self.unshifted is None:
-            last = (None, None)
-        else:
+        new: tuple[Tensor, ...] = (key_states.detach(), value_states.detach())
+        last: tuple[Tensor | None, ...] = (None, None)
+        if self.unshifted is not None:
             last = tuple(states[:, -1] for states in self.unshifted)
             new = tuple(torch.cat(pair, dim=1) for pair in zip(self.unshifted, new, strict=True))
         self.unshifted = new
@@ -139,11 +140,11 @@ class AttentionCacheLayer(CountedCacheLayer):
         self.record_past = True
 
     def _trim_unshifted(self) -> None:
-        if self.unshifted[0].shape[1] > REWINDABLE:
+        if self.unshifted is not None and self.unshifted[0].shape[1] > REWINDABLE:
             # A copy, because a view would keep the whole prompt in memory.
             self.unshifted = tuple(states[:, -REWINDABLE:].clone() for states in self.unshifted)
 
-    def _map(self, move) -> None:
+    def _map(self, move: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
         self.keys, self.values = move(self.keys), move(self.values)

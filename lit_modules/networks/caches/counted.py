@@ -2,14 +2,23 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 
 class CountedCacheLayer(CacheLayerMixin):
-    """A cache layer that counts its tokens in `length`. Subclasses apply a function to their tensors in `_map`."""
+    """A cache layer that counts its tokens in `length`. Subclasses apply a function to their tensors in `_map`.
 
-    def __init__(self):
+    `device` and `dtype` are set by `lazy_initialization`, and so are `keys` and `values` where a layer has them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    device: torch.device
+    dtype: torch.dtype
+
+    def __init__(self) -> None:
         super().__init__()
         self.length = 0
 
@@ -29,7 +38,7 @@ class CountedCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Drop all content and free its memory."""
-        self.__init__()
+        self.__init__()  # type: ignore[misc]  # subclasses with arguments have their own
 
     def _removed(self, tokens_to_remove: int) -> int:
         """Return how many tokens `crop` removes: `-tokens_to_remove`, or all above a positive number to keep."""

@@ -1,5 +1,7 @@
 """The cache of a linearized attention layer: states and a ring of the window's keys and values; constant in size."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,11 +29,11 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
     # Names of the device counters, including the tokens of the current step or not.
     counters_with_new: tuple[str, ...] = ()
     counters_before_new: tuple[str, ...] = ("counter",)
+    counter: Tensor  # int32 [1]: tokens held, padding included; set by `start`
 
     def __init__(self, window: int, sinks: int = 0):
         super().__init__()
         self.window, self.sinks = window, sinks
-        self.counter: Tensor | None = None  # int32 [1]: tokens held, padding included
         self.is_counted_elsewhere = False  # True if the caller advances the device counters
         self.ring_keys: Tensor | None = None  # [B, sinks + window, Hk, D], rotated
         self.ring_values: Tensor | None = None  # [B, sinks + window, Hk, D]
@@ -41,7 +43,7 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
 
     def start(self, example: Tensor) -> None:
         """Record dtype and device from `example` and create the counter, at the first call only."""
-        if self.counter is None:
+        if not self.is_initialized:
             self.lazy_initialization(example)
             self.counter = torch.zeros(1, dtype=torch.int32, device=example.device)
 
@@ -58,7 +60,7 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
             after: tokens already written since `counter`.
         """
         self.start(keys)
-        if self.ring_keys is None:
+        if self.ring_keys is None or self.ring_values is None:
             size = (keys.shape[0], self.sinks + self.window, *keys.shape[2:])
             self.ring_keys, self.ring_values = keys.new_zeros(size), values.new_zeros(size)
         time = self.time(keys.shape[1]) + after
@@ -110,7 +112,9 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         held = ring.index_select(1, slots[: self.window])
         return held if new.shape[1] <= self.window else torch.cat((held, new[:, : -self.window]), dim=1)
 
-    def update(self, states: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
+    def update(  # type: ignore[override]  # called by our mixers
+        self, states: tuple[Tensor, ...], tokens: int
+    ) -> tuple[Tensor, ...]:
         """Store `states`, float32 at least, after `tokens` more tokens; call last.
 
         A layer with only a window passes no states, after `start`.
@@ -123,10 +127,12 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
 
     def reset(self) -> None:
         """Drop all content and free its memory."""
-        self.__init__(self.window, self.sinks)
+        self.__init__(self.window, self.sinks)  # type: ignore[misc]  # no subclass has other arguments
 
-    def _map(self, move) -> None:
+    def _map(self, move: Callable[[Tensor], Tensor]) -> None:
         super()._map(move)
         self.late = tuple(move(held) for held in self.late)
         if self.ring_keys is not None:
-            self.ring_keys, self.ring_values = move(self.ring_keys), move(self.ring_values)
+            self.ring_keys = move(self.ring_keys)
+        if self.ring_values is not None:
+            self.ring_values = move(self.ring_values)

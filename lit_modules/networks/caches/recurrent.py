@@ -1,5 +1,7 @@
 """The cache of a recurrent layer: its states and the last inputs of its short convolutions; constant in size."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ class RecurrentCacheLayer(CountedCacheLayer):
     is_compileable = False
     is_croppable = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.states: tuple[Tensor, ...] | None = None  # [B, H, Dk, Dv] float32 (float64) each
         self.tails: dict[str, Tensor] = {}  # [B, width - 1, channels] of each short convolution
@@ -27,7 +29,9 @@ class RecurrentCacheLayer(CountedCacheLayer):
         self.dtype, self.device = states[0].dtype, states[0].device
         self.is_initialized = True
 
-    def update(self, states: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
+    def update(  # type: ignore[override]  # called by our mixers
+        self, states: tuple[Tensor, ...], tokens: int
+    ) -> tuple[Tensor, ...]:
         """Store and return `states` `[B, H, Dk, Dv]`, float32 at least, after `tokens` more tokens."""
         if not self.is_initialized:
             self.lazy_initialization(*states)
@@ -66,7 +70,7 @@ class RecurrentCacheLayer(CountedCacheLayer):
                 "cannot: generate without assistant_model and prompt_lookup_num_tokens"
             )
 
-    def _map(self, move) -> None:
+    def _map(self, move: Callable[[Tensor], Tensor]) -> None:
         if self.states is not None:
             self.states = tuple(move(state) for state in self.states)
         self.tails = {name: move(tail) for name, tail in self.tails.items()}

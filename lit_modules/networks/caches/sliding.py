@@ -19,7 +19,9 @@ class SlidingAttentionCacheLayer(AttentionCacheLayer):
         super().__init__()
         self.window = window
 
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, None]:
+    def update(  # type: ignore[override]  # a window has no gates
+        self, key_states: Tensor, value_states: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         """Append keys `[B, T, Hk, Dk]` and values `[B, T, Hv, Dv]`, and drop those that left the window.
 
         Returns:
@@ -28,11 +30,10 @@ class SlidingAttentionCacheLayer(AttentionCacheLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        held = self.keys, self.values
-        seen = tuple(torch.cat(pair, dim=1) for pair in zip(held, (key_states, value_states), strict=True))
+        keys, values = torch.cat((self.keys, key_states), dim=1), torch.cat((self.values, value_states), dim=1)
         self.length += key_states.shape[1]
-        self.keys, self.values = (self._last(states.detach()) for states in seen)
-        return *seen, None
+        self.keys, self.values = self._last(keys.detach()), self._last(values.detach())
+        return keys, values, None
 
     def _last(self, states: Tensor) -> Tensor:
         left = max(0, states.shape[1] - self.window + 1)
@@ -46,7 +47,7 @@ class SlidingAttentionCacheLayer(AttentionCacheLayer):
 
     def reset(self) -> None:
         """Drop all content and free its memory."""
-        self.__init__(self.window)
+        self.__init__(self.window)  # type: ignore[misc]  # no subclass has other arguments
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep.

@@ -1,5 +1,7 @@
 """The cache of an attention layer with fixed capacity, which a CUDA graph can write to."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,12 +24,13 @@ class StaticAttentionCacheLayer(CountedCacheLayer):
     # Names of the device counters, including the tokens of the current step or not.
     counters_with_new: tuple[str, ...] = ("held",)
     counters_before_new: tuple[str, ...] = ("place",)
+    # Set by lazy_initialization.
+    place: Tensor  # int64 [1], slot of the next token
+    held: Tensor  # int32 [B], the same for each row, as attention expects
 
     def __init__(self, capacity: int):
         super().__init__()
         self.capacity = capacity
-        self.place: Tensor | None = None  # int64 [1], slot of the next token
-        self.held: Tensor | None = None  # int32 [B], the same for each row, as attention expects
         self.is_counted_elsewhere = False  # True if the caller advances the device counters
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -40,7 +43,9 @@ class StaticAttentionCacheLayer(CountedCacheLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def update(  # type: ignore[override]  # called by our mixers
+        self, key_states: Tensor, value_states: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Append keys `[B, T, Hk, Dk]` and values `[B, T, Hv, Dv]`.
 
         Returns:
@@ -100,7 +105,7 @@ class StaticAttentionCacheLayer(CountedCacheLayer):
         if self.is_initialized:
             self.place = self.place.to(self.device)
 
-    def _map(self, move) -> None:
+    def _map(self, move: Callable[[Tensor], Tensor]) -> None:
         """Apply `move` to every tensor with batch rows."""
         if self.is_initialized:
             self.keys, self.values, self.held = move(self.keys), move(self.values), move(self.held)

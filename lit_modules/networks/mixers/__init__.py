@@ -21,7 +21,13 @@ from lit_modules.networks.mixers.hgrn2 import HGRN2
 from lit_modules.networks.mixers.mamba2 import Mamba2
 from lit_modules.networks.mixers.recurrent import RecurrentMixer
 
-MIXERS = {"attention": Attention, "hgrn2": HGRN2, "gla": GLA, "mamba2": Mamba2, "gsa": GSA}
+MIXERS: dict[str, type[Attention] | type[RecurrentMixer]] = {
+    "attention": Attention,
+    "hgrn2": HGRN2,
+    "gla": GLA,
+    "mamba2": Mamba2,
+    "gsa": GSA,
+}
 
 
 def check_mixers(config: PalimpsestConfig) -> None:
@@ -30,8 +36,9 @@ def check_mixers(config: PalimpsestConfig) -> None:
     Raises:
         ValueError: if a name is unknown, or the state heads do not divide the value channels.
     """
-    for name in dict.fromkeys(config.mixers):
+    for name in dict.fromkeys(config.layer_mixers):
         if name not in MIXERS:
             raise ValueError(f"mixers names {name!r}, which is not registered: give one of {', '.join(MIXERS)}")
-        if issubclass(MIXERS[name], RecurrentMixer):
-            MIXERS[name].state_shape(config)
+        mixer = MIXERS[name]
+        if issubclass(mixer, RecurrentMixer):
+            mixer.state_shape(config)

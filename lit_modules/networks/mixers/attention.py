@@ -72,7 +72,7 @@ class Attention(nn.Module):
             # With an empty cache, use the gates and not their cumulative sum: the kernel sums them more precisely than
             # one float32 sum over thousands of tokens.
             cumulative = cache.get_seq_length() > 0
-            if self.k_map_proj is not None and rotary is not None:
+            if self.k_map_proj is not None and rotary is not None and positions.rotary_index is not None:
                 held = cache.update_positions(positions.rotary_index)
                 rotary = rotary_tables(held, self.head_dim, self.rope_base) if cumulative else rotary
             cached = cache.update(k, v, log_forget)
@@ -103,7 +103,7 @@ class Attention(nn.Module):
             cumulative: log_forget is already summed over time.
             logit_bound: upper bound of q.k / sqrt(D), `[Hq]`, for pruning.
         """
-        return forgetting_attention(
+        out = forgetting_attention(
             *inputs,
             cu_seqlens=positions.cu_seqlens,
             kv_start=positions.kv_start,
@@ -111,6 +111,8 @@ class Attention(nn.Module):
             prune=self.prune,
             logit_bound=logit_bound,
         )
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return out
 
     def project(
         self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None = None
@@ -135,7 +137,7 @@ class Attention(nn.Module):
         q = q.unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(hidden).unflatten(-1, (-1, self.key_dim))
         v = self.v_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        if self.k_shift_proj is not None:
+        if self.k_shift_proj is not None and self.v_shift_proj is not None:
             last_k, last_v = (None, None) if cache is None else cache.update_unshifted(k, v)
             k = shift(k, last_k, self.k_shift_proj(hidden).sigmoid(), positions.index)
             v = shift(v, last_v, self.v_shift_proj(hidden).sigmoid(), positions.index)
@@ -155,7 +157,7 @@ class Attention(nn.Module):
 
     def _logit_bound(self) -> Tensor | None:
         """Return the bound of |q.k| / sqrt(D) per head `[Hq]` float32 from the QK-norm weights; None without norm."""
-        if self.q_norm is None:
+        if self.q_norm is None or self.k_norm is None:
             return None
         # A normalized vector has length sqrt(D) at most. The factor covers bf16 rounding of q and k, up to five times
         # each (norm, weight, three in the rotation): (1 + 2^-8)^10 = 1.0398.

@@ -40,13 +40,13 @@ class GSA(RecurrentMixer):
     def forward(self, hidden: Tensor, positions: Positions, cache: RecurrentCacheLayer | None = None) -> Tensor:
         """Mix `hidden` `[B, T, hidden_size]` over time; a cache provides the earlier tokens and is updated."""
         x = {"q": self.q_proj(hidden), "k": self.k_proj(hidden), "v": self.v_proj(hidden)}
-        x = [F.silu(y) for y in self.convolve(x, positions, cache).values()]
-        q, k, v, logits = (y.unflatten(-1, (self.shape.heads, -1)) for y in (*x, self.f_proj(hidden)))
+        mixed = [F.silu(y) for y in self.convolve(x, positions, cache).values()]
+        q, k, v, logits = (y.unflatten(-1, (self.shape.heads, -1)) for y in (*mixed, self.f_proj(hidden)))
         inputs = forms.slots(q, k, v, logits, temperature=self.temperature)
         out = self.operation(inputs, positions, cache)
         return self.o_proj(self.o_norm(F.silu(out).flatten(2)))
 
-    def operation(
+    def operation(  # type: ignore[override]  # each mixer has inputs of its own
         self, inputs: SlotRecurrence, positions: Positions, cache: RecurrentCacheLayer | None = None
     ) -> Tensor:
         """Run `gated_slot_attention` on new tokens, from the cached states and updating them: `[B, T, H, Dv]`."""
@@ -54,13 +54,14 @@ class GSA(RecurrentMixer):
         if cache is None:
             return gated_slot_attention(*inputs, cu_seqlens=positions.cu_seqlens)[0]
         q, k, v, slots, log_decay = inputs
-        if takes_steps(inputs, cache, positions):
+        if takes_steps(inputs, cache, positions) and cache.states is not None:
             keys, values = cache.states
             scores = gated_recurrence_step(q, k, slots, log_decay, keys, decay_axis="value")
             weights = scores.to(log_decay.dtype).softmax(-1).to(q.dtype)
             out = gated_recurrence_step(weights, slots, v, log_decay, values)
             cache.update(cache.states, q.shape[1])
             return out
-        out, states = gated_slot_attention(*inputs, initial_state=cache.states)
+        initial = None if cache.states is None else (cache.states[0], cache.states[1])
+        out, states = gated_slot_attention(*inputs, initial_state=initial)
         cache.update(states, q.shape[1])
         return out

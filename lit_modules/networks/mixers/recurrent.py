@@ -87,7 +87,7 @@ class RecurrentMixer(nn.Module):
         if cache is None:
             return gated_recurrence(*inputs, scale=scale, cu_seqlens=positions.cu_seqlens)[0]
         tokens = inputs.q.shape[1]
-        if takes_steps(inputs, cache, positions):
+        if takes_steps(inputs, cache, positions) and cache.states is not None:
             out = gated_recurrence_step(*inputs, *cache.states, scale=scale)
             cache.update(cache.states, tokens)
             return out
