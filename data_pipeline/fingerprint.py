@@ -27,7 +27,7 @@ def fingerprint(identity: object) -> str:
 
 
 def prepared_folder(
-    data_dir: Path, stage: str, identity: object, build: Callable[[Path], dict], earlier: object = None
+    data_dir: str | Path, stage: str, identity: object, build: Callable[[Path], dict], earlier: object = None
 ) -> Path:
     """Return the folder `data_dir/stage-fingerprint`; build it first if it is missing or damaged.
 
@@ -44,6 +44,7 @@ def prepared_folder(
     Raises:
         ValueError: the disk is full. Errors of `build` pass through; nothing is left behind.
     """
+    data_dir = Path(data_dir)
     final = folder_of(data_dir, stage, identity, earlier)
     if final != folder_of(data_dir, stage, identity):
         identity = earlier
@@ -81,9 +82,9 @@ def _build_beside(final: Path, identity: object, build: Callable[[Path], dict]) 
         raise
 
 
-def folder_of(data_dir: Path, stage: str, identity: object, earlier: object = None) -> Path:
+def folder_of(data_dir: str | Path, stage: str, identity: object, earlier: object = None) -> Path:
     """Return the folder that `prepared_folder` would return; it may not exist yet."""
-    new, old = (data_dir / f"{stage}-{fingerprint(given)}" for given in (identity, earlier))
+    new, old = (Path(data_dir) / f"{stage}-{fingerprint(given)}" for given in (identity, earlier))
     return old if earlier is not None and not (new / MANIFEST).exists() and (old / MANIFEST).exists() else new
 
 

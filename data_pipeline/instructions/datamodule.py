@@ -79,7 +79,8 @@ class InstructionData(TokenData):
             )
         _check_held_out(self.validation_records, self.validation_fraction)
         self.records = Records(_place(self.path), self.split, self.revision, _names(self.columns))
-        self._folder: Path | None = None
+        self._named = f"tokenizer.path={self.tokenizer.path}"
+        self._folder: Path
 
     def prepare(self) -> None:
         """Read, render, tokenize and pack, unless already done.
@@ -93,8 +94,7 @@ class InstructionData(TokenData):
         tokenizer = self._prepare_tokenizer(None)
         if self.hf_tokenizer.eos_token_id is None:
             raise ValueError(
-                f"tokenizer.path={self.tokenizer.path} has no eos_token, which ends every answer: set one in its "
-                "tokenizer_config.json"
+                f"{self._named} has no eos_token, which ends every answer: set one in its tokenizer_config.json"
             )
         identity = {
             "format": FORMAT,
@@ -148,14 +148,14 @@ class InstructionData(TokenData):
     def _make_template(self) -> AlpacaTemplate | ChatTemplate:
         if self.template == "alpaca":
             return AlpacaTemplate(self.hf_tokenizer, self.loss_on)
-        return ChatTemplate(self.hf_tokenizer, self.loss_on, f"tokenizer.path={self.tokenizer.path}")
+        return ChatTemplate(self.hf_tokenizer, self.loss_on, self._named)
 
     def _split_of(self, record: Record, number: int) -> str:
         if self.validation_records is not None:
             return "validation" if number < self.validation_records else "train"
         digest = hashlib.sha256(record.canonical()).digest()
-        held_out = int.from_bytes(digest[:8], "big") / 2**64 < self.validation_fraction
-        return "validation" if held_out else "train"
+        assert self.validation_fraction is not None  # one of the two is given
+        return "validation" if int.from_bytes(digest[:8], "big") / 2**64 < self.validation_fraction else "train"
 
     def _check(self, parts: dict[str, "_Part"], records: int) -> None:
         """Raise ValueError, naming the key to change, if a split has nothing to learn or to measure."""
@@ -203,6 +203,7 @@ class _Part:
             text = self.tokenizer.decode(
                 example.tokens[example.learned].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
+            assert isinstance(text, str)  # a list only for a batch
             self.counts["bytes"] += len(text.encode())
         self._write(self._packer.add(example))
 

@@ -83,7 +83,7 @@ class Whole:
         return join(examples, self.length, self.filler, self.cross_documents)
 
 
-PACKINGS = {"concatenate": Concatenated, "whole": Whole}
+PACKINGS: dict[str, type[Concatenated] | type[Whole]] = {"concatenate": Concatenated, "whole": Whole}
 
 
 def join(examples: list[Example], length: int, filler: int, cross_documents: bool) -> Sequence:

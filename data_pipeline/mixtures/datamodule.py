@@ -277,11 +277,13 @@ class MixtureData(PackedText):
     def yardsticks(self) -> dict[str, float | None]:
         """Return the bits per byte of all held-out text, with a unigram model, or xz, per component."""
         self.prepare()
-        size, bits = self.manifest["vocab_size"], dict.fromkeys(NAMES, 0.0)
+        size, text_bytes = self.manifest["vocab_size"], sum(self.component_bytes.values())
+        bits: dict[str, float | None] = dict.fromkeys(NAMES, 0.0)
         for name, held_out in self.component_bytes.items():
             for key, value in yardsticks(self._documents[name], self._blocks[name], size, held_out).items():
-                bits[key] = None if value is None or bits[key] is None else bits[key] + value * held_out
-        return {key: None if total is None else total / self.validation_bytes for key, total in bits.items()}
+                before = bits[key]
+                bits[key] = None if value is None or before is None else before + value * held_out
+        return {key: None if total is None else total / text_bytes for key, total in bits.items()}
 
 
 def _limit(component: Component, sequences: int) -> int | None:

@@ -13,7 +13,7 @@ from data_pipeline.fingerprint import MANIFEST, fingerprint, folder_of, other_te
 from data_pipeline.identity import EARLIER, SAMPLE
 from data_pipeline.tokens.batches import BlockSequences
 from data_pipeline.tokens.blocks import write_blocks
-from data_pipeline.tokens.gathering import gather
+from data_pipeline.tokens.gathering import TextSource, gather
 from data_pipeline.tokens.longcrawl64 import VOCABULARY, ArraySequences, LongCrawl64
 from data_pipeline.tokens.token_data import LEAST_LENGTH, TokenData, tokenizer_identity
 from data_pipeline.tokens.yardsticks import yardsticks
@@ -40,7 +40,7 @@ class PackedText(TokenData):
         check_lengths(self.block_length, self.sequence_length, self.validation_length)
         super().__post_init__()
         check_whole("data.processes", self.processes, 1, most_processes(), null=True)
-        self.processes = self.processes or available_processes()
+        self._processes = self.processes or available_processes()
 
     def _prepare_blocks(self, documents: Path, tokenizer: Path) -> Path:
         identity = self._blocks_identity(documents, tokenizer)
@@ -56,7 +56,7 @@ class PackedText(TokenData):
 
     def _build_blocks(self, documents: Path, folder: Path) -> dict:
         gathered = read_manifest(documents)
-        blocks = write_blocks(documents, self.hf_tokenizer, folder, self.block_length, self.processes)
+        blocks = write_blocks(documents, self.hf_tokenizer, folder, self.block_length, self._processes)
         return {
             **{split: {**gathered[split], **blocks[split]} for split in SPLITS},
             "block_length": self.block_length,
@@ -96,7 +96,7 @@ class TextData(PackedText):
         validation_fraction: share of documents drawn by hash; those that other documents repeat return to train.
     """
 
-    source: object
+    source: TextSource
     validation_fraction: float = 0.01
     strict: bool = False
     most_skipped: float = 0.5
@@ -105,8 +105,8 @@ class TextData(PackedText):
         super().__post_init__()
         check_number("data.validation_fraction", self.validation_fraction, above=0, below=1)
         check_number("data.most_skipped", self.most_skipped, above=0, most=1)
-        self._documents_folder: Path | None = None
-        self._blocks_folder: Path | None = None
+        self._documents_folder: Path
+        self._blocks_folder: Path
 
     def prepare(self) -> None:
         """Gather the documents, train or load the tokenizer, tokenize and pack; redo only what changed.
@@ -131,7 +131,7 @@ class TextData(PackedText):
 
         def build(folder: Path) -> dict:
             problems = Problems(self.strict)
-            return gather(self.source, folder, self.validation_fraction, self.processes, problems, self.most_skipped)
+            return gather(self.source, folder, self.validation_fraction, self._processes, problems, self.most_skipped)
 
         folder = prepared_folder(self.data_dir, "documents", identity, build)
         problems = read_manifest(folder)["problems"]
@@ -175,9 +175,8 @@ class TextData(PackedText):
     def yardsticks(self) -> dict[str, float | None]:
         """Return the bits per byte of the unigram model and of xz on the held-out text; computed once."""
         self.prepare()
-        return yardsticks(
-            self._documents_folder, self._blocks_folder, self.manifest["vocab_size"], self.validation_bytes
-        )
+        size, held_out = self.manifest["vocab_size"], self.manifest["validation"]["bytes"]
+        return yardsticks(self._documents_folder, self._blocks_folder, size, held_out)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -3,9 +3,11 @@
 import hashlib
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
-from data_pipeline.documents import SPLITS, Problems, ShardWriter, read_documents, shards, units
+from data_pipeline.documents import SPLITS, Document, Problems, ShardWriter, read_documents, shards, units
 from data_pipeline.progress import Stage
 from data_pipeline.tokens.repeats import repeated_shares
 
@@ -15,8 +17,26 @@ DRAWN = "drawn"  # shard name of the documents drawn for validation
 MOST_REPEATED = 0.05  # largest share of a held-out document's text that other documents may repeat
 
 
+@runtime_checkable
+class TextSource(Protocol):
+    """What data.source is: a `data_pipeline.sources.parts.SourceInParts`, or anything else with these."""
+
+    def identity(self, by: str) -> dict:
+        """Return a JSON-able description of settings and input files that changes whenever documents might."""
+        ...
+
+    def documents(self, problems: Problems, processes: int) -> Iterator[Document]:
+        """Yield all documents."""
+        ...
+
+
 def gather(
-    source: object, folder: Path, validation_fraction: float, processes: int, problems: Problems, most_skipped: float
+    source: TextSource,
+    folder: Path,
+    validation_fraction: float,
+    processes: int,
+    problems: Problems,
+    most_skipped: float,
 ) -> dict:
     """Write a source's documents into `folder` as Parquet shards and return the manifest's counts.
 

@@ -2,8 +2,10 @@
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from lightning import LightningDataModule
@@ -73,7 +75,7 @@ class TokenData(LightningDataModule, ABC):
     full_hash: bool = False
 
     documents_have_start = True  # every document starts with the start token
-    _collate = staticmethod(collate)
+    _collate: ClassVar[Callable[..., dict[str, torch.Tensor]]] = staticmethod(collate)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class TokenData(LightningDataModule, ABC):
         check_type("data.full_hash", self.full_hash, bool)
         self.data_dir = Path(self.data_dir).expanduser()
         self.identified_by = WHOLE if self.full_hash else SAMPLE
-        self.hf_tokenizer: PreTrainedTokenizerFast | None = None
+        self.hf_tokenizer: PreTrainedTokenizerFast
         self.fingerprint: str | None = None
         self.resumed: str | None = None
         self.manifest: dict = {}
