@@ -17,8 +17,14 @@ def quickened() -> Iterator[None]:
     """Make the interpreter do such work once within the context."""
     with pytest.MonkeyPatch.context() as patch:
         _patch_the_language_once_a_kernel(patch)
-        patch.setattr(type(interpreter.interpreter_semantic), "binary_op_sanitize_overflow_impl", _check_overflow)
+        semantic = type(interpreter.interpreter_semantic)
+        patch.setattr(semantic, "binary_op_sanitize_overflow_impl", _check_overflow)
+        patch.setattr(semantic, "broadcast_impl_value", _broadcasting(semantic.broadcast_impl_value))
+        patch.setattr(semantic, "binary_op_type_checking_impl", _checking(semantic.binary_op_type_checking_impl))
+        patch.setattr(interpreter, "_patch_attr", _pass_semantic)
         patch.setattr(interpreter, "_get_np_dtype", _kept_by_name(interpreter._get_np_dtype))
+        patch.setattr(tl.core, "_unwrap_if_constexpr", _unwrapping(tl.core._unwrap_if_constexpr))
+        patch.setattr(tl.dtype, "__eq__", _comparing(tl.dtype.__eq__))
         patch.setattr(tl.block_type, "__init__", _make_block_type)
         patch.setattr(tl.tensor, "__init__", _make_tensor)
         yield
@@ -75,19 +81,83 @@ def _kept_by_name(numpy_dtype: Callable[[tl.dtype], np.dtype]) -> Callable[[tl.d
     return found
 
 
-@functools.cache
-def _checked_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, int, str]:
-    shape = tl.tuple(sizes)
-    return shape, validate_block_shape(shape), str(shape)
+def _pass_semantic(target, name: str, operation: Callable, builder, scope: interpreter._LangPatchScope) -> None:
+    """Replace an operation of the language by one with the interpreter's semantics.
+
+    It neither copies the keywords of each call nor checks that they have semantics.
+    """
+    function = getattr(operation, "__wrapped__", operation)
+
+    def call(*args, **kwargs):
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(target, name, call)
+
+
+def _unwrapping(unwrap: Callable) -> Callable:
+    def unwrapped(value):
+        if isinstance(value, tl.constexpr):
+            return value.value
+        return unwrap(value) if isinstance(value, list | tuple | tl.tuple) else value
+
+    return unwrapped
+
+
+def _comparing(equal: Callable) -> Callable:
+    return lambda kind, other: kind is other or equal(kind, other)
+
+
+def _broadcasting(broadcast: Callable) -> Callable:
+    """Answer at once where there is nothing to broadcast, or one number."""
+
+    def splat(semantic, number: tl.tensor, shape: "_Shape") -> tl.tensor:
+        kind = tl.block_type(number.dtype, shape)
+        return tl.tensor(semantic.builder.create_splat(kind, number.handle), kind)
+
+    def broadcasted(semantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        left, right = lhs.type.is_block(), rhs.type.is_block()
+        if left and right:
+            return (lhs, rhs) if lhs.type.shape is rhs.type.shape else broadcast(semantic, lhs, rhs)
+        if left:
+            return lhs, splat(semantic, rhs, lhs.type.shape)
+        return (splat(semantic, lhs, rhs.type.shape) if right else lhs), rhs
+
+    return broadcasted
+
+
+def _checking(check: Callable) -> Callable:
+    """Convert nothing where two tensors have one type that arithmetic keeps."""
+    kept = {"fp32", "fp64", "int1", "int32", "int64"}
+
+    def checked(semantic, lhs, rhs, *options, **more) -> tuple[tl.tensor, tl.tensor]:
+        tensors = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor)
+        if tensors and lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in kept:
+            return semantic.broadcast_impl_value(lhs, rhs)
+        return check(semantic, lhs, rhs, *options, **more)
+
+    return checked
+
+
+class _Shape(tl.tuple):
+    """Shape of a block type, with what follows from it; there is one of each shape."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__(sizes)
+        self.sizes, self.size, self.words = sizes, validate_block_shape(self), str(self)
+
+
+_shape_of = functools.cache(_Shape)
 
 
 def _make_block_type(self: tl.block_type, element_ty: tl.dtype, shape) -> None:
-    sizes = tuple(tl.core._unwrap_shape(shape))
-    if not sizes:
-        raise TypeError("0d block_type is forbidden")
-    self.element_ty = element_ty
-    self.shape, self.numel, words = _checked_shape(sizes)
-    self.name = f"<{words}, {element_ty}>"
+    if not isinstance(shape, _Shape):
+        sizes = tuple(tl.core._unwrap_shape(shape))
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        shape = _shape_of(sizes)
+    self.element_ty, self.shape, self.numel = element_ty, shape, shape.size
+    self.name = f"<{shape.words}, {element_ty}>"
 
 
 @functools.cache
@@ -97,4 +167,4 @@ def _constant_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
 
 def _make_tensor(self: tl.tensor, handle, type: tl.dtype) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _constant_shape(tuple(type.shape) if type.is_block() else ())
+    self.shape, self.numel = _constant_shape(type.shape.sizes if type.is_block() else ())
