@@ -5,7 +5,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PROCESSES ?= 2
+# One more than CI has cores: what runs on the cluster, or is killed and resumed, often leaves a core idle.
+PROCESSES ?= 3
 GPU_PROCESSES ?= 16
 
 .PHONY: demo test quick test-gpu lint docs clean

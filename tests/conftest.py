@@ -83,6 +83,9 @@ LONGEST = (
     "test_triton_attention.py",
     "test_launching.py",
     "test_triton_compilation.py",
+    "test_executor.py",
+    "test_job.py",
+    "test_generate_job.py",
 )
 
 
