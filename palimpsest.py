@@ -189,6 +189,11 @@ def one_line(error: Exception) -> str:
     elif isinstance(error, hydra.errors.InstantiationException) and error.__cause__ is not None:
         key = text.rsplit("full_key: ", 1)[1].strip() if "full_key: " in text else None
         text = str(error.__cause__)
+    elif isinstance(error, hydra.errors.OverrideParseException):
+        text = (
+            f"{error.override} cannot be read as KEY=VALUE: close its brackets and quotes, and give a value with "
+            "special characters two pairs of quotes, as in \"KEY='a[b'\""
+        )
     elif isinstance(error, OmegaConfBaseException):
         known = ours(error)  # the complete message
         key, text = (None, str(known)) if known else (key, error.msg or text.splitlines()[0])

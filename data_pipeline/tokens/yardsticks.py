@@ -1,5 +1,6 @@
 """Baselines for a model's bits per byte on the same held-out text: the token unigram model, and xz."""
 
+import contextlib
 import functools
 import json
 import lzma
@@ -26,9 +27,9 @@ def yardsticks(documents_folder: Path, blocks_folder: Path, vocab_size: int, val
     that has seen the same text as the model.
     """
     path = blocks_folder / "yardsticks.json"
-    if path.exists():
+    with contextlib.suppress(FileNotFoundError, ValueError):  # not stored yet, or damaged
         kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept.keys() >= set(NAMES):  # earlier versions stored two
+        if isinstance(kept, dict) and kept.keys() >= set(NAMES):  # earlier versions stored two
             return kept
     train = target_counts(Blocks(blocks_folder, "train"), vocab_size)
     validation = target_counts(Blocks(blocks_folder, "validation"), vocab_size)

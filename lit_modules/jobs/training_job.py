@@ -172,6 +172,8 @@ def check_settings(cfg: DictConfig) -> None:
     check_type("data_dir", cfg.data_dir, str)
     check_policy(cfg.activation_checkpointing)
     check_arguments(cfg, GROUPS)
+    check_choice("trainer.accelerator", cfg.trainer.accelerator, ACCELERATORS)
+    check_choice("trainer.precision", cfg.trainer.precision, PRECISIONS)
     check_node("trainer", cfg.trainer, lightning.Trainer)
     check_optimizer(OmegaConf.to_container(cfg.optimizer, resolve=True))
     if cfg.data.batch_tokens > cfg.max_tokens:
@@ -179,8 +181,6 @@ def check_settings(cfg: DictConfig) -> None:
             f"data.batch_tokens={cfg.data.batch_tokens} is more than the run's max_tokens={cfg.max_tokens}: lower the "
             "first, or raise the second"
         )
-    check_choice("trainer.accelerator", cfg.trainer.accelerator, ACCELERATORS)
-    check_choice("trainer.precision", cfg.trainer.precision, PRECISIONS)
     check_number("trainer.gradient_clip_val", cfg.trainer.gradient_clip_val, least=0, null=True)
 
 

@@ -84,6 +84,8 @@ def test_help_takes_under_two_seconds_of_a_core_without_torch_and_names_jobs_and
         (["job._target_=os.getcwd"], "job._target_=os.getcwd is not a job: give a function of one argument, cfg"),
         (["modle.num_heads=2"], "palimpsest: modle is not known: did you mean model?"),
         (["+max_token=5"], "palimpsest: max_token is not known: did you mean max_tokens?"),
+        (["max_tokens"], "palimpsest: max_tokens cannot be read as KEY=VALUE: "),
+        (["model.mixers=[attention"], "palimpsest: model.mixers=[attention cannot be read as KEY=VALUE: "),
     ],
 )
 def test_a_config_that_cannot_work_is_refused_in_one_line_that_names_the_key(run, command, overrides, said):

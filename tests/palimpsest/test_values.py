@@ -118,6 +118,7 @@ def check(cfg: DictConfig, folder: Path) -> None:
         ("callbacks.checkpoints.keep_last=0", "callbacks.checkpoints.keep_last=0: give a whole number, 1 or more"),
         ("callbacks.machines.every_tokens=0", "callbacks.machines.every_tokens=0: give a whole number, 1 or more"),
         ("trainer.accelerator=tpu", "trainer.accelerator=tpu: give one of auto, cpu, gpu, cuda"),
+        ("trainer.precision=fp16", "trainer.precision=fp16: give one of 32-true, "),
         ("trainer.devices=abc", "trainer.devices=abc: give a whole number from 1 to"),
         ("trainer.devices=[0,1]", "trainer.devices=[0, 1]: give a whole number from 1 to"),
         ("trainer.devices=1000000000000", "trainer.devices=1000000000000: give a whole number from 1 to"),
