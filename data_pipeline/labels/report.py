@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from common.atomic_files import write_atomic, write_figure
+from data_pipeline.card.markdown import table
 from data_pipeline.labels.rubric import HIGHEST
 
 QUALITIES = [str(points) for points in range(HIGHEST + 1)]
@@ -33,26 +34,24 @@ def page(found: dict) -> str:
     ]
     if "category" in found:
         category = found["category"]
-        lines += [
-            "| category | accuracy | macro F1 |",
-            "|---|---:|---:|",
-            f"| classifier | {_share(category, 'accuracy')} | {category['macro_f1']:.2f} |",
-            f"| the most frequent ({category['most_frequent']['label']}) "
-            f"| {_share(category['most_frequent'], 'accuracy')} | |",
+        frequent = category["most_frequent"]
+        rows = [
+            ["classifier", _share(category, "accuracy"), f"{category['macro_f1']:.2f}"],
+            [f"the most frequent ({frequent['label']})", _share(frequent, "accuracy"), ""],
         ]
         if "came_with" in category:
-            lines.append(f"| the one documents came with | {_share(category['came_with'], 'accuracy')} | |")
-        lines.append("")
+            rows.append(["the one documents came with", _share(category["came_with"], "accuracy"), ""])
+        lines += [table(["category", "accuracy", "macro F1"], rows), ""]
     guesses = {
         "classifier": quality,
         f"the most frequent ({quality['most_frequent']['label']})": quality["most_frequent"],
         "the most frequent of the category documents came with": quality["came_with"],
     }
-    lines += ["| quality, 0 to 5 | exact | within one | weighted kappa |", "|---|---:|---:|---:|"]
-    for name, row in guesses.items():
-        lines.append(
-            f"| {name} | {_share(row, 'exact')} | {100 * row['within_one']:.0f}% | {row['weighted_kappa']:z.2f} |"
-        )
+    rows = [
+        [name, _share(row, "exact"), f"{100 * row['within_one']:.0f}%", f"{row['weighted_kappa']:z.2f}"]
+        for name, row in guesses.items()
+    ]
+    lines.append(table(["quality, 0 to 5", "exact", "within one", "weighted kappa"], rows))
     labels = ", ".join(f"{count:,} of {points}" for points, count in enumerate(quality["labels"]))
     lines += ["", f"Labels of quality: {labels}. The classifier is off by {quality['mean_error']:.2f} in the mean.", ""]
     return "\n".join(lines)

@@ -4,33 +4,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.atomic_files import write_figure
+from data_pipeline.card.markdown import table
 
 
 def markdown(manifest: Mapping) -> str:
     """Return the tables of a mixture's manifest: its components, and what each phase reads."""
-    lines = [
-        "# Mixture",
-        "",
-        f"{_count(manifest['run_tokens'])} tokens in sequences of {manifest['sequence_length']}.",
-        "",
-        "| component | documents | bytes | tokens | held-out tokens | read | epochs | at most |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    rows = []
     for name, component in manifest["components"].items():
         train, held_out = component["train"], component["validation"]
         limit = "" if component["max_epochs"] is None else f"{component['max_epochs']:g}"
-        lines.append(
-            f"| {name} | {train['documents']:,} | {_count(train['bytes'])} | {_count(train['tokens'])} | "
-            f"{_count(held_out['tokens'])} | {_count(component['read_tokens'])} | {component['epochs']:.2f} | {limit} |"
-        )
+        counts = (train["bytes"], train["tokens"], held_out["tokens"], component["read_tokens"])
+        cells = [f"{train['documents']:,}", *map(_count, counts), f"{component['epochs']:.2f}", limit]
+        rows.append([name, *cells])
     names = list(manifest["components"])
-    lines += ["", f"| phase | tokens | {' | '.join(names)} |", f"|---|---:|{'---:|' * len(names)}"]
-    for phase in manifest["phases"]:
-        cells = " | ".join(_share(phase["components"][name]) for name in names)
-        lines.append(f"| {phase['name']} | {_count(phase['tokens'])} | {cells} |")
-    if manifest["reduced"]:
-        lines += ["", *(f"- {line}" for line in manifest["reduced"])]
-    return "\n".join(lines) + "\n"
+    phases = [
+        [phase["name"], _count(phase["tokens"]), *(_share(phase["components"][name]) for name in names)]
+        for phase in manifest["phases"]
+    ]
+    parts = [
+        "# Mixture",
+        f"{_count(manifest['run_tokens'])} tokens in sequences of {manifest['sequence_length']}.",
+        table(["component", "documents", "bytes", "tokens", "held-out tokens", "read", "epochs", "at most"], rows),
+        table(["phase", "tokens", *names], phases),
+        *(["\n".join(f"- {line}" for line in manifest["reduced"])] if manifest["reduced"] else []),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _share(found: Mapping) -> str:
