@@ -6,7 +6,7 @@ prefers. Peers that are not installed are skipped and listed.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -50,15 +50,14 @@ TARGETS = [
 DIFFQKV_TARGET, DECODING_TARGET = 1.02, 0.70
 SWEEP_TOKENS, SWEEP_WIDTH = 131072, 512
 TRAINED = "trained gates"
-SECTIONS = ("targets", "diffqkv", "decoding", "pruning", "windows", "packed", "host", "lengths")
 
 
-def check(run: Benchmark, quick: bool) -> list[str]:
+def check(run: Benchmark) -> list[str]:
     """Write the error tables. Return our errors out of bounds; peers' errors are only shown."""
     checks.check_chunked_reference(run.device)
     wrong, lines = [], []
     for case in checks.CHECKS:
-        if quick and case.name not in ("plain", "gated", "pruned"):
+        if run.quick and case.name not in ("plain", "gated", "pruned"):
             continue
         errors = checks.errors_of_ours(case, run.device)
         label = f"{case.name}: {case.shape}"
@@ -67,7 +66,7 @@ def check(run: Benchmark, quick: bool) -> list[str]:
         run.say(f"error of {' '.join(lines[-1])}")
     peers = []
     for name in IMPLEMENTATIONS:
-        if name.startswith("ours") or (quick and name == "flex"):
+        if name.startswith("ours") or (run.quick and name == "flex"):
             continue
         for head_dim in (64,) if name == "flex" else (64, 128):
             try:
@@ -79,7 +78,7 @@ def check(run: Benchmark, quick: bool) -> list[str]:
             if found := out_of_bounds(errors, checks.BOUNDS):
                 run.wrong[name, head_dim] = f"wrong {', '.join(found)}"
     long = []
-    for length in () if quick else (8192, 32768, 131072):
+    for length in () if run.quick else (8192, 32768, 131072):
         for head_dim in (64, 128) if length <= run.longest else ():
             for gated in (False, True):
                 errors = checks.errors_at_length(length, head_dim, gated, run.device)
@@ -102,12 +101,12 @@ def check(run: Benchmark, quick: bool) -> list[str]:
     return wrong
 
 
-def targets(run: Benchmark, quick: bool) -> None:
+def targets(run: Benchmark) -> None:
     rows: list[Row] = []
     names = [name for name in IMPLEMENTATIONS if name != "flex"]
     for shape in TARGET_SHAPES:
         capped = run.cap(shape)
-        flex = not quick and shape == TARGET_SHAPES[1]  # it recompiles for each shape
+        flex = not run.quick and shape == TARGET_SHAPES[1]  # it recompiles for each shape
         problem = run.problem(capped)
         fraction = pruned_fraction(problem.log_forget, problem.logit_bound)
         found = run.side_by_side("targets", names + ["flex"] * flex, capped, problem, rounds=2, pruned=fraction)
@@ -190,12 +189,12 @@ def packed(run: Benchmark) -> None:
     )
 
 
-def sweep(run: Benchmark, lengths: Sequence[int]) -> None:
+def sweep(run: Benchmark) -> None:
     rows: list[Row] = []
     names = [name for name in IMPLEMENTATIONS if name not in ("flex", "FA3", "FA4")]
     tokens = min(SWEEP_TOKENS, run.longest)
     for head_dim in (64, 128):
-        for length in sorted(lengths):
+        for length in sorted(run.lengths):
             shape = Shape(max(1, tokens // length), (SWEEP_WIDTH // head_dim,) * 3, length, head_dim)
             problem = run.problem(shape)
             rows += run.side_by_side(
@@ -289,27 +288,27 @@ def host(run: Benchmark) -> None:
     )
 
 
+SECTIONS = {
+    "targets": targets,
+    "diffqkv": diffqkv,
+    "decoding": decoding,
+    "pruning": pruning,
+    "windows": windows,
+    "packed": packed,
+    "host": host,
+    "lengths": sweep,
+}
+
+
 def main() -> int:
     """Check, measure, print a short table, write the report, the numbers and the plots; return the exit status."""
     parser = CommandLine(__doc__)
     parser.add_argument("--gates", type=Path, help="gates of a trained model, by benchmarks.attention.trained_gates")
     arguments = parse(parser, SECTIONS, [2**n for n in range(10, 18)])
-    device = default_device()
     torch.manual_seed(0)
-    trained = None if arguments.gates is None else TrainedGates.load(arguments.gates, device)
-    run = Benchmark(device=device, longest=max(arguments.lengths), folder=arguments.output, trained=trained)
-
-    sections: dict[str, Callable[[], None]] = {
-        "targets": lambda: targets(run, arguments.quick),
-        "diffqkv": lambda: diffqkv(run),
-        "decoding": lambda: decoding(run),
-        "pruning": lambda: pruning(run),
-        "windows": lambda: windows(run),
-        "packed": lambda: packed(run),
-        "host": lambda: host(run),
-        "lengths": lambda: sweep(run, arguments.lengths),
-    }
-    return run.finish(check(run, arguments.quick), [sections[name] for name in arguments.sections])
+    trained = None if arguments.gates is None else TrainedGates.load(arguments.gates, default_device())
+    run = Benchmark(folder=arguments.output, lengths=arguments.lengths, quick=arguments.quick, trained=trained)
+    return run.finish(check(run), [SECTIONS[name] for name in arguments.sections])
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ from benchmarks.measuring.report import RESULTS, CommandLine
 from benchmarks.measuring.tables import table
 from benchmarks.measuring.timing import (
     allocated,
-    default_device,
     free_memory,
     one_line,
     relative_error,
@@ -319,7 +318,7 @@ def main() -> int:
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     try:
-        run = Run(device=default_device(), longest=1024, folder=arguments.output)
+        run = Run(folder=arguments.output)
     except ValueError as error:
         parser.error(str(error))
     failures = []

@@ -10,7 +10,8 @@ Without a GPU it only serves to test this program: `--shape tiny --lengths 16 32
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,6 @@ from benchmarks.measuring.tables import table
 from benchmarks.measuring.timing import (
     allocated,
     clock,
-    default_device,
     elapsed,
     free_memory,
     one_line,
@@ -92,7 +92,7 @@ class Benchmark(Run):
     packages = (*Run.packages, "transformers")
     batch: int = 16
     shape: str = "llama3_8b"
-    rows: list[Row] = field(default_factory=list)
+    implementations: Sequence[str] = ()
 
     def length_row(self, implementation: str, length: int, found: Measured, **numbers: float) -> Row:
         """Return the row of one implementation at one length."""
@@ -233,7 +233,15 @@ def really_decode(run: Benchmark, implementation: str, model: Any, length: int) 
     return clock(run.device) - began
 
 
-def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> None:
+def operations_or_reason(run: Benchmark) -> None:
+    """Measure the operations alone; if that fails, the models are still measured."""
+    try:
+        operations(run, run.batch)
+    except Exception as error:
+        run.say(f"operations: {one_line(error)}")
+
+
+def decode(run: Benchmark) -> None:
     """Measure all implementations at all lengths.
 
     An implementation that raises is listed with its error; the others continue.
@@ -241,7 +249,7 @@ def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> No
     stock = new_model(run.shape, run.device, torch.bfloat16)
     run.say(f"weights of {sum(p.numel() for p in stock.parameters()) / 1e9:.2f}e9 parameters")
     checked = []
-    for name in implementations:
+    for name in run.implementations:
         try:
             plain = name.removesuffix(FUSED).removesuffix(COMPILED)
             model = stock if name == HUGGING_FACE else linearize(stock, settings_of(plain, len(stock.model.layers)))
@@ -250,7 +258,7 @@ def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> No
             continue
         torch.compiler.reset()  # otherwise sizes that differ between implementations would compile as dynamic shapes
         began = time.perf_counter()
-        for length in sorted(lengths):
+        for length in run.lengths:
             try:
                 row = measure(run, name, model, length)
             except Exception as error:  # still measure the others
@@ -260,18 +268,19 @@ def decode(run: Benchmark, lengths: list[int], implementations: list[str]) -> No
                 f"{name}, {length}: "
                 + (f"{row.seconds:.2f} s, {row.first:.3f} to {row.last:.3f} ms" if row.milliseconds else row.note)
             )
-        shortest = run.found(name, min(lengths))
+        shortest = run.found(name, run.lengths[0])
         if shortest is not None and plain in (LIGER, SOFTMAX):
-            seconds = really_decode(run, name, model, min(lengths))
-            checked.append([f"{name}, {min(lengths)} tokens", f"{shortest.seconds:.3f}", f"{seconds:.3f}"])
-            run.say(f"{name}: {min(lengths)} tokens one after the other took {seconds:.3f} s")
+            seconds = really_decode(run, name, model, run.lengths[0])
+            checked.append([f"{name}, {run.lengths[0]} tokens", f"{shortest.seconds:.3f}", f"{seconds:.3f}"])
+            run.say(f"{name}: {run.lengths[0]} tokens one after the other took {seconds:.3f} s")
         del model
         run.say(f"{name}: measured in {time.perf_counter() - began:.0f} s")
-    report(run, sorted(lengths), implementations, checked)
+    report(run, checked)
 
 
-def report(run: Benchmark, lengths: list[int], implementations: list[str], checked: list[list[str]]) -> None:
+def report(run: Benchmark, checked: list[list[str]]) -> None:
     """Add verdicts, tables and the plot to the report."""
+    lengths, implementations = run.lengths, run.implementations
     measured = {row.implementation for row in run.rows if row.milliseconds}
     way = next((way for way in WAYS if {LIGER + way, SOFTMAX + way} <= measured), "")
     best, peer = LIGER + way, SOFTMAX + way
@@ -287,7 +296,7 @@ def report(run: Benchmark, lengths: list[int], implementations: list[str], check
     cells = [[row.implementation, row.length, *_cells(row)] for row in run.rows]
     by_length = [[f"{length} tokens", *(_seconds_and_gb(run.found(name, length)) for name in implementations)]
                  for length in lengths]  # fmt: skip
-    draw(run, lengths, run.folder / "linearized_decoding.png")
+    draw(run, run.folder / "linearized_decoding.png")
     run.add_section(
         f"Seconds / GB, batch {run.batch}, {run.shape}",
         table(["", *implementations], by_length),
@@ -312,7 +321,7 @@ def _seconds_and_gb(row: Row | None) -> str:
     return f"{row.seconds:.2f}" + ("" if row.allocated_gb is None else f" / {row.allocated_gb:.2f}")
 
 
-def draw(run: Benchmark, lengths: list[int], path: Path) -> Path:
+def draw(run: Benchmark, path: Path) -> Path:
     """Plot seconds and gigabytes against length."""
     panels = []
     for attribute, label in (
@@ -321,7 +330,7 @@ def draw(run: Benchmark, lengths: list[int], path: Path) -> Path:
     ):
         lines = {}
         for name in dict.fromkeys(row.implementation for row in run.rows):
-            rows = [row for length in lengths if (row := run.found(name, length))]
+            rows = [row for length in run.lengths if (row := run.found(name, length))]
             lines[name] = [(row.length, value) for row in rows if (value := getattr(row, attribute)) is not None]
         panels.append(Panel("", label, lines, base=2))
 
@@ -343,17 +352,13 @@ def main() -> int:
     arguments = parser.parse_for_gpu()
     torch.manual_seed(0)
     run = Benchmark(
-        device=default_device(), longest=max(arguments.lengths), folder=arguments.output, batch=arguments.batch,
+        folder=arguments.output,
+        lengths=sorted(arguments.lengths),
+        batch=arguments.batch,
         shape=arguments.shape,
-    )  # fmt: skip
-
-    def time_operations() -> None:
-        try:
-            operations(run, run.batch)
-        except Exception as error:  # still measure the models
-            run.say(f"operations: {one_line(error)}")
-
-    return run.finish(check(run), [time_operations, lambda: decode(run, arguments.lengths, arguments.implementations)])
+        implementations=arguments.implementations,
+    )
+    return run.finish(check(run), [operations_or_reason, decode])
 
 
 if __name__ == "__main__":

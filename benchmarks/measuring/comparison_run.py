@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 
 from benchmarks.measuring.report import CommandLine, measured_on, page
 from benchmarks.measuring.tables import Row, csv_text, table
-from benchmarks.measuring.timing import Call, copy_rate, one_line, timed
+from benchmarks.measuring.timing import Call, copy_rate, default_device, one_line, timed
 from common.atomic_files import write_atomic
 
 
-def parse(parser: CommandLine, sections: Sequence[str], lengths: Sequence[int]) -> argparse.Namespace:
+def parse(parser: CommandLine, sections: Iterable[str], lengths: Sequence[int]) -> argparse.Namespace:
     """Parse the command line with the options that all kernel benchmarks share; `sections` are those to run."""
     parser.add_argument(
         "--quick", action="store_true", help="few checks, and the targets alone where no section is named"
@@ -31,7 +31,7 @@ def parse(parser: CommandLine, sections: Sequence[str], lengths: Sequence[int]) 
         "--lengths", type=int, nargs="+", default=lengths, help="of the sweep; none is exceeded, in any section"
     )
     arguments = parser.parse_for_gpu()
-    arguments.sections = arguments.sections or (["targets"] if arguments.quick else sections)
+    arguments.sections = arguments.sections or (["targets"] if arguments.quick else list(sections))
     return arguments
 
 
@@ -117,7 +117,10 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class Run:
-    """Measurements and the report so far. No sequence is longer than `longest` tokens."""
+    """Measurements and the report so far.
+
+    lengths: of a sweep; no sequence of any section is longer. quick: with few checks.
+    """
 
     name: ClassVar[str]  # of the module in benchmarks/, whose last part names the report's files
     title: ClassVar[str]
@@ -125,14 +128,19 @@ class Run:
     row: ClassVar[type[Row]]
     packages: ClassVar[tuple[str, ...]] = ("torch", "triton")  # whose versions the times depend on
 
-    device: torch.device
-    longest: int
     folder: Path
+    device: torch.device = field(default_factory=default_device)
+    lengths: Sequence[int] = ()
+    quick: bool = False
     rows: list[Row] = field(default_factory=list)
     sections: list[str] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     spread: float = 0.0  # largest difference between two rounds, relative
     began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
 
     @cached_property
     def copy_rate(self) -> float:
@@ -242,13 +250,13 @@ class Run:
         """Return the date, the machine and the versions that the times depend on."""
         return measured_on(*self.packages)
 
-    def finish(self, wrong: Sequence[str], sections: Iterable[Callable[[], None]]) -> int:
+    def finish(self, wrong: Sequence[str], sections: Iterable[Callable[[Self], None]]) -> int:
         """Measure the sections if nothing is wrong, and print the verdicts; return the exit status."""
         if wrong:
             print("out of bounds, nothing is timed: " + "; ".join(wrong), file=sys.stderr)
             return 1
         for section in sections:
-            section()
+            section(self)
         self.say(f"done: {self.files}.md")
         self.print_verdicts()
         return 0

@@ -33,7 +33,6 @@ from benchmarks.measuring.timing import (
     FORWARD,
     INFERENCE,
     Call,
-    default_device,
     host_microseconds,
     one_line,
     peak_bytes,
@@ -78,7 +77,6 @@ TARGETS = (
 )
 STEP, STEP_MET, STEP_AIM = Case(64, 32, 1, 128, 128, initial_state=True), 0.70, 0.85
 SWEEP_TOKENS, SWEEP = 2**18, Case(1, 16, 1, 128, 128)
-SECTIONS = ("targets", "memory", "step", "packed", "host", "lengths")
 
 
 @dataclass(kw_only=True)
@@ -124,7 +122,7 @@ class Benchmark(Run):
         return rows
 
 
-def check(run: Benchmark, quick: bool) -> list[str]:
+def check(run: Benchmark) -> list[str]:
     """Write the error tables. Return our errors out of bounds; peers' errors are only shown."""
     off = checks.check_definition(run.device)
     run.say(f"the float64 form is within {off:.0e} of the definition")
@@ -137,7 +135,7 @@ def check(run: Benchmark, quick: bool) -> list[str]:
         lines.append([label, *error_cells(errors, checks.NAMES)])
         run.say(f"error of {' '.join(lines[-1])}")
 
-    for case in checks.QUICK_CHECKS if quick else checks.CHECKS + checks.LONG_CHECKS:
+    for case in checks.QUICK_CHECKS if run.quick else checks.CHECKS + checks.LONG_CHECKS:
         case = checks.shorten(case, run.longest)
         show("", case, *checks.errors_of_ours(case, run.device))
     for case in timed_cases:
@@ -178,11 +176,11 @@ def _check_peers(run: Benchmark) -> list[list[str]]:
     return lines
 
 
-def targets(run: Benchmark, quick: bool) -> None:
+def targets(run: Benchmark) -> None:
     """Measure the shapes of the target table, each with its peers."""
     rows: list[Row] = []
     for case in dict.fromkeys(target.case for target in TARGETS):
-        names, rounds = ("ours", *PEERS[case.gate]), 1 if quick else 2
+        names, rounds = ("ours", *PEERS[case.gate]), 1 if run.quick else 2
         rows += run.side_by_side("targets", names, run.problem(case), (INFERENCE, FORWARD, BOTH), rounds)
     found = {(row.implementation, row.shape, row.passes): row for row in rows}
     for target in TARGETS:
@@ -197,7 +195,8 @@ def targets(run: Benchmark, quick: bool) -> None:
     run.add_section(
         "Side by side",
         *by_gate(rows),
-        f"Each is the median of {'one round' if quick else 'two rounds'}; rounds differ by {run.spread:.1%} at most.",
+        f"Each is the median of {'one round' if run.quick else 'two rounds'}; rounds differ by {run.spread:.1%} at "
+        "most.",
         f"Against the bytes: a copy moves {run.copy_rate:.0f} GB/s, read and written. No pass keeps the inputs on the "
         "chip for the next, so the last columns count inputs that the backward pass reads again, too.",
         report.floors(row for row in rows if row.implementation in ("ours", PEERS[row.shape.gate][0])),
@@ -307,11 +306,11 @@ def host(run: Benchmark) -> None:
     )
 
 
-def sweep(run: Benchmark, lengths: Sequence[int]) -> None:
+def sweep(run: Benchmark) -> None:
     """Measure a constant number of tokens in sequences of every length."""
     tokens, rows = min(SWEEP_TOKENS, run.longest), []
     for gate in ("key", "head"):
-        for length in sorted(lengths):
+        for length in sorted(run.lengths):
             case = replace(SWEEP, batch=max(1, tokens // length), length=length, gate=gate)
             rows += run.side_by_side("lengths", ("ours", "fla chunk_gla"), run.problem(case), (BOTH,))
     report.draw(rows, run.folder / "recurrence_lengths.png")
@@ -324,23 +323,23 @@ def sweep(run: Benchmark, lengths: Sequence[int]) -> None:
     )
 
 
+SECTIONS = {
+    "targets": targets,
+    "memory": memory,
+    "step": step,
+    "packed": packed,
+    "host": host,
+    "lengths": sweep,
+}
+
+
 def main() -> int:
     """Check, measure, print the verdicts, write the report, the numbers and the plot; return the exit status."""
     arguments = parse(CommandLine(__doc__), SECTIONS, [2**n for n in range(10, 19)])
-    device = default_device()
     torch.manual_seed(0)
     tune_in_parallel()
-    run = Benchmark(device=device, longest=max(arguments.lengths), folder=arguments.output)
-
-    sections: dict[str, Callable[[], None]] = {
-        "targets": lambda: targets(run, arguments.quick),
-        "memory": lambda: memory(run),
-        "step": lambda: step(run),
-        "packed": lambda: packed(run),
-        "host": lambda: host(run),
-        "lengths": lambda: sweep(run, arguments.lengths),
-    }
-    return run.finish(check(run, arguments.quick), [sections[name] for name in arguments.sections])
+    run = Benchmark(folder=arguments.output, lengths=arguments.lengths, quick=arguments.quick)
+    return run.finish(check(run), [SECTIONS[name] for name in arguments.sections])
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def row(implementation: str, micro_batch: int, rate: float | None, section: str 
 
 
 def new_run(folder: Path, date: str = "2026-05-06 07:08:09") -> Run:
-    return Run(device=CPU, longest=1024, folder=folder, date=date)
+    return Run(device=CPU, folder=folder, date=date)
 
 
 def test_a_report_does_not_name_the_folder_that_it_lies_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
