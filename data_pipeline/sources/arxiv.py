@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
+from data_pipeline.licences import licence_of_address
 from data_pipeline.markup.latex.convert import decode, latex_markdown
 from data_pipeline.markup.latex.macros import LatexError
 from data_pipeline.sources.index_file import new_index, open_index
@@ -45,9 +46,6 @@ FIGURES = (
     ".otf",
 )
 OLD_NAME = re.compile(r"([a-z-]+)(\d{7})")  # hep-th9901001, hep-th/9901001 in the metadata
-CREATIVE_COMMONS = re.compile(
-    r"creativecommons\.org/(?:licenses/(by(?:-nc)?(?:-nd|-sa)?)/(\d\.\d)|publicdomain/zero/1\.0)"
-)
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class Arxiv(SourceInParts):
             "origin": where,
             "url": f"https://arxiv.org/abs/{paper['id']}",
             "date": paper["date"],
-            "licence": _licence(paper["license"]),
+            "licence": licence_of_address(paper["license"]) or paper["license"],  # arXiv's own has no SPDX id
         }
         return Document(text, f"arxiv:{paper['id']}", {key: value for key, value in metadata.items() if value})
 
@@ -285,14 +283,6 @@ def _kept(record: dict) -> dict[str, str]:
     licence = record.get("license")
     kept = {name: record[name] for name in ("id", "title", "abstract")}
     return {**kept, "date": date, "license": licence if isinstance(licence, str) else ""}
-
-
-def _licence(address: str) -> str:
-    """Return the SPDX id of a Creative Commons licence, else the URL: arXiv's own licence has no id."""
-    match = CREATIVE_COMMONS.search(address)
-    if match is None:
-        return address
-    return f"CC-{match[1].upper()}-{match[2]}" if match[1] else "CC0-1.0"
 
 
 def _paragraphs(abstract: str) -> str:
