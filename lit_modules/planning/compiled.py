@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
-from torch._inductor.decomposition import select_decomp_table
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -34,6 +32,10 @@ def trace_compiled(function: Callable[..., Tensor], module: nn.Module, inputs: S
         inputs: only the first one gets a gradient.
         policy: recomputation policy, "none", "selective" or "full".
     """
+    # Here, as half a second of every run's start would go to them.
+    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
     graphs: dict[str, fx.Graph] = {}
     names, weights = zip(*module.named_parameters(), strict=True)
     first_weight = len(inputs)
