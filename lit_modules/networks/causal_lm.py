@@ -28,6 +28,7 @@ class PalimpsestPreTrainedModel(PreTrainedModel):
     """Base of the bare stack and the language model: initialization and Hugging Face's class attributes."""
 
     config_class = PalimpsestConfig
+    config: PalimpsestConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012

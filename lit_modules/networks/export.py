@@ -43,6 +43,7 @@ def is_llama(config: PalimpsestConfig) -> bool:
 def as_llama(model: PalimpsestForCausalLM) -> PreTrainedModel:
     """Return a `LlamaForCausalLM` that shares the model's parameters; their names are the same."""
     config = model.config
+    assert config.intermediate_size is not None  # is_llama has checked
     llama_config = LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

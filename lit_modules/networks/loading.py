@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 
 def load_whole(
-    model_class: Any, source: str, may_lack: Callable[[PreTrainedModel], Iterable[str]] | None = None, **arguments: Any
-) -> PreTrainedModel:
+    model_class: Any, source: str, may_lack: Callable[[Any], Iterable[str]] | None = None, **arguments: Any
+) -> Any:
     """Call `model_class.from_pretrained`, and refuse the missing and mismatched tensors that it would ignore.
 
     Args:

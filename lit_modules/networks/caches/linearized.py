@@ -47,6 +47,12 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
             self.lazy_initialization(example)
             self.counter = torch.zeros(1, dtype=torch.int32, device=example.device)
 
+    def rings(self) -> tuple[Tensor, Tensor]:
+        """Return the ring's keys and values, which `append` makes."""
+        assert self.ring_keys is not None
+        assert self.ring_values is not None
+        return self.ring_keys, self.ring_values
+
     def time(self, tokens: int) -> Tensor:
         """Return the positions `[tokens]` int64 of the next `tokens` tokens in their rows, padding included."""
         return self.counter + torch.arange(tokens, device=self.counter.device)

@@ -5,7 +5,7 @@
 Importing this package registers them with Hugging Face's `AutoConfig` and `AutoModelForCausalLM`.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto import AutoConfig, AutoModelForCausalLM
 
 from lit_modules.networks.linearized.conversion import linearize, load_adapted, load_pretrained
 from lit_modules.networks.linearized.family_models import MODELS

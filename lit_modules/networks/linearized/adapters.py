@@ -17,7 +17,8 @@ from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dic
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.models.auto import AutoConfig
 
 from common.atomic_files import replace_atomically
 from common.hub import use_cache_where_unreachable

@@ -1,6 +1,6 @@
 """Shared parts of the attention layers that replace stock ones: projections, modes and the teacher."""
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,13 @@ Rotary = tuple[Tensor, Tensor]
 """Cosines and sines `[B, T, R]`, for the first R channels of a head."""
 
 
+class StockAttention(Protocol):
+    """What is read of a family's attention layer, besides the modules that are taken from it."""
+
+    layer_idx: int
+    scaling: float
+
+
 class SubstitutedAttention(nn.Module):
     """Replacement of a stock attention layer, with the same weights under the same names.
 
@@ -38,7 +45,15 @@ class SubstitutedAttention(nn.Module):
     taken: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm")
     """Names of the reused modules of the stock layer; not every family has all of them."""
 
-    def __init__(self, attention: nn.Module, config: PreTrainedConfig, settings: "Linearization"):
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    qkv_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def __init__(self, attention: StockAttention, config: PreTrainedConfig, settings: "Linearization"):
         super().__init__()
         self.settings, self.layer_idx = settings, attention.layer_idx
         self.heads, self.scale = head_counts(config), attention.scaling
@@ -92,7 +107,7 @@ class SubstitutedAttention(nn.Module):
         position_embeddings: Rotary,
         past_key_values: Cache | None = None,
         positions: Positions | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Mix `hidden_states` `[B, T, hidden_size]` over time, with the stock layer's signature.
 
@@ -106,6 +121,7 @@ class SubstitutedAttention(nn.Module):
             raise ValueError(f"mode={self.mode!r} with a cache: only the student remembers, set use_cache=False")
         if self.mode == "student":
             cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+            assert cache is None or isinstance(cache, CacheLayerMixin)
             q, k, v = self.project(hidden_states)
             out = self.student(hidden_states, q, k, v, positions, position_embeddings, cache)
             return lora_projections.project([self.o_proj], out.flatten(2))[0], None
@@ -121,9 +137,11 @@ class SubstitutedAttention(nn.Module):
         q, k, v = self.project(hidden, adapted=False)
         return self.softmax_attention(*self.rotate(q, k, position_embeddings), v, positions)
 
-    def softmax_attention(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, **options: Tensor) -> Tensor:
+    def softmax_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, kv_end: Tensor | None = None
+    ) -> Tensor:
         """Compute softmax attention of rotated q and k, over the whole document or the stock layer's window."""
-        return forgetting_attention(
+        out = forgetting_attention(
             q,
             k,
             v,
@@ -131,8 +149,10 @@ class SubstitutedAttention(nn.Module):
             window=self.sliding_window,
             cu_seqlens=positions.cu_seqlens,
             kv_start=positions.kv_start,
-            **options,
+            kv_end=kv_end,
         )
+        assert isinstance(out, Tensor)  # a pair only with return_lse
+        return out
 
     def project(self, hidden: Tensor, *, adapted: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[B, T, Hq, D]`, keys and values `[B, T, Hk, D]`, normalized if the family does so.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lit_modules.networks.linearized.clusters import ClusterKeys, ClusterQueries
 from lit_modules.networks.linearized.lolcats import LolcatsAttention
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
@@ -41,25 +42,34 @@ def fit_clusters(model: LinearizedForCausalLM, batches: Sequence[dict[str, Tenso
 
     _watch(model, attentions, batches, keep)
     for attention in attentions:
+        maps_q, maps_k = _maps(attention)
         centers, variance = k_means(torch.cat(keys.pop(attention)).transpose(0, 1), settings.num_slots)
-        attention.q_feature_map.fit(centers)
-        attention.k_feature_map.fit(centers, variance)
+        maps_q.fit(centers)
+        maps_k.fit(centers, variance)
     errors: dict[LolcatsAttention, list[Tensor]] = {attention: [] for attention in attentions}
     shifts = torch.linspace(*SHIFTS, device=model.device)
 
     def try_out(attention: LolcatsAttention, args: tuple, inputs: dict) -> None:
-        arguments = (inputs[name] for name in ("hidden_states", "positions", "position_embeddings"))
-        errors[attention].append(attention.errors(*arguments, shifts))
+        hidden, positions, tables = (inputs[name] for name in ("hidden_states", "positions", "position_embeddings"))
+        errors[attention].append(attention.errors(hidden, positions, tables, shifts))
 
     _watch(model, attentions, batches, try_out)
     for attention in attentions:
-        tried = sum(errors[attention])
+        first, *others = errors[attention]
+        tried = sum(others, first)
         if torch.equal(tried[0], tried[-1]):
             raise ValueError(
                 f"linearization.window={settings.window}: no document is longer than the window and its sinks, and "
                 "clusters cannot be fitted: give longer documents, or a shorter window"
             )
-        attention.q_feature_map.bias += shifts[tried.argmin(0)][:, None]
+        _maps(attention)[0].bias.add_(shifts[tried.argmin(0)][:, None])
+
+
+def _maps(attention: LolcatsAttention) -> tuple[ClusterQueries, ClusterKeys]:
+    """Return the maps of queries and keys."""
+    assert isinstance(attention.q_feature_map, ClusterQueries)
+    assert isinstance(attention.k_feature_map, ClusterKeys)
+    return attention.q_feature_map, attention.k_feature_map
 
 
 def k_means(points: Tensor, clusters: int) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,10 @@ class _Clusters(nn.Module):
         self.weight = nn.Parameter(torch.empty(heads, clusters, head_dim, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(heads, clusters, dtype=torch.float32))
 
+    def initial_values(self) -> dict[str, Tensor]:
+        """Return the initial value of each parameter, by name."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def _reset(self) -> None:
         for name, value in self.initial_values().items():

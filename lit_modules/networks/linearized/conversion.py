@@ -79,9 +79,10 @@ def without_weights(config: PreTrainedConfig) -> LinearizedForCausalLM:
 def _begin_new_parameters(model: LinearizedForCausalLM, device: torch.device) -> None:
     for attention in model.attentions():
         for module in attention.modules():
-            if hasattr(module, "initial_values"):
+            initial_values = getattr(module, "initial_values", None)
+            if initial_values is not None:
                 module.to_empty(device=device)
-                for name, value in module.initial_values().items():
+                for name, value in initial_values().items():
                     getattr(module, name).copy_(value)
 
 

@@ -3,18 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from transformers.models.mistral import MistralConfig, MistralForCausalLM
+from transformers.models.phi3 import Phi3Config, Phi3ForCausalLM
+from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
@@ -28,7 +21,7 @@ class LinearizedFamily(LinearizedForCausalLM):
 
         if peft_model_id is not None and (Path(peft_model_id) / adapters.RECORD).is_file():
             return adapters.put_on(self, peft_model_id)
-        return super().load_adapter(peft_model_id, *args, **options)
+        return super().load_adapter(None if peft_model_id is None else str(peft_model_id), *args, **options)
 
 
 class LinearizedLlamaConfig(LlamaConfig):

@@ -52,6 +52,8 @@ def gated(
         logits: `[B, T, Hk, gate_width]` float32, None if the width is 0.
     """
     gate, temperature = settings.gate, settings.gate_temperature
+    if logits is None:
+        return forms.liger(gate, q, k, v, None, temperature=temperature)
     if gate == "slots":
         return forms.slots(q, k, v, logits, temperature=temperature)
     if gate in PER_HEAD:
@@ -106,7 +108,7 @@ class BranchWeights(nn.Module):
 
     def __init__(self, count: int, state: float, window: float | None):
         super().__init__()
-        self.start = {"state": state, "window": window}
+        self.start = {"state": state} if window is None else {"state": state, "window": window}
         self.state = nn.Parameter(torch.full((count,), state, dtype=torch.float32))
         self.window = None if window is None else nn.Parameter(torch.full((count,), window, dtype=torch.float32))
 

@@ -15,7 +15,7 @@ from kernels.gated_recurrence import (
 )
 from kernels.gated_recurrence.forms import Recurrence, SlotRecurrence
 from lit_modules.networks.caches.linearized import LinearizedCacheLayer, later
-from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
+from lit_modules.networks.linearized.base import Rotary, StockAttention, SubstitutedAttention
 from lit_modules.networks.linearized.feature_maps import make_feature_map
 from lit_modules.networks.linearized.gates import (
     BranchWeights,
@@ -44,7 +44,7 @@ class LigerAttention(SubstitutedAttention):
     norm).
     """
 
-    def __init__(self, attention: nn.Module, config: PreTrainedConfig, settings: Linearization):
+    def __init__(self, attention: StockAttention, config: PreTrainedConfig, settings: Linearization):
         super().__init__(attention, config, settings)
         width = gate_width(settings, self.heads.dim) if settings.has_state else 0
         maps_queries = settings.has_state and settings.gate != "slots"
@@ -63,7 +63,7 @@ class LigerAttention(SubstitutedAttention):
     def _feature_map(self, heads: int) -> nn.Module | None:
         return make_feature_map(self.settings.feature_map, heads, self.heads.dim)
 
-    def student(
+    def student(  # type: ignore[override]  # a cache of its own, which `takes` has checked
         self,
         hidden: Tensor,
         q: Tensor,
@@ -87,7 +87,7 @@ class LigerAttention(SubstitutedAttention):
             inputs = self._delayed_inputs(hidden, q, k, v, positions, position_embeddings, cache)
         else:
             inputs = self._inputs(hidden, q, k, v, position_embeddings)
-            if cache is not None and self._is_one_step(inputs, positions, cache):
+            if cache is not None and isinstance(inputs, Recurrence) and self._is_one_step(inputs, positions, cache):
                 rotated = self.rotate(q, k, position_embeddings)
                 return self._step(inputs, *rotated, positions, cache)
             inputs = _written(inputs, self._is_written(positions, cache, v.shape[1]))
@@ -189,10 +189,9 @@ class LigerAttention(SubstitutedAttention):
             return False
         return not _has_gradients(self.gate_shift, self.weights) and takes_steps((q, k, v), cache, positions)
 
-    def _is_one_step(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer) -> bool:
+    def _is_one_step(self, inputs: Recurrence, positions: Positions, cache: LinearizedCacheLayer) -> bool:
         """Return whether one kernel can run both branches: one token, of a recurrence that `windowed_step` supports."""
-        separate = self.settings.output_norm or isinstance(inputs, SlotRecurrence)
-        if separate or not self.settings.window or inputs.q.shape[1] != 1:
+        if self.settings.output_norm or not self.settings.window or inputs.q.shape[1] != 1:
             return False
         return not _has_gradients(self.weights) and takes_steps(inputs, cache, positions)
 
@@ -206,7 +205,7 @@ class LigerAttention(SubstitutedAttention):
         cache: LinearizedCacheLayer,
     ) -> Tensor:
         """Run one token, from its projections. Padding is not written here either."""
-        settings = self.settings
+        settings, held = self.settings, self._held(positions, cache)
         out = liger_step(
             q,
             k,
@@ -217,27 +216,29 @@ class LigerAttention(SubstitutedAttention):
             feature_map=settings.feature_map,
             gate_shift=None if self.gate_shift is None else self.gate_shift.shift,
             late_keys=cache.late[0] if settings.delayed else None,
-            **self._held(positions, cache),
+            **held,
         )
-        cache.update(cache.states, 1)
+        cache.update((held["state"],), 1)
         return out
 
     def _step(
         self, inputs: Recurrence, q: Tensor, k: Tensor, positions: Positions, cache: LinearizedCacheLayer
     ) -> Tensor:
         """Run both branches of one token; q and k are rotated, for the window. Padding is not written here either."""
-        out = windowed_step(*inputs, q_window=q, k_window=k, **self._held(positions, cache))
-        cache.update(cache.states, 1)
+        held = self._held(positions, cache)
+        out = windowed_step(*inputs, q_window=q, k_window=k, **held)
+        cache.update((held["state"],), 1)
         return out
 
     def _held(self, positions: Positions, cache: LinearizedCacheLayer) -> dict[str, Any]:
         """Return the step arguments that do not depend on the token: tensors to update, and branch weights."""
-        (state,) = cache.states
+        assert cache.states is not None
+        (state,), (ring_keys, ring_values) = cache.states, cache.rings()
         alpha, beta = self._weights_of_heads(state)
         return {
             "state": state,
-            "ring_keys": cache.ring_keys,
-            "ring_values": cache.ring_values,
+            "ring_keys": ring_keys,
+            "ring_values": ring_values,
             "tokens": cache.counter,
             "kv_start": positions.kv_start,
             "state_weight": alpha,
@@ -250,33 +251,34 @@ class LigerAttention(SubstitutedAttention):
         """Return alpha and beta `[Hq]` in the state's device and dtype; constant ones are created once."""
         heads = self.heads.query
         if self.weights is not None:
-            return tuple(weight.to(state.dtype).contiguous() for weight in self.weights(heads))
+            alpha, beta = (weight.to(state.dtype).contiguous() for weight in self.weights(heads))
+            return alpha, beta
         held = self._constant_weights
         if held is None or held[0].device != state.device or held[0].dtype != state.dtype:
-            both = (self.settings.state_weight, self.settings.window_weight)
-            self._constant_weights = held = tuple(state.new_full((heads,), weight) for weight in both)
+            alpha, beta = self.settings.state_weight, self.settings.window_weight
+            self._constant_weights = held = state.new_full((heads,), alpha), state.new_full((heads,), beta)
         return held
 
     def _recur(self, inputs: Inputs, positions: Positions, cache: LinearizedCacheLayer | None) -> Tensor:
         """Run the recurrence from the cached states and update them: `[B, T, Hq, D]`."""
-        scan, step = (_slot_scan, _slot_step) if isinstance(inputs, SlotRecurrence) else (_scan, _step)
         if cache is None:
-            return scan(inputs, None, positions.cu_seqlens)[0]
-        if takes_steps(inputs, cache, positions):
-            out, states = step(inputs, cache.states), cache.states
+            return _scan(inputs, None, positions.cu_seqlens)[0]
+        if takes_steps(inputs, cache, positions) and cache.states is not None:
+            out, states = _steps(inputs, cache.states), cache.states
         else:
-            out, states = scan(inputs, cache.states, None)
+            out, states = _scan(inputs, cache.states, None)
         cache.update(states, inputs.q.shape[1])
         return out
 
     def _weighted(self, state: Tensor, window: Tensor | None) -> Tensor:
         """Return `alpha state + beta window`, each `[B, T, Hq, D]`."""
-        alpha, beta = self.settings.state_weight, self.settings.window_weight
-        dtype = state.dtype
+        alpha: Tensor | float = self.settings.state_weight
+        beta: Tensor | float = self.settings.window_weight
         if self.weights is not None:
-            alpha, beta = (None if weight is None else weight[:, None] for weight in self.weights(self.heads.query))
+            of_state, of_window = self.weights(self.heads.query)
+            alpha, beta = of_state[:, None], beta if of_window is None else of_window[:, None]
         out = alpha * state
-        return (out if window is None else out + beta * window).to(dtype)
+        return (out if window is None else out + beta * window).to(state.dtype)
 
 
 def _has_gradients(*modules: nn.Module | None) -> bool:
@@ -297,23 +299,20 @@ def _written(inputs: Inputs, real: Tensor | None) -> Inputs:
 States = tuple[Tensor, ...]
 
 
-def _scan(inputs: Recurrence, states: States | None, cu_seqlens: Tensor | None) -> tuple[Tensor, States]:
+def _scan(inputs: Inputs, states: States | None, cu_seqlens: Tensor | None) -> tuple[Tensor, States]:
     """Process all tokens at once, starting from `states`; return the output and the final states."""
+    if isinstance(inputs, SlotRecurrence):
+        pair = None if states is None else (states[0], states[1])
+        return gated_slot_attention(*inputs, initial_state=pair, cu_seqlens=cu_seqlens)
     (initial,) = states or (None,)
     out, final = gated_recurrence(*inputs, initial_state=initial, cu_seqlens=cu_seqlens)
     return out, (final,)
 
 
-def _slot_scan(inputs: SlotRecurrence, states: States | None, cu_seqlens: Tensor | None) -> tuple[Tensor, States]:
-    return gated_slot_attention(*inputs, initial_state=states, cu_seqlens=cu_seqlens)
-
-
-def _step(inputs: Recurrence, states: States) -> Tensor:
+def _steps(inputs: Inputs, states: States) -> Tensor:
     """Process a few tokens one by one, updating `states` in place."""
-    return gated_recurrence_step(*inputs, *states)
-
-
-def _slot_step(inputs: SlotRecurrence, states: States) -> Tensor:
+    if isinstance(inputs, Recurrence):
+        return gated_recurrence_step(*inputs, *states)
     q, k, v, slots, log_decay = inputs
     keys, values = states
     scores = gated_recurrence_step(q, k, slots, log_decay, keys, decay_axis="value")

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step
 from kernels.gated_recurrence.forms import Recurrence
 from lit_modules.networks.caches.linearized import LinearizedCacheLayer, later
-from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
+from lit_modules.networks.linearized.base import Rotary, StockAttention, SubstitutedAttention
 from lit_modules.networks.linearized.clusters import ClusterKeys, ClusterQueries
 from lit_modules.networks.linearized.feature_maps import make_feature_map
 from lit_modules.networks.linearized.gates import GateProjection, GateShift, gate_width, gated, pool
@@ -93,8 +93,10 @@ class LolcatsAttention(SubstitutedAttention):
     the keys per query head and map each repetition separately.)
     """
 
-    def __init__(self, attention: nn.Module, config: PreTrainedConfig, settings: Linearization):
+    def __init__(self, attention: StockAttention, config: PreTrainedConfig, settings: Linearization):
         super().__init__(attention, config, settings)
+        self.q_feature_map: nn.Module | None
+        self.k_feature_map: nn.Module | None
         if settings.feature_map == "clusters":
             self.q_feature_map = ClusterQueries(self.heads.query, self.heads.dim, settings.num_slots, self.scale)
             self.k_feature_map = ClusterKeys(self.heads.key, self.heads.dim, settings.num_slots)
@@ -111,7 +113,7 @@ class LolcatsAttention(SubstitutedAttention):
         self.gate_shift = GateShift(self.heads.key) if settings.learned_gate_shift else None
         self.window_weight = JointWeights(self.heads.query, settings)
 
-    def student(
+    def student(  # type: ignore[override]  # a cache of its own, which `takes` has checked
         self,
         hidden: Tensor,
         q: Tensor,
@@ -123,7 +125,7 @@ class LolcatsAttention(SubstitutedAttention):
     ) -> Tensor:
         """Compute both sums over one denominator; see `SubstitutedAttention.student`."""
         near, far, place = self._sums(hidden, q, k, v, positions, position_embeddings, cache)
-        window, state = self._weights(near.largest)
+        window, state = self._weights(near)
         out = (window * near.values + state * far.values) / (window * near.total + state * far.total)
         # A padded query sees itself in its window; the teacher's output is 0 there.
         return out.masked_fill((place < 0)[..., None, None], 0).to(q.dtype)
@@ -146,7 +148,7 @@ class LolcatsAttention(SubstitutedAttention):
         near, far, place = self._sums(
             hidden, *self.project(hidden, adapted=False), positions, position_embeddings, None
         )
-        window, state = self._weights(near.largest)
+        window, state = self._weights(near)
         real = (place >= 0)[..., None, None]
         errors = []
         for factor in shifts.exp():
@@ -155,13 +157,15 @@ class LolcatsAttention(SubstitutedAttention):
             errors.append(((out - taught) * real).square().sum((0, 1, 3)))
         return torch.stack(errors)
 
-    def _weights(self, largest: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the weights of the two sums, up to a common factor: a and b, or for "joint" `exp(largest) a` and b."""
-        window, state = (x if isinstance(x, float) else x[:, None] for x in self.window_weight())
+    def _weights(self, near: Sums) -> tuple[Tensor, Tensor | float]:
+        """Return the weights of the two sums, up to a common factor: a and b, or for "joint" `exp(m) a` and b."""
+        window, state = self.window_weight()
+        window, state = window[:, None], state[:, None] if isinstance(state, Tensor) else state
         if self.settings.mixer == "lolcats":
             return window, state
+        assert near.largest is not None
         # The common factor keeps the larger weight above 0 and both finite.
-        beside = (-largest).clamp(max=LARGEST_EXPONENT)
+        beside = (-near.largest).clamp(max=LARGEST_EXPONENT)
         shift = beside.clamp(min=0)
         return window * (-shift).exp(), state * (beside - shift).exp()
 
@@ -205,23 +209,24 @@ class LolcatsAttention(SubstitutedAttention):
         window, turned = self.settings.window, self.settings.rotate_state
         pooled = self.gate_width and self.gate_proj is None
         # The ring has values and rotated keys; other inputs wait in `cache.late`.
-        waiting = (k,) if pooled or not turned else ()
+        waiting: tuple[Tensor, ...] = (k,) if pooled or not turned else ()
         if self.gate_proj is not None:
             waiting = (*waiting, self.gate_proj(hidden))
-        delayed_by_cache = cache is not None and waiting
-        late = cache.delay(waiting) if delayed_by_cache else tuple(later(x, window) for x in waiting)
+        late = cache.delay(waiting) if cache is not None and waiting else tuple(later(x, window) for x in waiting)
         late_v = _late(v, "ring_values", window, ring)
         late_k = _late(turned_k, "ring_keys", window, ring) if turned else late[0]
         logits = None
         if self.gate_width:
             logits = pool(late[0], self.gate_width) if pooled else late[-1]
             logits = logits if self.gate_shift is None else self.gate_shift(logits)
-        mapped_q = self.q_feature_map(q)
+        mapped_q = q if self.q_feature_map is None else self.q_feature_map(q)
         mapped_k = late_k if self.k_feature_map is None else self.k_feature_map(late_k)
         mapped_k, late_v = mapped_k.to(mapped_q.dtype), late_v.to(mapped_q.dtype)  # cluster maps widen float16
         # A column of ones for the denominator.
         late_v = F.pad(F.pad(late_v, (0, 1), value=1.0), (0, EXTRA_COLUMNS - 1))
-        return gated(self.settings, mapped_q, mapped_k, late_v, logits)
+        inputs = gated(self.settings, mapped_q, mapped_k, late_v, logits)
+        assert isinstance(inputs, Recurrence)  # the settings refuse slots
+        return inputs
 
     def _window(
         self,
@@ -235,33 +240,33 @@ class LolcatsAttention(SubstitutedAttention):
     ) -> Sums:
         """Compute the window's sums, from the ring's content and updating the ring."""
         window, sinks = self.settings.window, self.settings.sinks
-        if one_step:
+        if cache is not None and one_step:
             cache.append(k, v, positions.kv_start)
             return _sums_in_ring(q, cache, positions.kv_start, self.scale)
-        past, pairs = 0, (k, v)
-        held = cache is not None and cache.ring_keys is not None
-        if held:
+        past, keys, values = 0, k, v
+        held = None
+        if cache is not None and cache.ring_keys is not None:
+            held = cache.rings()
             past, oldest_first = window, sinks + cache.time(window) % window
-            rings = (cache.ring_keys, cache.ring_values)
-            pairs = tuple(
-                torch.cat((r.index_select(1, oldest_first), x), dim=1) for r, x in zip(rings, pairs, strict=True)
+            keys, values = (
+                torch.cat((ring.index_select(1, oldest_first), x), dim=1) for ring, x in zip(held, (k, v), strict=True)
             )
             q, index = F.pad(q, (0, 0, 0, 0, past, 0)), F.pad(index, (past, 0))
         if cache is not None:
             cache.append(k, v, positions.kv_start)
         first = None
-        if sinks and held:  # all visible sinks are in the ring by now; copy, because later calls write to it
-            first = tuple(ring[:, None, :sinks].clone() for ring in (cache.ring_keys, cache.ring_values))
+        if sinks and held is not None:  # all visible sinks are in the ring by now; copy, as later calls write to it
+            first = held[0][:, None, :sinks].clone(), held[1][:, None, :sinks].clone()
         elif sinks:
-            first = tuple(first_tokens(x, sinks, positions) for x in (k, v))
-        sums = window_sums(q, *pairs, window=window, index=index, scale=self.scale, sinks=first)
-        return Sums(*(x[:, past:] for x in sums))
+            first = first_tokens(k, sinks, positions), first_tokens(v, sinks, positions)
+        sums = window_sums(q, keys, values, window=window, index=index, scale=self.scale, sinks=first)
+        return Sums(*(x[:, past:] for x in sums if x is not None))
 
     def _linear(
         self, inputs: Recurrence, positions: Positions, cache: LinearizedCacheLayer | None, steps: bool
     ) -> Sums:
         """Compute the linear part's sums, from the cached state and updating it."""
-        if steps:
+        if steps and cache is not None and cache.states is not None:
             out = gated_recurrence_step(*inputs, *cache.states)
             cache.update(cache.states, inputs.q.shape[1])
         elif cache is None:
@@ -321,13 +326,14 @@ def _sums_in_ring(q: Tensor, cache: LinearizedCacheLayer, kv_start: Tensor | Non
     if cache.sinks:
         sink = first + torch.arange(cache.sinks, device=q.device)
         visible = torch.cat((cache.counter - sink >= cache.window, visible), dim=-1)
+    ring_keys, ring_values = cache.rings()
     with torch.autocast(q.device.type, enabled=False):
-        queries = q[:, 0].to(dtype).unflatten(1, (cache.ring_keys.shape[2], -1))
-        scores = torch.einsum("bhgd,bjhd->bhgj", queries, cache.ring_keys.to(dtype)) * scale
+        queries = q[:, 0].to(dtype).unflatten(1, (ring_keys.shape[2], -1))
+        scores = torch.einsum("bhgd,bjhd->bhgj", queries, ring_keys.to(dtype)) * scale
         scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
         largest = scores.amax(-1, keepdim=True)
         weights = (scores - largest).exp()
-        sums = torch.einsum("bhgj,bjhd->bhgd", weights, cache.ring_values.to(dtype))
+        sums = torch.einsum("bhgj,bjhd->bhgd", weights, ring_values.to(dtype))
     return Sums(*(x.flatten(1, 2)[:, None] for x in (sums, weights.sum(-1, keepdim=True), largest)))
 
 

@@ -65,7 +65,7 @@ def add_lora(
         raise ValueError(f"lora.where={where}: all layers stay softmax attention, give all")
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft takes any number
         lora_dropout=dropout,
         target_modules=lora_targets(model, targets),
         layers_to_transform=None if where == "all" else layers,

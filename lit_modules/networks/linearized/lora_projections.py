@@ -5,7 +5,7 @@ the model's dtype and products accumulate in float32, as under autocast. The LoR
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ def _dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def _is_plain(module: nn.Module, given: torch.dtype, dtype: torch.dtype) -> bool:
+def _is_plain(module: nn.Module, given: torch.dtype, dtype: torch.dtype) -> TypeGuard[Linear]:
     """Return whether a projection is frozen under one LoRA that has only two factors, both trained."""
     if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
         return False
@@ -59,7 +59,7 @@ def _is_plain(module: nn.Module, given: torch.dtype, dtype: torch.dtype) -> bool
     if not isinstance(dropout, nn.Identity) or any(map(_has_hooks, (module, base, dropout, down, up))):
         return False
     trained = down.weight.requires_grad and up.weight.requires_grad and not base.weight.requires_grad
-    return trained and base.weight.dtype in (given, dtype)
+    return bool(trained) and base.weight.dtype in (given, dtype)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -68,8 +68,8 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
-def _biased(product: Tensor, base: nn.Linear) -> Tensor:
-    return product if base.bias is None else product + base.bias.to(product.dtype)
+def _biased(product: Tensor, base: nn.Module) -> Tensor:
+    return product + base.bias.to(product.dtype) if isinstance(base.bias, Tensor) else product
 
 
 class _Projections(torch.autograd.Function):
@@ -111,7 +111,7 @@ class _Projections(torch.autograd.Function):
 
 
 def _matrices(
-    factors: Sequence[Tensor], scalings: tuple[float, ...], dtype: torch.dtype
+    factors: tuple[Tensor, ...] | list[Tensor], scalings: tuple[float, ...], dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return the weights W_i, A and B, in `dtype`."""
     count = len(scalings)

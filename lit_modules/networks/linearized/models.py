@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lit_modules.networks.language_modelling import LanguageModelling
@@ -21,7 +21,11 @@ from lit_modules.networks.linearized.settings import Linearization
 from lit_modules.networks.linearized.softmax import SoftmaxAttention
 from lit_modules.networks.positions import Positions, locate
 
-MIXERS = {"liger": LigerAttention, "lolcats": LolcatsAttention, "joint": LolcatsAttention}
+MIXERS: dict[str, type[SubstitutedAttention]] = {
+    "liger": LigerAttention,
+    "lolcats": LolcatsAttention,
+    "joint": LolcatsAttention,
+}
 
 ATTENTION = "linearized"
 """Attention implementation of linearized models: never called, so that transformers builds no mask."""
@@ -31,24 +35,27 @@ ADAPTER_PREFIX = "trained_on_the_linearized_model."
 """Prefix of an adapter's tensor names, so that peft does not load them into a stock model."""
 
 
-def _never_called(*args, **kwargs):
+def _never_called(*args: Any, **kwargs: Any) -> None:
     raise NotImplementedError(f"attn_implementation={ATTENTION!r} belongs to models whose layers attend by themselves")
 
 
 AttentionInterface.register(ATTENTION, _never_called)
 
 
-class LinearizedForCausalLM(LanguageModelling):
+class LinearizedForCausalLM(LanguageModelling, PreTrainedModel):
     """A pretrained family's language model with the attention of its config's `linearization`.
 
     It precedes the stock class among the bases. Everything but attention is the stock model's.
     """
 
+    config_class: type[PreTrainedConfig]
+    model: Any  # the family's stack, such as LlamaModel
+
     # The few parameters that a recipe adds are float32 for any dtype of the model.
-    _keep_in_fp32_modules_strict = (
+    _keep_in_fp32_modules_strict = [  # noqa: RUF012
         "feature_map",
         *(f"self_attn.{name}" for name in ("gate_proj", "gate_shift", "weights", "window_weight", "output_norm")),
-    )
+    ]
 
     # peft renames an adapter's tensors by this when it loads them.
     _checkpoint_conversion_mapping: ClassVar[dict[str, str]] = {"^" + re.escape(ADAPTER_PREFIX): ""}
@@ -67,10 +74,11 @@ class LinearizedForCausalLM(LanguageModelling):
         """Set each module's `initial_values` (Hugging Face's hook for parameters that are not in the checkpoint)."""
         # The stock `_init_weights` does not know these modules.
         for module in self.modules():
-            if hasattr(module, "initial_values") and not getattr(module, "_is_hf_initialized", False):
-                for name, value in module.initial_values().items():
+            initial_values = getattr(module, "initial_values", None)
+            if initial_values is not None and not getattr(module, "_is_hf_initialized", False):
+                for name, value in initial_values().items():
                     init.copy_(getattr(module, name), value)
-                module._is_hf_initialized = True
+                module._is_hf_initialized = True  # type: ignore[assignment]  # a flag of transformers
         super().initialize_weights()
 
     @property
@@ -127,7 +135,7 @@ class LinearizedForCausalLM(LanguageModelling):
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         positions: Positions | None = None,
-        **kwargs,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Run the stack with the arguments of `forward`.
 
@@ -144,8 +152,11 @@ class LinearizedForCausalLM(LanguageModelling):
         cache = self._cache_to_fill(past_key_values, use_cache)
         if positions is None:
             tokens = input_ids if inputs_embeds is None else inputs_embeds
+            assert tokens is not None
             past = 0 if cache is None else cache.get_seq_length()
-            positions = locate(*tokens.shape[:2], past, tokens.device, attention_mask, cu_seqlens, position_ids)
+            positions = locate(
+                tokens.shape[0], tokens.shape[1], past, tokens.device, attention_mask, cu_seqlens, position_ids
+            )
         elif any(x is not None for x in (attention_mask, position_ids, cu_seqlens)):
             raise ValueError("positions says all that attention_mask, position_ids and cu_seqlens do: give it alone")
         if cache is not None and positions.cu_seqlens is not None:
@@ -168,7 +179,10 @@ class LinearizedForCausalLM(LanguageModelling):
                 "past_key_values in training with gradient checkpointing would be filled twice: call eval() first"
             )
         given, attentions = past_key_values.layers, self.attentions()
-        fits = (attention.takes(layer) for attention, layer in zip(attentions, given, strict=False))
+        fits = (
+            isinstance(layer, CacheLayerMixin) and attention.takes(layer)
+            for attention, layer in zip(attentions, given, strict=False)
+        )
         if len(given) != len(attentions) or not all(fits):
             raise ValueError(
                 f"past_key_values is a {type(past_key_values).__name__} of other layers than this model's: "
@@ -193,7 +207,7 @@ class LinearizedForCausalLM(LanguageModelling):
                 and `transfer_losses` is available afterwards.
         """
         if positions is None:
-            positions = locate(*input_ids.shape, 0, input_ids.device, cu_seqlens=cu_seqlens)
+            positions = locate(input_ids.shape[0], input_ids.shape[1], 0, input_ids.device, cu_seqlens=cu_seqlens)
         with self._mode(mode), torch.set_grad_enabled(torch.is_grad_enabled() and mode != "teacher"):
             outputs = self.model(
                 input_ids=input_ids, position_ids=_rotary_index(positions), use_cache=False, positions=positions
@@ -208,9 +222,13 @@ class LinearizedForCausalLM(LanguageModelling):
         Raises:
             RuntimeError: if there was no such pass.
         """
-        losses = [a.transfer_loss for a in self.attentions() if not isinstance(a, SoftmaxAttention)]
-        if any(loss is None for loss in losses):
-            raise RuntimeError('there are no transfer losses: call features(..., mode="transfer") first')
+        losses = []
+        for attention in self.attentions():
+            if isinstance(attention, SoftmaxAttention):
+                continue
+            if attention.transfer_loss is None:
+                raise RuntimeError('there are no transfer losses: call features(..., mode="transfer") first')
+            losses.append(attention.transfer_loss)
         return torch.stack(losses)
 
     @contextmanager

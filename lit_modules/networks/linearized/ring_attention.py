@@ -58,7 +58,7 @@ def _attend(
     """Attend from at most `window` tokens to the ring and to themselves; `after` tokens followed its counter."""
     dtype, heads = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     # Copies, because the ring changes before a backward pass reads it.
-    keys, values = (torch.cat(pair, dim=1).to(dtype) for pair in ((cache.ring_keys, k), (cache.ring_values, v)))
+    keys, values = (torch.cat(pair, dim=1).to(dtype) for pair in zip(cache.rings(), (k, v), strict=True))
     scores = torch.einsum("bihgd,bjhd->bhgij", q.to(dtype).unflatten(2, (heads, -1)), keys) * scale
     visible = _visible(q.shape[1], cache, after, kv_start)[:, None, None]
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)

@@ -1,5 +1,7 @@
 """Layers that stay softmax attention, on this project's kernels and caches."""
 
+from typing import Any
+
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -48,11 +50,12 @@ class SoftmaxAttention(SubstitutedAttention):
             cache.update((), q.shape[1])
             return out
         _, first = cache.get_mask_sizes(q.shape[1])
+        assert isinstance(cache, AttentionCacheLayer | StaticAttentionCacheLayer)
         # A cache of fixed capacity also returns its number of valid tokens.
         keys, values, held = cache.update(k, v)
         if first and positions.kv_start is not None:  # relative to the first key in the cache
             positions = positions._replace(kv_start=(positions.kv_start - first).clamp(min=0))
         return self.softmax_attention(q, keys, values, positions, kv_end=held)
 
-    def _difference(self, *args) -> None:
+    def _difference(self, *args: Any) -> None:
         """Return None: student and teacher are the same."""

@@ -33,10 +33,19 @@ def window_attention(
     Returns:
         `[B, T, Hq, D]` in q's dtype; 0 at the padding.
     """
-    options = {"scale": scale, "window": window, "cu_seqlens": positions.cu_seqlens, "kv_start": positions.kv_start}
-    if not sinks:
-        return forgetting_attention(q, k, v, **options)
-    in_window, lse = forgetting_attention(q, k, v, **options, return_lse=True)
+    attended = forgetting_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        window=window,
+        cu_seqlens=positions.cu_seqlens,
+        kv_start=positions.kv_start,
+        return_lse=sinks > 0,
+    )
+    if isinstance(attended, Tensor):
+        return attended
+    in_window, lse = attended
     keys, values = (first_tokens(x, sinks, positions) for x in (k, v))
     at_sinks = sink_scores(q, keys, positions.index, window, scale)
     # The window is one more key with logit lse; for padding, which sees nothing, it is the only key.
