@@ -84,7 +84,7 @@ def test_a_base_model_that_cannot_be_linearized_is_refused_in_one_line(linearize
         (["softmax_layers=[1]"], "softmax_layers=[1] is not known: it has keys"),
         (["softmax_layers=1"], "softmax_layers=1 is not known: it has keys, such as softmax_layers.every"),
         (["softmax_layers={every: 2, most_sensitive: 1}"], "as softmax_layers.every=null"),
-        (["softmax_layers.every=8"], "softmax_layers.every=8 of 3 layers: give a whole number from 2 to 3"),
+        (["softmax_layers.every=8"], "softmax_layers.every=8: give a whole number, from 2 to 3"),
         (["softmax_layers={most_sensitive: 4}"], "softmax_layers.most_sensitive=4"),
         (["teacher_top_k=8"], "teacher_top_k=8"),
         (["teacher_top_k=1000", "stages.finetuning.kl=1"], "teacher_top_k=1000"),
