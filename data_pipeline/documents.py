@@ -100,9 +100,9 @@ class Problems:
             return
         share = skipped / (skipped + read)
         cause = self.causes.get(self.counts.most_common(1)[0][0], self.source)
+        rest = f", or set {group}.most_skipped={math.ceil(100 * share) / 100} to read the rest" if read else ""
         raise ValueError(
-            f"{cause}: {share:.1%} of {skipped + read:,} records were skipped ({self.summary()}); mend that, or set "
-            f"{group}.most_skipped={math.ceil(100 * share) / 100} to read the rest"
+            f"{cause}: {share:.1%} of {skipped + read:,} records were skipped ({self.summary()}); mend that{rest}"
         )
 
     def summary(self) -> str:
