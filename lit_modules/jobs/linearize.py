@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from common.settings import check_choice, check_keys, check_whole
 from lit_modules.jobs.summary import conclude, measured
-from lit_modules.jobs.training_job import Parts, build_trainer, rehearse, set_lengths, train
+from lit_modules.jobs.training_job import TrainingParts, build_trainer, rehearse, set_lengths, train
 from lit_modules.linearization.layer_setup import check_softmax_layers, set_up_layers
 from lit_modules.linearization.module import Linearization as Training
 from lit_modules.linearization.stages import Stage, check_groups
@@ -45,7 +45,7 @@ def run(cfg: DictConfig) -> None:
         train(cfg, build_and_read, adopt, finish)
 
 
-def build_and_read(cfg: DictConfig, folder: Path) -> Parts:
+def build_and_read(cfg: DictConfig, folder: Path) -> TrainingParts:
     """Run `build`, and read the base model, so that its errors come before any text is read.
 
     Raises:
@@ -53,7 +53,7 @@ def build_and_read(cfg: DictConfig, folder: Path) -> Parts:
     """
     trainer, module, data = build(cfg, folder)
     module.model = read_base(cfg, data)
-    return trainer, module, data
+    return TrainingParts(trainer, module, data)
 
 
 def check_run(cfg: DictConfig, folder: Path) -> None:
@@ -61,7 +61,7 @@ def check_run(cfg: DictConfig, folder: Path) -> None:
     rehearse(cfg, folder, build)
 
 
-def build(cfg: DictConfig, folder: Path) -> Parts:
+def build(cfg: DictConfig, folder: Path) -> TrainingParts:
     """Return trainer, module without its model, and data module.
 
     Raises:
@@ -83,7 +83,7 @@ def build(cfg: DictConfig, folder: Path) -> Parts:
     )
     trainer = build_trainer(cfg, module, build_strategy(cfg, module), folder)
     set_lengths(cfg, trainer, module, data)
-    return trainer, module, data
+    return TrainingParts(trainer, module, data)
 
 
 def settings_of(kind: type) -> list[str]:
@@ -169,8 +169,8 @@ def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
     Raises:
         ValueError: the strategy shards weights, or devices are missing.
     """
-    several = len({stage.train for *_, stage in module.stages}) > 1 or any(
-        not stage.cross_entropy and not stage.kl for *_, stage in module.stages
+    several = len({each.stage.train for each in module.stages}) > 1 or any(
+        not each.stage.cross_entropy and not each.stage.kl for each in module.stages
     )  # with attention_transfer alone, layers that stay and output projections have no gradient
     if cfg.strategy._target_:
         if cfg.strategy.get("context_parallel_size", 1) != 1:
@@ -253,7 +253,7 @@ def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
         left.remove("all")
         log.warning(
             f"new parameters stay as they begin, since no stage trains them: add {', '.join(left)} to "
-            f"stages.{module.stages[-1][1]}.train, or mean it"
+            f"stages.{module.stages[-1].name}.train, or mean it"
         )
 
 
@@ -268,7 +268,7 @@ def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
     add_lora(model, **given)
 
 
-def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
+def finish(cfg: DictConfig, parts: TrainingParts, folder: Path) -> None:
     """Write `adapter/` (if there is LoRA or new parameters), `export/` and summary.json, and print the results."""
     trainer, module, data = parts
     summary = measured(trainer, module, data)

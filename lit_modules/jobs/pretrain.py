@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import lightning
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 
 from common.atomic_files import replace_atomically
 from data_pipeline.tokens.tokenizer import add_document_start, document_start
 from lit_modules.jobs.summary import conclude, measured
-from lit_modules.jobs.training_job import Parts, build_trainer, rehearse, set_lengths, train
+from lit_modules.jobs.training_job import TrainingParts, build_trainer, rehearse, set_lengths, train
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, export_pretrained
 from lit_modules.networks.counting import planned_parameters
 from lit_modules.parallel.choosing import check_memory, choose
@@ -37,7 +36,7 @@ def check_run(cfg: DictConfig, folder: Path) -> None:
     rehearse(cfg, folder, functools.partial(build, weights=False))
 
 
-def build(cfg: DictConfig, folder: Path, weights: bool = True) -> tuple[lightning.Trainer, Pretraining, Any]:
+def build(cfg: DictConfig, folder: Path, weights: bool = True) -> TrainingParts:
     """Return trainer, module and data module of a configuration; nothing is read from disk yet.
 
     Args:
@@ -68,7 +67,7 @@ def build(cfg: DictConfig, folder: Path, weights: bool = True) -> tuple[lightnin
     trainer = build_trainer(cfg, module, strategy, folder)
     check_spread(model_config, data, trainer.strategy.layout)
     set_lengths(cfg, trainer, module, data)
-    return trainer, module, data
+    return TrainingParts(trainer, module, data)
 
 
 def check_spread(config: PalimpsestConfig, data: Any, layout: Layout) -> None:
@@ -118,7 +117,7 @@ def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Pat
     generation.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
-def finish(cfg: DictConfig, parts: Parts, folder: Path) -> None:
+def finish(cfg: DictConfig, parts: TrainingParts, folder: Path) -> None:
     """Export the trained model, write summary.json, and print the results."""
     trainer, module, data = parts
     trained = gathered(module.model, trainer.strategy)

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 import lightning
@@ -42,15 +42,20 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 GROUPS = ("tokenizer", "model", "linearization", "data", "optimizer", "schedule", "strategy", "callbacks", "logger")
 
-Parts = tuple[lightning.Trainer, Any, Any]
-"""Trainer, module (a Training) and data module."""
+
+class TrainingParts(NamedTuple):
+    """What a job builds before it reads any text; the module and the data are those of the job."""
+
+    trainer: lightning.Trainer
+    module: Any
+    data: Any
 
 
 def train(
     cfg: DictConfig,
-    build: Callable[[DictConfig, Path], Parts],
+    build: Callable[[DictConfig, Path], TrainingParts],
     adopt: Callable[[DictConfig, Training, Any, Path], None],
-    finish: Callable[[DictConfig, Parts, Path], None],
+    finish: Callable[[DictConfig, TrainingParts, Path], None],
 ) -> None:
     """Check the configuration, prepare the text, train (or resume training), and write an evaluated model.
 
@@ -71,7 +76,8 @@ def train(
     check_settings(cfg)
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     quieten_libraries()
-    trainer, module, data = build(cfg, folder)
+    parts = build(cfg, folder)
+    trainer, module, data = parts
     refuse_local_sweep(trainer)
     lock = run_folder.lock_folder(folder) if trainer.is_global_zero else None
     config = run_folder.resolved_config(folder, cfg)
@@ -94,7 +100,7 @@ def train(
     try:
         with listening(trainer, module):
             fit_and_measure(trainer, module, data, checkpoint)
-            finish(cfg, (trainer, module, data), folder)
+            finish(cfg, parts, folder)
         exit_code = 0
     except (OSError, SafetensorError) as error:
         raise run_folder.RunFailed(f"{folder}: {error}; resume=auto goes on from the last checkpoint") from error
@@ -228,7 +234,7 @@ def refuse_local_sweep(trainer: lightning.Trainer) -> None:
         )
 
 
-def rehearse(cfg: DictConfig, folder: Path, build: Callable[[DictConfig, Path], Parts]) -> None:
+def rehearse(cfg: DictConfig, folder: Path, build: Callable[[DictConfig, Path], TrainingParts]) -> None:
     """Raise ValueError for settings that `train` would refuse on the run's own machines.
 
     Args:

@@ -73,9 +73,9 @@ class Linearization(Training):
             )
         self.base_lr = optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
         self.stages = plan_stages(stages, max_tokens, batch_tokens)
-        self.schedules = [schedule_over(name, stage.tokens, schedule) for _, name, stage in self.stages]
+        self.schedules = [schedule_over(each.name, each.stage.tokens, schedule) for each in self.stages]
         self.schedule = self.schedules[0]  # of the current stage
-        self.phase_starts = {step: name for step, name, _ in self.stages} if len(self.stages) > 1 else {}
+        self.phase_starts = {each.first: each.name for each in self.stages} if len(self.stages) > 1 else {}
         self.before: dict[str, float] = {}  # held-out loss of the teacher, and of the student before training
         self.groups: list[str] = []  # the kind of parameters in each optimizer group
         self.base_weights = ""  # fingerprint of the weights that the model was made from
@@ -96,13 +96,13 @@ class Linearization(Training):
         self.base_weights = fingerprint(model)
         self.parameter_count = count_parameters(model)
         self.flops_per_token = self._flops_per_token()
-        self.changes_base = any(CHANGES_BASE.intersection(stage.train) for *_, stage in self.stages)
-        if self.changes_base and self.teacher_store is None and any(stage.kl for *_, stage in self.stages):
+        self.changes_base = any(CHANGES_BASE.intersection(each.stage.train) for each in self.stages)
+        if self.changes_base and self.teacher_store is None and any(each.stage.kl for each in self.stages):
             self._teacher = [copy.deepcopy(model).requires_grad_(False)]
         if self.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        check_groups(model, {name: stage for _, name, stage in self.stages})
-        everything = {name for _, _, stage in self.stages for name in stage.train}
+        check_groups(model, {each.name: each.stage for each in self.stages})
+        everything = {name for each in self.stages for name in each.stage.train}
         set_trainable(model, sorted(everything))  # the optimizer gets the parameters that any stage trains
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.kept = self.trained | set(model.new_parameters())
@@ -116,7 +116,7 @@ class Linearization(Training):
 
         A backward pass costs one pass for frozen weights and two for trained ones.
         """
-        stage = max((stage for *_, stage in self.stages), key=lambda stage: stage.tokens)
+        stage = max((each.stage for each in self.stages), key=lambda stage: stage.tokens)
         passes = 3.0 if "all" in stage.train else 2.0
         student = passes if stage.cross_entropy or stage.kl else 0.0
         teacher = 1.0 if stage.kl or stage.attention_transfer else 0.0
@@ -127,11 +127,11 @@ class Linearization(Training):
         if stage == self.stage:
             return
         self.stage, self.schedule = stage, self.schedules[stage]
-        set_trainable(self.model, self.stages[stage][2].train)
+        set_trainable(self.model, self.stages[stage].stage.train)
 
     def stage_at(self, step: int) -> int:
         """Return the stage of an optimizer step."""
-        return max(number for number, (first, _, _) in enumerate(self.stages) if first <= step)
+        return max(number for number, each in enumerate(self.stages) if each.first <= step)
 
     @property
     def has_teacher(self) -> bool:
@@ -144,7 +144,7 @@ class Linearization(Training):
         parameters = dict(self.model.named_parameters())
         seen: set[str] = set()
         groups, self.groups = [], []
-        for kind in dict.fromkeys(kind for *_, stage in self.stages for kind in stage.train):
+        for kind in dict.fromkeys(kind for each in self.stages for kind in each.stage.train):
             names = [name for name in trainable(self.model, [kind])[kind] if name not in seen]
             seen.update(names)
             for decays in (True, False):
@@ -157,7 +157,7 @@ class Linearization(Training):
     def factor(self, group: int, tokens: int) -> float:
         """Return the factor on a group's optimizer.lr after `tokens`; 0 in stages that do not train it."""
         number = self.stage_at(tokens // self.batch_tokens)
-        first, _, stage = self.stages[number]
+        first, stage = self.stages[number].first, self.stages[number].stage
         if self.groups[group] not in stage.train:
             return 0.0
         scale = 1.0 if stage.lr is None else stage.lr / self.base_lr
@@ -218,14 +218,14 @@ class Linearization(Training):
 
         Every target then counts equally, however targets are distributed over micro-batches and ranks.
         """
-        stage = self.stages[self.stage][2]
+        stage = self.stages[self.stage].stage
         if not stage.cross_entropy and not stage.kl:
             return None
         return (batch["targets"] != IGNORE_INDEX).float().mean()
 
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
         """Return the weighted sum of the stage's objectives."""
-        stage, ids = self.stages[self.stage][2], batch["input_ids"]
+        stage, ids = self.stages[self.stage].stage, batch["input_ids"]
         positions = locate(*ids.shape, 0, ids.device, cu_seqlens=batch["cu_seqlens"])
         parts: dict[str, Tensor] = {}
         loss, teacher = 0.0, None
@@ -250,7 +250,7 @@ class Linearization(Training):
         Args:
             teacher: the teacher's features, if already computed.
         """
-        stage, head, targets = self.stages[self.stage][2], self.model.lm_head.weight, batch["targets"]
+        stage, head, targets = self.stages[self.stage].stage, self.model.lm_head.weight, batch["targets"]
         ids, counted = batch["input_ids"], targets != IGNORE_INDEX
         student = self.model.features(ids, positions=positions)
         if stage.kl and self.teacher_store is None:
@@ -301,7 +301,7 @@ class Linearization(Training):
 
     def objectives(self) -> list[str]:
         """Return the objectives of all stages, in reporting order."""
-        return sorted({name for *_, stage in self.stages for name in OBJECTIVES if getattr(stage, name)})
+        return sorted({name for each in self.stages for name in OBJECTIVES if getattr(each.stage, name)})
 
     def _part_sums(self) -> Tensor:
         """Return `[objectives, 2]`: this rank's sums since the last report."""

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.settings import check_number, check_whole
 from lit_modules.networks.linearized.lora import trainable
@@ -59,8 +59,16 @@ class Stage:
         check_number(f"stages.{name}.lr", self.lr, above=0, null=True)
 
 
-def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) -> list[tuple[int, str, Stage]]:
-    """Return (first optimizer step, name, stage) of each stage, with its `tokens` rounded to whole optimizer steps.
+class PlannedStage(NamedTuple):
+    """A stage with its name and first optimizer step; its `tokens` fill whole steps."""
+
+    first: int
+    name: str
+    stage: Stage
+
+
+def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) -> list[PlannedStage]:
+    """Return the stages in order, each with its first optimizer step and its `tokens` rounded to whole steps.
 
     Raises:
         ValueError: the stages do not fill max_tokens, or a stage cannot work.
@@ -83,7 +91,7 @@ def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) ->
         last = math.ceil(end / batch_tokens)
         if last == first:
             raise ValueError(f"stages.{name}.tokens={stage.tokens} makes no step of data.batch_tokens={batch_tokens}")
-        planned.append((first, name, dataclasses.replace(stage, tokens=(last - first) * batch_tokens)))
+        planned.append(PlannedStage(first, name, dataclasses.replace(stage, tokens=(last - first) * batch_tokens)))
         first = last
     return planned
 
