@@ -123,7 +123,7 @@ class Plateau:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore what `state_dict` returned."""
-        self._cuts.best, self._cuts.num_bad_epochs = state["best"], state["bad"]
+        self._cuts.best, self._cuts.num_bad_epochs = state["best"], int(state["bad"])
         self._rate.param_groups[0]["lr"] = state["factor"]
 
 

@@ -173,7 +173,8 @@ def _length_row(name: str, histogram: Lengths) -> list[str]:
 
 
 def _licence_row(title: str, names: Sequence[str], facts: Facts, shown: Sequence[str], total: Amount) -> list[str]:
-    row, cells, chosen = Amount(), defaultdict(int), set(names)
+    row, chosen = Amount(), set(names)
+    cells: defaultdict[str, int] = defaultdict(int)
     for (licence, category), amount in facts.licences.items():
         if licence in chosen:
             row.add(amount.documents, amount.bytes)

@@ -96,7 +96,8 @@ def _table(near: Amounts) -> str:
     months = [_number(month) for month, _ in near]
     by_year = max(months) - min(months) >= MONTHS_IN_ROWS
     shown = _largest_sources(near, TABLE_SOURCES)
-    totals, cells = defaultdict(Amount), defaultdict(int)
+    totals: defaultdict[str, Amount] = defaultdict(Amount)
+    cells: defaultdict[tuple[str, str], int] = defaultdict(int)
     for (month, source), amount in near.items():
         period = month[:4] if by_year else month
         totals[period].add(amount.documents, amount.bytes)

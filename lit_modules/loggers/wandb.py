@@ -75,7 +75,7 @@ class Wandb(WandbLogger):
         Raises:
             ValueError: with mode "online", wandb could not start it.
         """
-        if self._experiment is None and rank_zero_only.rank == 0:
+        if self._experiment is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]  # Lightning sets it
             try:
                 self.begin()
             except (wandb.Error, OSError) as error:
@@ -112,7 +112,7 @@ class Wandb(WandbLogger):
         self.going_on(lambda: super(Wandb, self).log_image(key, images, step, **kwargs))
 
     @rank_zero_only
-    def log_text(
+    def log_text(  # type: ignore[override]  # columns and data are always given
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
     ) -> None:
         """Log rows of text as an HTML page. wandb's own table is an artifact, whose creation waits for the server."""
