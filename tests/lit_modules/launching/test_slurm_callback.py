@@ -134,7 +134,7 @@ def test_what_the_job_would_refuse_is_refused_before_it_is_submitted(run, comman
     assert not command.runs_dir.exists()
 
 
-@pytest.mark.parametrize("word", ["PENDING", "RUNNING", "FAILED", None])
+@pytest.mark.parametrize("word", ["PENDING", "RUNNING", "FAILED", "CANCELLED", "OUT_OF_MEMORY", None])
 def test_a_run_whose_job_is_still_queued_is_not_resumed_in_a_second_one(tmp_path, monkeypatch, word):
     pytest.importorskip("submitit")
     from lit_modules.launching import slurm_submission
