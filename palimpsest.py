@@ -21,7 +21,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from common.atomic_files import is_full_disk
-from lit_modules.launching import arguments, failures, run_folder, start
+from common.settings import NO_VALUE, SettingError
+from lit_modules.launching import arguments, failures, hydra_messages, run_folder, start
 from lit_modules.launching.command_line import check_command_line
 from lit_modules.launching.process import this_process
 from lit_modules.launching.supervision import fork_supervisor
@@ -149,8 +150,8 @@ def mistake(error: Exception) -> str | None:
     extra = extra_with(error.name or "") if isinstance(error, ModuleNotFoundError) else None
     if extra is None:
         return None
-    mend = f"it belongs to an extra: run `pip install 'palimpsest-lm[{extra}]'`"
-    return f"the package {error.name} is not installed; {mend}"
+    fix = f"it belongs to an extra: run `pip install 'palimpsest-lm[{extra}]'`"
+    return f"the package {error.name} is not installed; {fix}"
 
 
 def extra_with(module: str) -> str | None:
@@ -182,30 +183,29 @@ def one_line(error: Exception) -> str:
     """Return the error's message on one line, with the configuration key that Hydra was building, if any."""
     if isinstance(error.__cause__, MissingMandatoryValue) or not str(error):  # Hydra wrapped the actual error
         error = error.__cause__ or error
-    key = getattr(error, "full_key", None)
-    text = str(error)
+    place, text = None, ""
     if isinstance(error, MissingMandatoryValue):
-        text = f"{key} is missing: give it a value"
+        error = SettingError(error.full_key, NO_VALUE, "give it a value", "is missing")
     elif isinstance(error, hydra.errors.InstantiationException) and error.__cause__ is not None:
-        key = text.rsplit("full_key: ", 1)[1].strip() if "full_key: " in text else None
-        text = str(error.__cause__)
+        place, error = hydra_messages.built_key(error), error.__cause__
     elif isinstance(error, hydra.errors.OverrideParseException):
         text = (
             f"{error.override} cannot be read as KEY=VALUE: close its brackets and quotes, and give a value with "
             "special characters two pairs of quotes, as in \"KEY='a[b'\""
         )
+    elif isinstance(error, OmegaConfBaseException) and (known := ours(error)):
+        error = known
+    elif left_out := hydra_messages.key_left_out(error):  # a group
+        error = SettingError(getattr(error, "full_key", None) or left_out, NO_VALUE, "the job needs it", "is missing")
     elif isinstance(error, OmegaConfBaseException):
-        known = ours(error)  # the complete message
-        key, text = (None, str(known)) if known else (key, error.msg or text.splitlines()[0])
-    elif merged := re.fullmatch(r"Error merging override ([^=]*)=(.*)", text, re.DOTALL):  # a list for a mapping
-        key, value = merged.groups()
-        text = f"{key}={value} is not known: it has keys, give them as {key}.NAME=VALUE, or null for none"
-    line = " ".join(text.split())
-    if missing := re.match(r"Key '([^']+)' is not in struct", line):  # a group that was left out
-        return f"{key or missing[1]} is missing: the job needs it"
-    if not key or key in line:
-        return line
-    return f"{key}.{line}" if re.match(r"\w+=", line) else f"{key}: {line}"
+        place, text = error.full_key, error.msg or str(error).splitlines()[0]
+    elif merged := hydra_messages.merged_override(error):
+        fix = f"it has keys, give them as {merged[0]}.NAME=VALUE, or null for none"
+        error = SettingError(*merged, fix, "is not known")
+    if place and isinstance(error, SettingError):
+        error.under(place)
+    line = " ".join((text or str(error)).split())
+    return line if not place or isinstance(error, SettingError) or place in line else f"{place}: {line}"
 
 
 def ours(error: BaseException | None) -> Exception | None:

@@ -1,5 +1,6 @@
 """Quality: the rules of Gopher, C4 and FineWeb, each on the part of a document that it was designed for."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 
@@ -13,6 +14,7 @@ from datatrove.pipeline.filters import (
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from common.settings import check_choice, check_keys
 from data_pipeline.cleaning.prose import split_prose
 from data_pipeline.cleaning.words import Words
 
@@ -107,16 +109,12 @@ class _Rule:
         kind = settings.pop("filter", None)
         self.name, self.part = name, settings.pop("part", "text")
         self.minimum_characters = settings.pop("minimum_characters", 1)
-        if kind not in FILTERS:
-            raise ValueError(f"{key}.filter={kind}: no such filter; it must be one of {', '.join(FILTERS)}")
-        if self.part not in PARTS:
-            raise ValueError(f"{key}.part={self.part}: it must be one of {', '.join(PARTS)}")
+        check_choice(f"{key}.filter", kind, FILTERS)
+        check_choice(f"{key}.part", self.part, PARTS)
+        check_keys(key, settings, list(inspect.signature(FILTERS[kind]).parameters))
         if kind != "encoded_data":
             settings["language"] = Words()
-        try:
-            self.filter = FILTERS[kind](**settings)
-        except TypeError as error:
-            raise ValueError(f"{key}: {str(error).partition(') ')[2]}; see datatrove's {kind} filter") from error
+        self.filter = FILTERS[kind](**settings)
 
     def verdict(self, text: str) -> str | None:
         """Return the reason a text fails, or None."""

@@ -5,9 +5,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from common.settings import under
 from data_pipeline.corpus.layout import Layout
 from data_pipeline.corpus.plan import phases
-from data_pipeline.corpus.recipe import named, read_recipe
+from data_pipeline.corpus.recipe import read_recipe
 from data_pipeline.fingerprint import read_manifest
 from data_pipeline.identity import EARLIER, SAMPLE
 from data_pipeline.job_folder import JobFolder
@@ -33,7 +34,7 @@ def run(cfg: Any) -> None:
     executor = instantiate(cfg.executor, _convert_="all")
     files, earlier = {}, {}
     for name, source in recipe.sources.items():
-        with named(name):
+        with under(f"corpus.sources.{name}"):
             files[name], earlier[name] = (source.identity(by) for by in (SAMPLE, EARLIER))
     planned = phases(recipe)
     shared = {key: value for key, value in settings.items() if key not in ("output", "most_skipped")}

@@ -10,7 +10,8 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from common.atomic_files import write_atomic
-from data_pipeline.corpus.recipe import CATEGORY, Recipe, named
+from common.settings import under
+from data_pipeline.corpus.recipe import CATEGORY, Recipe
 from data_pipeline.documents import Problems
 
 UNKNOWN = "other"  # category of documents whose source names none
@@ -36,7 +37,7 @@ class PrepareSources(PipelineStep):
         name, source = list(self.sources.items())[rank]
         folder, problems = Path(self.scratch, name), _problems_of(name, self.strict)
         folder.mkdir(parents=True, exist_ok=True)
-        with named(name):
+        with under(f"corpus.sources.{name}"):
             source.prepare(folder, problems)
             source.parts(folder)
         write_problems(self.problems, f"prepare-{rank:05d}", {name: problems}, Counter())
@@ -65,7 +66,7 @@ class ReadSources(PipelineStep):
         documents: Counter[str] = Counter()
         for name, part in self._parts()[rank::world_size]:
             problems = found.setdefault(name, _problems_of(name, self.strict))
-            with named(name):
+            with under(f"corpus.sources.{name}"):
                 for document in self.sources[name].read(part, Path(self.scratch, name), problems):
                     documents[name] += 1
                     finished = self._finished(name, document, problems)

@@ -1,20 +1,18 @@
 """Checked settings of a corpus: sources, cleaning, and output."""
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
-from common.settings import check_number, check_whole
+from common.settings import check_number, check_whole, under
 from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.sources.parts import SourceInParts
 
 Cleaning = PipelineStep | Callable[..., list[Stage]]
 CATEGORY = re.compile(r"\w[\w.-]*")
-SOURCE_KEY = re.compile(r"\b(?:data\.)?source\.")
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
         raise ValueError("corpus.sources is empty: add one, as in +source@corpus.sources.commands=commands")
     made = {}
     for name, source in sources.items():
-        with named(name):
+        with under(f"corpus.sources.{name}"):
             made[name] = _instantiated(source)
         if not isinstance(made[name], SourceInParts):
             raise ValueError(
@@ -84,10 +82,8 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
 
 
 def _cleaning(name: str, settings: Mapping[str, Any]) -> Cleaning:
-    try:
+    with under(f"corpus.cleaning.{name}.backend"):  # steps give whole keys, and a backend of job=rewrite its own
         return _instantiated(settings)
-    except ValueError as error:  # the error of a step that uses a backend of job=rewrite
-        raise ValueError(str(error).replace("rewrite.backend", f"corpus.cleaning.{name}.backend")) from error
 
 
 def _instantiated(settings: Mapping[str, Any]) -> Any:
@@ -101,15 +97,3 @@ def _instantiated(settings: Mapping[str, Any]) -> Any:
         if isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None
         raise
-
-
-@contextlib.contextmanager
-def named(source: str) -> Iterator[None]:
-    """Rewrite a source's keys in ValueErrors to their full names in the recipe."""
-    try:
-        yield
-    except ValueError as error:
-        whole = SOURCE_KEY.sub(f"corpus.sources.{source}.", str(error))
-        if whole == str(error):
-            raise
-        raise ValueError(whole) from error

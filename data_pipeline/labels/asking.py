@@ -14,6 +14,7 @@ from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from common.atomic_files import is_full_disk, write_atomic
+from common.settings import SettingError
 from data_pipeline.labels.rubric import Label, Rubric
 from data_pipeline.labels.sample import Sampled, merged
 from data_pipeline.labels.store import Store
@@ -143,14 +144,12 @@ class Asking:
         if failed is None:
             return
         if is_full_disk(failed):
-            words = f"corpus.cleaning.labels.store={self._place}: the disk takes no more ({failed.strerror})"
-        elif isinstance(failed, ValueError):
-            words = str(failed).replace("rewrite.backend", "corpus.cleaning.labels.backend")  # the key in this job
-        else:
-            raise failed
-        if isinstance(failed, RewritingStopped | OSError):
-            words = f"{words}; {self._line()}: the same command goes on from there"
-        raise ValueError(words) from failed
+            problem = f"is on a disk that takes no more ({failed.strerror})"
+            failed = RewritingStopped("corpus.cleaning.labels.store", self._place, "make room", problem)
+        if isinstance(failed, RewritingStopped):
+            fix = f"{failed.fix}; {self._line()}: the same command goes on from there"
+            failed = RewritingStopped(failed.key, failed.value, fix, failed.problem)
+        raise failed.under("corpus.cleaning.labels.backend") if isinstance(failed, SettingError) else failed
 
     async def _ask_all(self, unsettled: Iterator[tuple[str, int]], paid: list[Answer]) -> None:
         requests, tokens = sum(answer.tries for answer in paid), sum(a.tokens_in + a.tokens_out for a in paid)

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.utils.data import Dataset, Sampler
 
 from common.atomic_files import write_atomic
-from common.settings import check_whole
+from common.settings import NO_VALUE, SettingError, check_whole
 from data_pipeline.fingerprint import prepared_folder, read_manifest
 from data_pipeline.identity import EARLIER
 from data_pipeline.mixtures.card import draw_mixture, markdown
@@ -141,13 +141,13 @@ class MixtureData(PackedText):
     def _prepare_component(self, component: Component, tokenizer: Path) -> Path:
         try:
             return self._prepare_blocks(self._documents[component.name], tokenizer)
-        except ValueError as error:
-            if "data.block_length" not in str(error):
+        except SettingError as error:
+            if error.key != "data.block_length":
                 raise
-            raise ValueError(
-                f"data.components.{component.name} has less training text than data.block_length={self.block_length} "
-                f"tokens: lower that, give it more text, or leave it out (data.components.{component.name}=null)"
-            ) from error
+            key = f"data.components.{component.name}"
+            problem = f"has less training text than data.block_length={self.block_length} tokens"
+            fix = f"lower that, give it more text, or leave it out ({key}=null)"
+            raise SettingError(key, NO_VALUE, fix, problem) from error
 
     def _plan(self, components: list[Component], counted: dict[str, dict]) -> list[PlannedPhase]:
         available = [Available(c.name, _limit(c, self._sequences_of(counted[c.name]))) for c in components]

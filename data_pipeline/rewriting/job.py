@@ -26,7 +26,7 @@ def run(cfg: Any) -> None:
 
     settings = OmegaConf.to_container(cfg.rewrite, resolve=True, throw_on_missing=True)
     plan = read_plan(settings)
-    backend = instantiate(settings["backend"], _convert_="all")
+    backend = instantiate(cfg.rewrite.backend, _convert_="all")
     executor = instantiate(cfg.executor, _convert_="all") if cfg.get("executor") else None
     rewrite(plan, backend, settings["backend"], executor)
 

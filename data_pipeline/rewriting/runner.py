@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from common.atomic_files import is_full_disk
+from common.settings import SettingError
 from data_pipeline.documents import Document, Problems
 from data_pipeline.rewriting.backends import Answer, Backend, BudgetSpent, Request, RewritingStopped
 from data_pipeline.rewriting.folder import OutputFolder
@@ -78,15 +79,13 @@ class Rewriting:
         if failed is None:
             return
         if is_full_disk(failed):
-            words = f"rewrite.output={self.plan.output}: the disk takes no more ({failed.strerror})"
-            raise self._with_advice(words) from failed
+            problem = f"is on a disk that takes no more ({failed.strerror})"
+            failed = RewritingStopped("rewrite.output", self.plan.output, "make room", problem)
         if isinstance(failed, RewritingStopped):
-            raise self._with_advice(str(failed)) from failed
-        raise failed
-
-    def _with_advice(self, words: str) -> RewritingStopped:
-        done = self._progress.done_of_total()
-        return RewritingStopped(f"{words}; {done} are finished and stay: the same command goes on from there")
+            done = self._progress.done_of_total()
+            fix = f"{failed.fix}; {done} are finished and stay: the same command goes on from there"
+            failed = RewritingStopped(failed.key, failed.value, fix, failed.problem)
+        raise failed.under("rewrite.backend") if isinstance(failed, SettingError) else failed
 
     async def _run(self) -> None:
         corpus = Corpus(self.plan.input)

@@ -12,6 +12,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import BinaryIO
 
+from common.settings import SettingError
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.licences import licence_of_address
@@ -65,7 +66,7 @@ class Arxiv(SourceInParts):
     def __post_init__(self) -> None:
         categories = [self.categories] if isinstance(self.categories, str) else [str(name) for name in self.categories]
         if not categories:
-            raise ValueError("source.categories=[]: name at least one, such as cs.OS")
+            raise SettingError("categories", [], "name at least one, such as cs.OS")
         object.__setattr__(self, "categories", categories)  # Hydra passes its own list type
 
     def identity(self, by: str = SAMPLE) -> dict:
@@ -85,8 +86,8 @@ class Arxiv(SourceInParts):
             rows = ((record["id"], json.dumps(_kept(record))) for record in self._wanted(path, problems))
             index.executemany("INSERT OR REPLACE INTO papers VALUES (?, ?)", rows)
             if not index.execute("SELECT count(*) FROM papers").fetchone()[0]:
-                wanted = ", ".join(self.categories)
-                raise ValueError(f"source.metadata={self.metadata}: no paper of source.categories ({wanted}) in it")
+                problem = f"has no paper of categories ({', '.join(self.categories)})"
+                raise SettingError("metadata", self.metadata, "give other categories, or the whole snapshot", problem)
 
     def parts(self, scratch: Path) -> list[str]:
         """Return the names of the archives."""
@@ -149,16 +150,14 @@ class Arxiv(SourceInParts):
     def _metadata_file(self) -> Path:
         path = Path(self.metadata).expanduser()
         if not path.is_file():
-            raise ValueError(
-                f"source.metadata={self.metadata}: no such file; give arXiv's metadata snapshot, JSON lines"
-            )
+            raise SettingError("metadata", self.metadata, "give arXiv's metadata snapshot, JSON lines", "is not a file")
         return path
 
     def _archives(self) -> dict[str, Path]:
         folder = Path(self.sources).expanduser()
         found = [folder] if folder.is_file() else sorted(folder.rglob("*.tar"))
         if not found:
-            raise ValueError(f"source.sources={self.sources}: no .tar in it; give the folder of arXiv_src_*.tar files")
+            raise SettingError("sources", self.sources, "give the folder of arXiv_src_*.tar files", "has no .tar in it")
         return {path.name if path == folder else path.relative_to(folder).as_posix(): path for path in found}
 
     def _wanted(self, path: Path, problems: Problems) -> Iterator[dict]:

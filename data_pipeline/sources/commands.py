@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.settings import SettingError
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.markup.blocks import fence
@@ -61,11 +62,11 @@ class Commands(SourceInParts):
         object.__setattr__(self, "run_help", list(self.run_help or ()))
         for section in self.sections:
             if section not in range(1, 10):
-                raise ValueError(f"source.sections={self.sections}: give numbers from 1 to 9")
+                raise SettingError("sections", self.sections, "give numbers from 1 to 9")
         for key in ("man_pages", "help_texts"):
             folder = getattr(self, key)
             if folder is not None and not Path(folder).expanduser().is_dir():
-                raise ValueError(f"source.{key}={folder}: no such folder; give one, or null to leave these out")
+                raise SettingError(key, folder, "give a folder, or null to leave these out", "is not a folder")
 
     def identity(self, by: str = SAMPLE) -> dict:
         """Return the settings, and the content of every page, help text and program."""
@@ -93,8 +94,8 @@ class Commands(SourceInParts):
         """Return the parts' names; raise ValueError, naming the keys, if there is nothing to read."""
         names = part_names(scratch / PARTS)
         if not names:
-            folders = f"source.man_pages={self.man_pages}, source.help_texts={self.help_texts}"
-            raise ValueError(f"{folders}: no page in them; give a folder with man1, man2, ..., or one with .txt files")
+            problem = f"and help_texts={self.help_texts} have no page"
+            raise SettingError("man_pages", self.man_pages, "give a folder with man1, man2, ... or .txt files", problem)
         return names
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
@@ -148,7 +149,7 @@ class Commands(SourceInParts):
         found = {name: shutil.which(name) for name in self.run_help}
         for name, path in found.items():
             if path is None:
-                raise ValueError(f"source.run_help: {name!r} is no program here: install it, or take it off the list")
+                raise SettingError("run_help", name, "install it, or take it off the list", "is not a program here")
         return {name: Path(path) for name, path in found.items()}
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
-from common.settings import check_whole
+from common.settings import SettingError, check_whole
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.markup.roff import plain_text
@@ -43,7 +43,7 @@ class LocalDocs(SourceInParts):
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole("data.source.max_bytes", self.max_bytes, 1, null=True)
+        check_whole("max_bytes", self.max_bytes, 1, null=True)
         if self.packages is not None:  # Hydra passes its own list type
             object.__setattr__(self, "packages", list(self.packages))
 
@@ -96,9 +96,8 @@ class LocalDocs(SourceInParts):
         try:
             return [distribution(name) for name in sorted(set(self.packages))]
         except PackageNotFoundError as error:
-            raise ValueError(
-                f"data.source.packages: {error.name!r} is not installed: install it, or take it off the list"
-            ) from error
+            fix = "install it, or take it off the list"
+            raise SettingError("packages", error.name, fix, "is not installed") from error
 
     def _items(self) -> Iterator["_Item"]:
         for package in self._distributions():

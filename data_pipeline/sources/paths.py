@@ -4,6 +4,8 @@ import glob
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from common.settings import SettingError
+
 
 def as_list(paths: str | Path | Iterable[str]) -> list[str]:
     """Return a path, or a list of paths (Hydra has its own list type), as a list of strings."""
@@ -26,14 +28,14 @@ def find_files(key: str, paths: list[str], endings: tuple[str, ...]) -> list[Pat
     """Return the files with one of the endings that paths name: files, folders (recursive) and globs, sorted.
 
     Raises:
-        ValueError: a path has no such file; the line names `key`.
+        SettingError: a path has no such file.
     """
     found: set[Path] = set()
     for path in paths:
         matched = [name for name in named_files(path) if name.name.lower().endswith(endings)]
         if not matched:
             exists = Path(path).expanduser().exists()
-            state = f"no file that ends in {' '.join(endings)}" if exists else "no such file"
-            raise ValueError(f"{key}={path}: {state}; give files, folders or globs of them")
+            problem = f"has no file that ends in {' '.join(endings)}" if exists else "does not exist"
+            raise SettingError(key, path, "give files, folders or globs of them", problem)
         found.update(matched)
     return sorted(found)

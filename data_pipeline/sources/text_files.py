@@ -10,7 +10,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.settings import check_number
+from common.settings import SettingError, check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
@@ -44,7 +44,7 @@ class TextFiles(SourceInParts):
     max_document_bytes: int = 1024 * 1024
 
     def __post_init__(self) -> None:
-        check_number("data.source.max_document_bytes", self.max_document_bytes, least=4)  # the longest UTF-8 character
+        check_number("max_document_bytes", self.max_document_bytes, least=4)  # the longest UTF-8 character
         object.__setattr__(self, "path", plain(self.path))
 
     def identity(self, by: str = SAMPLE) -> dict:
@@ -52,14 +52,14 @@ class TextFiles(SourceInParts):
         return {"text_files": settings_identity(self, by, "path"), "files": file_identity(self.files(), by)}
 
     def files(self) -> list[Path]:
-        """Return the matching files, sorted; raise ValueError, naming `data.source.path`, if there are none."""
+        """Return the matching files, sorted; raise ValueError, naming `path`, if there are none."""
         matched = {file for path in as_list(self.path) for file in named_files(path)}
         readable = sorted(path for path in matched if path.name.lower().endswith(ENDINGS))
         if not readable:
             found = f"{len(matched)} files, none of them readable text" if matched else "no file"
-            raise ValueError(f"data.source.path={self.path}: {found}; it must match {' '.join(ENDINGS)} files")
+            raise SettingError("path", self.path, f"give {' '.join(ENDINGS)} files", found)
         if len(readable) < len(matched):
-            logger.info("data.source.path: %d files with other endings left out", len(matched) - len(readable))
+            logger.info("path: %d files with other endings left out", len(matched) - len(readable))
         return readable
 
     def documents(self, problems: Problems, processes: int) -> Iterator[Document]:
@@ -158,7 +158,7 @@ class TextFiles(SourceInParts):
             with pq.ParquetFile(path) as file:
                 names = file.schema_arrow.names
                 if self.text_key not in names:
-                    detail = f"it has {', '.join(names)}: set data.source.text_key"
+                    detail = f"it has {', '.join(names)}: set text_key"
                     rows, cause = file.metadata.num_rows, self._text_key(names)
                     return problems.skip(str(path), f"no column {self.text_key!r}", detail, rows, cause)
                 wanted = [name for name in dict.fromkeys((self.text_key, self.id_key, *METADATA)) if name in names]

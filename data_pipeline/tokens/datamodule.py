@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from common.settings import check_number, check_whole
+from common.settings import check_number, check_whole, under
 from data_pipeline.documents import SPLITS, Problems
 from data_pipeline.fingerprint import MANIFEST, fingerprint, folder_of, other_text, prepared_folder, read_manifest
 from data_pipeline.identity import EARLIER, SAMPLE
@@ -129,6 +129,7 @@ class TextData(PackedText):
     def _prepare_documents(self) -> Path:
         identity = self._documents_identity(FORMATS["documents"], self.identified_by)
 
+        @under("data.source")
         def build(folder: Path) -> dict:
             problems = Problems(self.strict)
             return gather(self.source, folder, self.validation_fraction, self._processes, problems, self.most_skipped)
@@ -161,6 +162,7 @@ class TextData(PackedText):
         identities = (tokenizer_identity(self.tokenizer, documents, by) for by in (SAMPLE, EARLIER))
         return fingerprint(self._blocks_identity(documents, folder_of(self.data_dir, "tokenizer", *identities)))
 
+    @under("data.source")
     def _documents_identity(self, version: int, by: str) -> dict:
         return {
             "format": version,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch.utils.data import Dataset
 
+from common.settings import SettingError
 from data_pipeline.identity import EARLIER, SAMPLE, WHOLE, file_identity
 from data_pipeline.tokens.batches import NOTHING, Sequence
 
@@ -56,24 +57,23 @@ class LongCrawl64:
         """Open an array.
 
         Raises:
-            ValueError: the array is missing or has another layout; the line names `data.source.path`.
+            ValueError: the array is missing or has another layout; the error names `path`.
         """
         import zarr  # only this source needs it
 
         folder = self._folder(ARRAYS[split])
         if not folder.is_dir():
-            raise ValueError(f"data.source.path={self.path}: no folder {ARRAYS[split]} in it")
+            problem = f"has no folder {ARRAYS[split]}"
+            raise SettingError("data.source.path", self.path, "give the folder of LongCrawl64", problem)
         try:
             array = zarr.open_array(str(folder), mode="r")
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = str(error).partition("\n")[0][:200]
-            raise ValueError(f"data.source.path={self.path}: {ARRAYS[split]} is no zarr array: {reason}") from error
+            problem = f"has a {ARRAYS[split]} that is not a zarr array"
+            raise SettingError("data.source.path", self.path, reason, problem) from error
         if len(array.shape) != 2 or 0 in array.shape or array.dtype.kind not in "iu":
-            found = f"{list(array.shape)} of {array.dtype}"
-            raise ValueError(
-                f"data.source.path={self.path}: {ARRAYS[split]} is {found}; it must be [documents, document_length] "
-                "of integer tokens"
-            )
+            problem = f"has a {ARRAYS[split]} of {list(array.shape)} {array.dtype}"
+            raise SettingError("data.source.path", self.path, "give integers, [documents, document_length]", problem)
         return array
 
     def _folder(self, name: str) -> Path:

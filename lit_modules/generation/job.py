@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from common.atomic_files import write_atomic
 from common.hub import is_path, use_cache_where_unreachable
 from common.setting_types import check_type
-from common.settings import check_number, check_whole
+from common.settings import SettingError, check_number, check_whole
 from data_pipeline.tokens.tokenizer import add_document_start, document_start, end_tokens
 from lit_modules import checkpoints
 from lit_modules.generation import cuda_graphs
@@ -205,7 +205,7 @@ def read(checkpoint: str) -> tuple[Any, Any]:
         if checkpoints.is_checkpoint(folder):
             wrong = checkpoints.damage(folder)
             if wrong is not None:
-                raise ValueError(f"checkpoint={checkpoint} cannot be loaded: {wrong}")
+                raise SettingError("checkpoint", checkpoint, wrong, "cannot be loaded")
             return from_checkpoint(folder), AutoTokenizer.from_pretrained(folder.parent.parent / "tokenizer")
         check_there(checkpoint)
         if not folder.is_dir():
@@ -222,12 +222,13 @@ def read(checkpoint: str) -> tuple[Any, Any]:
             return load_whole(AutoModelForCausalLM, str(folder / "export")), tokenizer
         path = checkpoints.newest_whole(folder / "checkpoints")
         if path is None:
-            raise ValueError(f"checkpoint={checkpoint} has no checkpoint yet: its run has not come so far")
+            raise SettingError("checkpoint", checkpoint, "wait until its run has one", "has no checkpoint yet")
         return from_checkpoint(path), tokenizer
     except (OSError, KeyError, ValueError, SafetensorError, pickle.UnpicklingError, RuntimeError) as error:
-        if str(error).startswith("checkpoint="):
+        if isinstance(error, SettingError) and error.key == "checkpoint":
             raise
-        raise ValueError(f"checkpoint={checkpoint} cannot be loaded: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise SettingError("checkpoint", checkpoint, reason, "cannot be loaded") from error
 
 
 @contextlib.contextmanager
@@ -236,7 +237,7 @@ def damage_told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "probability tensor" not in str(error):
+        if "probability tensor" not in str(error):  # torch has no class for it
             raise
         raise ValueError("checkpoint: its probabilities are not numbers, so weights are damaged") from error
 
@@ -244,9 +245,8 @@ def damage_told() -> Iterator[None]:
 def check_there(checkpoint: str) -> None:
     """Raise ValueError for a path that is not a folder."""
     if not Path(checkpoint).is_dir() and is_path(checkpoint):
-        raise ValueError(
-            f"checkpoint={checkpoint} is no folder: give a run's, an export's, an adapter's, or a name on the Hub"
-        )
+        fix = "give a run's, an export's, an adapter's, or a name on the Hub"
+        raise SettingError("checkpoint", checkpoint, fix, "is not a folder")
 
 
 def from_checkpoint(path: Path) -> Any:

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
-from common.settings import check_choice, check_keys, check_whole
+from common.settings import SettingError, check_choice, check_keys, check_whole
 from lit_modules.jobs.summary import conclude, measured
 from lit_modules.jobs.training_job import TrainingParts, build_trainer, rehearse, set_lengths, train
 from lit_modules.linearization.layer_setup import check_softmax_layers, set_up_layers
@@ -156,11 +156,11 @@ def prefix_errors_with_base(cfg: DictConfig) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        said = str(error)
-        if said.startswith("linearization."):
+        if isinstance(error, SettingError) and error.key.startswith("linearization."):
             raise
-        named = said.startswith(f"{cfg.base} ")
-        raise ValueError(f"base={said}" if named else f"base={cfg.base}: {said}") from error
+        if isinstance(error, SettingError) and error.key == "source":
+            raise SettingError("base", error.value, error.fix, error.problem) from error
+        raise SettingError("base", cfg.base, str(error)) from error
 
 
 def build_strategy(cfg: DictConfig, module: Training) -> Strategy:

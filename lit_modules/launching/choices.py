@@ -1,12 +1,12 @@
 """The choices of conf/'s groups, for the help and for errors about unknown choices."""
 
-import re
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 
-from common.settings import nearest
+from common.settings import NO_VALUE, SettingError, nearest
+from lit_modules.launching import hydra_messages
 from lit_modules.launching.conf_files import ConfFiles, is_part
 
 FEW = 12  # most choices listed in a message
@@ -18,11 +18,10 @@ def choices(group: str) -> str:
     return ", ".join(ConfFiles([Path(source.path) for source in sources if source.scheme() == "file"]).choices(group))
 
 
-def missing_choice(files: ConfFiles, error: MissingConfigException) -> str:
-    """Return the error message for an unknown choice."""
+def missing_choice(files: ConfFiles, error: MissingConfigException) -> SettingError:
+    """Return the error for an unknown choice."""
     path = error.missing_cfg_file or ""
-    named = re.search(r"Available options in '([^']+)'", str(error))
-    group = named[1] if named else path.rpartition("/")[0]
+    group = hydra_messages.group_of_choices(error) or path.rpartition("/")[0]
     if group.startswith("experiment/") and files.is_group(group):  # an experiment in a folder, which another includes
         group = "experiment"
     name = path.removeprefix(f"{group}/")
@@ -30,13 +29,14 @@ def missing_choice(files: ConfFiles, error: MissingConfigException) -> str:
     there = sorted({*options, *files.choices(group)})
     inside = [choice for choice in there if choice.startswith(f"{name}/")]
     if inside:
-        return f"{group}={name} is a folder: give one of {', '.join(inside)}"
+        return SettingError(group, name, f"give one of {', '.join(inside)}", "is a folder")
     if group.startswith("experiment/"):
-        return f"{group} is not a group: write `override /{group.removeprefix('experiment/')}: {name}`"
+        fix = f"write `override /{group.removeprefix('experiment/')}: {name}`"
+        return SettingError(group, NO_VALUE, fix, "is not a group")
     near = nearest(name, there, 3)
-    mend = "palimpsest --help lists the choices"
+    fix = "palimpsest --help lists the choices"
     if len(there) <= FEW:
-        mend = f"give one of {', '.join(there)}"
+        fix = f"give one of {', '.join(there)}"
     elif near:
-        mend = f"did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?"
-    return f"{group}={name}: there is no {path}: {mend}"
+        fix = f"did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?"
+    return SettingError(group, name, fix, "is not known")

@@ -16,7 +16,8 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
-from common.settings import nearest
+from common.settings import NO_VALUE, SettingError, nearest
+from lit_modules.launching import hydra_messages
 from lit_modules.launching.choices import FEW, missing_choice
 from lit_modules.launching.conf_files import GLOBAL, ConfFiles, set_at
 from lit_modules.launching.known_keys import Composition
@@ -53,7 +54,7 @@ def check_command_line(given: Sequence[str], conf: Path) -> None:
             for variant in overrides_without_sweeps(overrides, loader, files):
                 compose_command_line(loader, files, variant).check()
         except MissingConfigException as error:
-            raise ValueError(missing_choice(files, error)) from error
+            raise missing_choice(files, error) from error
         except ConfigCompositionException as error:
             refuse_unknown_group(files, error)
         except UnicodeDecodeError:
@@ -122,8 +123,9 @@ def check_choice(override: Override, files: ConfFiles) -> None:
     """Raise ValueError for a group's value that is neither a name nor a list of names."""
     if not override.is_delete() and not isinstance(override.value(), str | list):
         some = ", ".join(files.choices(override.key_or_group)[:FEW])
-        mend = f"give {override.get_key_element().lstrip('+')}=CHOICE, such as {some}" if some else "it has keys"
-        raise ValueError(f"{override.input_line} is not a choice: {mend}")
+        key = override.get_key_element().lstrip("+")
+        fix = f"give {key}=CHOICE, such as {some}" if some else "it has keys"
+        raise SettingError(key, override.value(), fix, "is not a choice")
 
 
 def declared_keys(files: ConfFiles, found: Any, added: set[str]) -> dict[str, Any]:
@@ -191,17 +193,18 @@ def is_added(file: Any, found: Any, added: set[str]) -> bool:
 
 
 def refuse_unknown_group(files: ConfFiles, error: ConfigCompositionException) -> None:
-    """Raise ValueError for an unknown group in a defaults list or on the command line."""
-    line = " ".join(str(error).split())
-    found = re.search(r"Could not override '([^'@]+)(@[^']*)?'\. No match in the defaults list", line)
+    """Raise SettingError for an unknown group in a defaults list or on the command line."""
+    found = hydra_messages.unknown_group(error)
     if found is None:
         return
-    group = found[1].removeprefix("experiment/")
-    if group != found[1]:
+    group = found.removeprefix("experiment/")
+    if group != found:
         raise ValueError(f"override {group}: write `override /{group}: CHOICE`") from error
     of_jobs = {job: files.groups(f"job/{job}") for job in files.choices("job")}
     having = [f"job={job}" for job, groups in of_jobs.items() if group in groups]
     if having:
-        raise ValueError(f"{group} is for {' and '.join(having)}: give that, or leave out {group}") from error
+        problem = f"is for {' and '.join(having)}"
+        raise SettingError(group, NO_VALUE, f"give that, or leave out {group}", problem) from error
     near = nearest(group, {*files.groups(CONFIG), *(group for groups in of_jobs.values() for group in groups)})
-    raise ValueError(f"{group} is not a group{f': did you mean {near[0]}?' if near else ''}") from error
+    fix = f"did you mean {near[0]}?" if near else "palimpsest --help lists the groups"
+    raise SettingError(group, NO_VALUE, fix, "is not a group") from error

@@ -6,6 +6,8 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers.utils import logging
 
+from common.settings import SettingError
+
 
 def load_whole(
     model_class: Any, source: str, may_lack: Callable[[Any], Iterable[str]] | None = None, **arguments: Any
@@ -30,19 +32,22 @@ def load_whole(
         )
     except (OSError, SafetensorError, RuntimeError, ImportError) as error:  # also a missing quantization package
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{source} has no weights that can be read: {reason}") from error
+        raise SettingError("source", source, reason, "has no weights that can be read") from error
     finally:
         logging.set_verbosity(verbosity)
     if found["mismatched_keys"]:
         name, stored, wanted = min(found["mismatched_keys"])
-        raise ValueError(f"{source} has {name} of shape {list(stored)}, and its config.json means {list(wanted)}")
+        problem = f"has {name} of shape {list(stored)}, and its config.json means {list(wanted)}"
+        raise SettingError("source", source, "give the config.json of these weights", problem)
     missing = sorted(set(found["missing_keys"]) - set(may_lack(model) if may_lack else ()))
     if missing:
-        raise ValueError(f"{source} lacks {len(missing)} of the model's weights, the first is {missing[0]}")
+        problem = f"lacks {len(missing)} of the model's weights, the first is {missing[0]}"
+        raise SettingError("source", source, "give all files of the model", problem)
     unexpected = sorted(found["unexpected_keys"])
     if unexpected:
-        raise ValueError(
-            f"{source} has {len(unexpected)} tensors that a {type(model).__name__} of its config.json does not use, "
-            f"the first is {unexpected[0]}: mend config.json, or remove the tensors"
+        name = type(model).__name__
+        problem = (
+            f"has {len(unexpected)} tensors that a {name} of its config.json does not use, such as {unexpected[0]}"
         )
+        raise SettingError("source", source, "correct config.json, or remove the tensors", problem)
     return model

@@ -300,7 +300,7 @@ def test_a_mistake_is_one_line_with_its_key(evaluate, ours, changes, said):
 
 
 def test_a_checkpoint_that_is_no_folder_is_told_before_the_tasks_are_looked_for(evaluate):
-    with pytest.raises(ValueError, match=r"^checkpoint=/no/such/run is no folder"):
+    with pytest.raises(ValueError, match=r"^checkpoint=/no/such/run is not a folder"):
         evaluate("/no/such/run", "no_such_task")
 
 

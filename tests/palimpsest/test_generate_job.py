@@ -107,7 +107,7 @@ def test_generating_leaves_no_files(run, trained, command):
         (["prompt=a", "top_k=0"], "top_k=0"),
         (["prompt=a", "max_new_tokens=0"], "max_new_tokens=0"),
         (["prompt=a", "device=abacus"], "device=abacus"),
-        (["prompt=a", "checkpoint=/nonexistent/run"], "checkpoint=/nonexistent/run is no folder"),
+        (["prompt=a", "checkpoint=/nonexistent/run"], "checkpoint=/nonexistent/run is not a folder"),
         (["prompt=a", "temperature=abc"], "temperature=abc"),
         (["prompt=a", "top_k=1.5"], "top_k=1.5"),
         (["prompts_file=5"], "prompts_file=5"),

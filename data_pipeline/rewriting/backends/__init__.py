@@ -4,9 +4,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.settings import SettingError
 
-class RewritingStopped(ValueError):
-    """Early end of the run, with a one-line reason; finished work stays, and the same command continues."""
+
+class RewritingStopped(SettingError):
+    """Early end of the run for a reason that a setting can change; finished work stays, the same command continues."""
 
 
 class BudgetSpent(RewritingStopped):

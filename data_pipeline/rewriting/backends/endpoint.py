@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.settings import check_number, check_whole
+from common.settings import SettingError, check_number, check_whole
 from data_pipeline.rewriting.backends import Answer, Backend, Request, RewritingStopped
 from data_pipeline.rewriting.backends.limits import Budget, Pace, backoff, retry_after
 from data_pipeline.rewriting.styles import CHARACTERS_PER_TOKEN
@@ -49,9 +49,9 @@ class Endpoint(Backend):
 
     def __post_init__(self) -> None:
         for key in ("concurrency", "tries", "max_requests", "max_tokens"):
-            check_whole(f"rewrite.backend.{key}", getattr(self, key), 1, null=key.startswith("max_"))
+            check_whole(key, getattr(self, key), 1, null=key.startswith("max_"))
         for key in ("timeout_s", "backoff_s", "longest_wait_s", "requests_per_minute", "tokens_per_minute"):
-            check_number(f"rewrite.backend.{key}", getattr(self, key), above=0, null=key.endswith("_per_minute"))
+            check_number(key, getattr(self, key), above=0, null=key.endswith("_per_minute"))
         self._client: Any = None
         self._answered_at = 0.0
         self._refused = 0
@@ -71,11 +71,9 @@ class Endpoint(Backend):
         try:
             import openai
         except ImportError as error:
-            raise ValueError(
-                "rewrite.backend: the openai client is missing: pip install 'palimpsest-lm[rewrite]'"
-            ) from error
+            raise ValueError("the openai client is missing: pip install 'palimpsest-lm[rewrite]'") from error
         if not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"rewrite.backend.base_url={self.base_url}: give an address like http://127.0.0.1:8000/v1")
+            raise SettingError("base_url", self.base_url, "give an address like http://127.0.0.1:8000/v1")
         for name in ("httpx", "httpx2"):  # the client's HTTP library would log a line per request
             logging.getLogger(name).setLevel(logging.WARNING)
         connections = self.concurrency + 4
@@ -96,7 +94,7 @@ class Endpoint(Backend):
             return ""
         key = os.environ.get(self.key_variable, "").strip()
         if not key:
-            raise ValueError(f"rewrite.backend.key_variable={self.key_variable}: the environment has no such variable")
+            raise SettingError("key_variable", self.key_variable, "give one that is set", "is not in the environment")
         return key
 
     async def complete(self, request: Request) -> Answer:
@@ -126,10 +124,9 @@ class Endpoint(Backend):
                 wait = backoff(tries, self.backoff_s, 60) if told is None else told
                 waited += wait
                 if waited > self.longest_wait_s:
-                    raise RewritingStopped(
-                        f"rewrite.backend.base_url={self.base_url}: too many requests (429) for longer than "
-                        f"rewrite.backend.longest_wait_s={self.longest_wait_s:g}: ask for less, or go on later"
-                    ) from error
+                    problem = f"had too many requests (429) for longer than longest_wait_s={self.longest_wait_s:g}"
+                    fix = "ask for less, or go on later"
+                    raise RewritingStopped("base_url", self.base_url, fix, problem) from error
             except (openai.APIError, BrokenAnswer, ValueError, RecursionError, TimeoutError) as error:
                 if _is_refusal(error):
                     return self._refusal(error, tries)
@@ -175,9 +172,8 @@ class Endpoint(Backend):
         """Return the answer for a refused request (too long, say); end the run if the server refuses all."""
         self._refused += 1
         if self._refused >= REFUSALS_BEFORE_STOPPING and not self._answered_at:
-            raise RewritingStopped(
-                f"rewrite.backend: {self.base_url} refuses every request: {self._without_key(error)}"
-            ) from error
+            reason = self._without_key(error)
+            raise RewritingStopped("base_url", self.base_url, reason, "refuses every request") from error
         return Answer("", "", 0, 0, tries, "refused_by_server")
 
     async def _given_up(self, error: Exception, tries: int, fault_before: float) -> Answer:
@@ -185,9 +181,8 @@ class Endpoint(Backend):
         if self._answered_at > fault_before and await self._alive():
             logger.warning("a request failed %d times (%s) and is left out", self.tries, self._without_key(error))
             return Answer("", "", 0, 0, tries, "server_error")
-        raise RewritingStopped(
-            f"rewrite.backend.base_url={self.base_url}: no answer in {self.tries} tries ({self._without_key(error)})"
-        ) from error
+        reason = self._without_key(error)
+        raise RewritingStopped("base_url", self.base_url, reason, f"gave no answer in {self.tries} tries") from error
 
     async def _alive(self) -> bool:
         import openai
@@ -204,14 +199,11 @@ class Endpoint(Backend):
         """Return the error for a wrong key or model, without the server's words on a key: they may contain it."""
         status = error.status_code
         if status == 404:
-            return RewritingStopped(
-                f"rewrite.backend.model={self.model}: {self.base_url} knows no such model or address (404): "
-                f"{self._without_key(error)}"
-            )
-        mend = "set it to a variable with the right key" if self.key_variable else "name the variable with the key"
-        return RewritingStopped(
-            f"rewrite.backend.key_variable={self.key_variable}: {self.base_url} refuses the key ({status}): {mend}"
-        )
+            problem = f"is not known to {self.base_url}, or the address is wrong (404)"
+            return RewritingStopped("model", self.model, self._without_key(error), problem)
+        fix = "set it to a variable with the right key" if self.key_variable else "name the variable with the key"
+        problem = f"has a key that {self.base_url} refuses ({status})"
+        return RewritingStopped("key_variable", self.key_variable, fix, problem)
 
     def _without_key(self, error: Exception) -> str:
         words = " ".join(f"{type(error).__name__}: {error}".split())

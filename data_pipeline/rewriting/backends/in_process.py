@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.settings import check_whole
+from common.settings import SettingError, check_whole
 from data_pipeline.rewriting.backends import Answer, Backend, Request, RewritingStopped
 
 
@@ -22,7 +22,7 @@ class InProcess(Backend):
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        check_whole("rewrite.backend.batch_size", self.batch_size, 1)
+        check_whole("batch_size", self.batch_size, 1)
 
     @property
     def in_flight(self) -> int:
@@ -45,7 +45,7 @@ class InProcess(Backend):
             self._network.to(device).eval()
         except (OSError, ValueError, RuntimeError) as error:
             first = str(error).strip().partition("\n")[0]
-            raise ValueError(f"rewrite.backend.model={self.model} cannot be loaded on {device}: {first}") from error
+            raise SettingError("model", self.model, first, f"cannot be loaded on {device}") from error
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token or self._tokenizer.convert_ids_to_tokens(0)
 
@@ -106,10 +106,8 @@ class InProcess(Backend):
                     **padded, max_new_tokens=new_tokens, pad_token_id=self._tokenizer.pad_token_id, **drawn
                 )
         except torch.OutOfMemoryError as error:
-            raise RewritingStopped(
-                f"rewrite.backend.batch_size={self.batch_size}: out of memory with {len(fitting)} answers of up to "
-                f"{new_tokens} tokens at once: give a smaller one"
-            ) from error
+            problem = f"is out of memory with {len(fitting)} answers of up to {new_tokens} tokens at once"
+            raise RewritingStopped("batch_size", self.batch_size, "give a smaller one", problem) from error
         ends = end_tokens(self._network, self._tokenizer)
         for n, row in zip(fitting, out[:, width:].tolist(), strict=True):
             answers[n] = self._answer(row[: requests[n].max_tokens], ends, len(rows[n]))

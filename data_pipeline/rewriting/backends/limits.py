@@ -48,9 +48,8 @@ class Budget:
             ("max_tokens", self.max_tokens, self.tokens + self._held, tokens),
         ):
             if limit is not None and spent + asked > limit:
-                raise BudgetSpent(
-                    f"rewrite.backend.{key}={limit} is spent ({self.requests:,} requests and {self.tokens:,} tokens)"
-                )
+                problem = f"is spent ({self.requests:,} requests and {self.tokens:,} tokens)"
+                raise BudgetSpent(key, limit, "raise it to go on", problem)
         self.requests += 1
         self._held += tokens
 

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.settings import NO_VALUE, SettingError
 from data_pipeline.rewriting.backends import RewritingStopped, supervisor
 from data_pipeline.rewriting.backends.endpoint import Endpoint
 
@@ -33,7 +34,7 @@ class Served(Endpoint):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.command, str) or not any("{port}" in str(word) for word in self.command):
-            raise ValueError(f"rewrite.backend.command={self.command}: give a list of words, one of them with {{port}}")
+            raise SettingError("command", self.command, "give a list of words, one of them with {port}")
 
     async def start(self, folder: Path, requests: int, tokens: int) -> None:
         self._log = folder / "server.log"
@@ -48,7 +49,7 @@ class Served(Endpoint):
     async def _ready(self) -> None:
         await self._up.wait()
         if self._failure:
-            raise RewritingStopped(self._failure)
+            raise RewritingStopped("command", NO_VALUE, f"see {self._log}", self._failure)
 
     async def _keep_running(self) -> None:
         """Start the server, and restart it when it dies, up to `max_restarts` times."""
@@ -57,7 +58,7 @@ class Served(Endpoint):
             try:
                 self._failure = await self._start_once()
             except OSError as error:
-                self._failure = f"rewrite.backend.command: cannot be started ({error.strerror})"
+                self._failure = f"cannot be started ({error.strerror})"
             if self._failure:
                 break
             self._up.set()
@@ -66,10 +67,7 @@ class Served(Endpoint):
             if start < self.max_restarts:
                 logger.warning("the server ended with status %s: starting it again (%s)", status, self._log)
         else:
-            self._failure = (
-                f"rewrite.backend.command: the server ended with status {status} "
-                f"after {self.max_restarts} restarts: see {self._log}"
-            )
+            self._failure = f"ended with status {status} after {self.max_restarts} restarts"
         self._up.set()  # let waiting requests see the failure
 
     async def _start_once(self) -> str:
@@ -94,17 +92,11 @@ class Served(Endpoint):
         deadline = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline:
             if self._process.returncode is not None:
-                return (
-                    f"rewrite.backend.command: {words[0]} ended with status {self._process.returncode} "
-                    f"before it was ready: see {self._log}"
-                )
+                return f"({words[0]}) ended with status {self._process.returncode} before it was ready"
             if await self._alive():
                 return ""
             await asyncio.sleep(POLL_S)
-        return (
-            f"rewrite.backend.command: {words[0]} was not ready within "
-            f"rewrite.backend.start_timeout_s={self.start_timeout_s:g}: see {self._log}"
-        )
+        return f"({words[0]}) was not ready within start_timeout_s={self.start_timeout_s:g}"
 
     async def close(self) -> None:
         watch, process = getattr(self, "_watch", None), getattr(self, "_process", None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.settings import check_number
+from common.settings import SettingError, check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.github.github_events import (
@@ -61,13 +61,10 @@ class GithubIssues(SourceInParts):
             object.__setattr__(self, "repositories", as_list(self.repositories))
             for pattern in self.repositories:
                 if "/" not in pattern:
-                    raise ValueError(f"source.repositories={pattern}: give owner/name, or a glob such as {pattern}/*")
+                    raise SettingError("repositories", pattern, f"give owner/name, or a glob such as {pattern}/*")
         for name in ("minimum_comments", "minimum_stars", "trace_lines"):
-            check_number(f"source.{name}", getattr(self, name), least=0)
-        if self.log_lines < 2:
-            raise ValueError(
-                f"source.log_lines={self.log_lines}: give at least 2, one for the head and one for the tail"
-            )
+            check_number(name, getattr(self, name), least=0)
+        check_number("log_lines", self.log_lines, least=2)  # one for the head and one for the tail
 
     def identity(self, by: str = SAMPLE) -> dict:
         """Return the settings, and the content of every file; raise ValueError for a path without files."""
@@ -82,8 +79,9 @@ class GithubIssues(SourceInParts):
         """Return the buckets' names; raise ValueError if there is no event of a wanted issue."""
         names = sorted(bucket_turns(scratch / FOLDER))
         if not names:
-            among = "" if self.repositories is None else f" of source.repositories={self.repositories}"
-            raise ValueError(f"source.paths={self.paths}: no event of an issue{among} in {len(self._files())} files")
+            among = "" if self.repositories is None else f" of repositories={self.repositories}"
+            problem = f"has no event of an issue{among} in {len(self._files())} files"
+            raise SettingError("paths", self.paths, "give files of other hours, or other repositories", problem)
         return names
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
@@ -101,7 +99,7 @@ class GithubIssues(SourceInParts):
             repositories.close()
 
     def _files(self) -> list[Path]:
-        return find_files("source.paths", self.paths, EVENTS)
+        return find_files("paths", self.paths, EVENTS)
 
     def _wanted(self) -> Callable[[str], bool]:
         if self.repositories is None:

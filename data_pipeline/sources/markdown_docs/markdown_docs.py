@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.settings import check_number
+from common.settings import SettingError, check_number
 from data_pipeline.documents import Document, Problems, Unreadable
 from data_pipeline.identity import EARLIER, SAMPLE, file_identity, settings_identity
 from data_pipeline.licences import licence_of_text
@@ -59,7 +59,7 @@ class MarkdownDocs(SourceInParts):
     max_file_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        check_number("source.max_file_bytes", self.max_file_bytes, least=1)
+        check_number("max_file_bytes", self.max_file_bytes, least=1)
         object.__setattr__(self, "paths", plain(self.paths))
 
     def identity(self, by: str = SAMPLE) -> dict:
@@ -78,10 +78,10 @@ class MarkdownDocs(SourceInParts):
         write_parts(scratch / PARTS, groups(items, PART_BYTES))
 
     def parts(self, scratch: Path) -> list[str]:
-        """Return the parts' names; raise ValueError, naming `source.paths`, if there is no Markdown."""
+        """Return the parts' names; raise ValueError, naming `paths`, if there is no Markdown."""
         names = part_names(scratch / PARTS)
         if not names:
-            raise ValueError(f"source.paths={self.paths}: no Markdown in it; it must have {' '.join(ENDINGS)} files")
+            raise SettingError("paths", self.paths, f"give {' '.join(ENDINGS)} files", "has no Markdown")
         return names
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:
@@ -110,22 +110,22 @@ class MarkdownDocs(SourceInParts):
             metadata = {"source": "markdown_docs", **{key: value for key, value in about.items() if value}}
             yield Document(page.text, identity, metadata)
         if missing:
-            logger.info("source.paths: %d includes are not in their repositories, and were left out", missing)
+            logger.info("paths: %d includes are not in their repositories, and were left out", missing)
 
     def _folders(self) -> list[Path]:
         """Return the absolute folders; raise ValueError for a missing, nested or duplicate one."""
         folders = [Path(path).expanduser() for path in as_list(self.paths)]
         for folder in folders:
             if not folder.is_dir():
-                raise ValueError(f"source.paths={folder}: no such folder; give the folder of a checked-out repository")
+                raise SettingError("paths", folder, "give the folder of a checked-out repository", "is not a folder")
         folders = sorted({folder.resolve() for folder in folders})
         for folder, other in itertools.pairwise(folders):
             if other.is_relative_to(folder):
-                raise ValueError(f"source.paths: {other} lies in {folder}: give one of them")
+                raise SettingError("paths", other, "give one of them", f"lies in {folder}")
         names: dict[str, Path] = {}
         for root in map(_root, folders):
             if names.setdefault(root.name, root) != root:
-                raise ValueError(f"source.paths: {root} and {names[root.name]} have one name: rename one of them")
+                raise SettingError("paths", root, "rename one of them", f"has the name of {names[root.name]}")
         return folders
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.settings import SettingError
 from data_pipeline.sources.index_file import new_index, open_index
 from data_pipeline.sources.papers.papers import Paper, title_key
 
@@ -54,17 +55,17 @@ class VenueList:
         self._by_name: dict[str, Venue | None] = {}
         ranks, known = set(ranks), {str(entry.get("area")) for entry in venues.values()}
         if not ranks or not ranks <= set(RANKS):
-            raise ValueError(f"source.ranks={sorted(ranks)}: give some of {', '.join(RANKS)}")
+            raise SettingError("ranks", sorted(ranks), f"give some of {', '.join(RANKS)}")
         if areas is not None and not set(areas) <= known:
-            missing = ", ".join(sorted(set(areas) - known))
-            raise ValueError(f"source.areas: no {missing} in source.venues; it has {', '.join(sorted(known))}")
+            missing = sorted(set(areas) - known)
+            raise SettingError("areas", missing, f"give some of {', '.join(sorted(known))}", "is of no venue")
         for name, entry in venues.items():
             self._add(name, entry, ranks, areas)
 
     def _add(self, name: str, entry: dict, ranks: set[str], areas: Iterable[str] | None) -> None:
         keys, names = entry.get("dblp"), entry.get("names")
         if entry.get("rank") not in RANKS or not isinstance(keys, list) or not isinstance(names, list):
-            raise ValueError(f"source.venues: {name}: give rank (A, B or C), area, dblp (a list) and names (a list)")
+            raise SettingError("venues", name, "give rank (A, B or C), area, dblp (a list) and names (a list)")
         venue = Venue(name, entry["rank"], str(entry.get("area")))
         wanted = venue if venue.rank in ranks and (areas is None or venue.area in areas) else None
         for key in keys:
@@ -72,13 +73,13 @@ class VenueList:
             if issue:
                 self._by_issue.setdefault(prefix, []).append((issue, wanted))
             elif prefix in self._by_key:
-                raise ValueError(f"source.venues: {name}: its DBLP key {key} stands at another venue too; take one off")
+                raise SettingError("venues", name, "take one off", f"has the DBLP key {key} of another venue")
             else:
                 self._by_key[prefix] = wanted
         forms = {_plain(full) for full in names} | ({name} if len(name) >= ACRONYM_LENGTH else set())
         for form in forms:
             if form in self._by_name:
-                raise ValueError(f"source.venues: {name}: another venue is called {form!r} too; take one off")
+                raise SettingError("venues", name, "take one off", f"has the name {form!r} of another venue")
             self._by_name[form] = wanted
 
     def may_have(self, key: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from common.settings import check_number
+from common.settings import SettingError, check_number
 from data_pipeline.documents import Document, Problems, Unreadable
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.json_lines import lines, parse, records
@@ -74,7 +74,7 @@ class Venues(SourceInParts):
         for name in ("records", "full_text", "ranks", "areas"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None and name == "areas" else as_list(value))
-        check_number("source.pdf_seconds", self.pdf_seconds, above=0)
+        check_number("pdf_seconds", self.pdf_seconds, above=0)
         self._venue_list()
 
     def identity(self, by: str = SAMPLE) -> dict:
@@ -95,8 +95,8 @@ class Venues(SourceInParts):
         with new_papers(scratch / INDEX) as index:
             self._index_papers(index, problems)
             if not index.papers:
-                found = f"no paper of a venue of ranks {', '.join(self.ranks)} in source.venues"
-                raise ValueError(f"source.records={self.records}: {found}; widen ranks or areas, or give other records")
+                problem = f"has no paper of a venue of ranks {', '.join(self.ranks)}"
+                raise SettingError("records", self.records, "widen ranks or areas, or give other records", problem)
             for path in self._full_text():
                 if _kind(path) == "lines":
                     self._match_lines(index, path, problems)
@@ -105,8 +105,8 @@ class Venues(SourceInParts):
             texts = index.texts()
             logger.info("%s papers of wanted venues, %s of them with a text", f"{index.papers:,}", f"{texts:,}")
             if not texts:
-                found = f"no text of the {index.papers:,} papers that source.records has of wanted venues"
-                raise ValueError(f"source.full_text={self.full_text}: {found}; name files by DOI or DBLP key")
+                problem = f"has no text of the {index.papers:,} papers that records has of wanted venues"
+                raise SettingError("full_text", self.full_text, "name files by DOI or DBLP key", problem)
 
     def parts(self, scratch: Path) -> list[str]:
         """Return parts: a file of JSON lines, or a group of TEI or PDF files, named by its first and last number."""
@@ -134,10 +134,10 @@ class Venues(SourceInParts):
         return VenueList(self.venues, self.ranks, self.areas)
 
     def _records(self) -> list[Path]:
-        return find_files("source.records", self.records, RECORDS)
+        return find_files("records", self.records, RECORDS)
 
     def _full_text(self) -> list[Path]:
-        return find_files("source.full_text", self.full_text, FULL_TEXT)
+        return find_files("full_text", self.full_text, FULL_TEXT)
 
     def _index_papers(self, index: PaperIndex, problems: Problems) -> None:
         """Add the papers of wanted venues; DBLP first, because it knows venues, then other records add their keys."""
@@ -238,7 +238,7 @@ class Venues(SourceInParts):
 def _plain_entry(name: str, entry: Mapping) -> dict:
     """Return an entry of the list in plain types, instead of Hydra's."""
     if not isinstance(entry, Mapping):
-        raise ValueError(f"source.venues: {name}: give rank (A, B or C), area, dblp (a list) and names (a list)")
+        raise SettingError("venues", name, "give rank (A, B or C), area, dblp (a list) and names (a list)")
     lists = {
         key: [*value] for key, value in entry.items() if isinstance(value, Sequence) and not isinstance(value, str)
     }

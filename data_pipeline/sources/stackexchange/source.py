@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from common.atomic_files import replace_atomically
-from common.settings import check_number
+from common.settings import SettingError, check_number
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import EARLIER, SAMPLE, file_identity, settings_identity
 from data_pipeline.markup.html.fragments import markdown
@@ -50,7 +50,7 @@ class StackExchange(SourceInParts):
     category: str = "debug"
 
     def __post_init__(self) -> None:
-        check_number("source.answers", self.answers, least=1)
+        check_number("answers", self.answers, least=1)
         object.__setattr__(self, "paths", plain(self.paths))
         if self.tags is not None:
             object.__setattr__(self, "tags", sorted(str(tag).lower() for tag in self.tags))
@@ -64,22 +64,23 @@ class StackExchange(SourceInParts):
         return found
 
     def dumps(self) -> dict[str, Path]:
-        """Return {site: file}; raise ValueError, naming `source.paths`, if it names no dump."""
+        """Return {site: file}; raise ValueError, naming `paths`, if it names no dump."""
         found: dict[str, Path] = {}
         for given in as_list(self.paths):
             path = Path(given).expanduser()
             if not path.exists():
-                raise ValueError(f"source.paths={given}: no such file; give folders with {POSTS}, or .7z archives")
+                raise SettingError("paths", given, f"give folders with {POSTS}, or .7z archives", "does not exist")
             inside = (*path.rglob(POSTS), *path.rglob("*.7z")) if path.is_dir() else (path,)
             for file in sorted(inside):
                 site = _site(file)
                 if site is None:
                     continue  # another table of a dump: stackoverflow.com-Votes.7z
                 if site in found:
-                    raise ValueError(f"source.paths: {found[site]} and {file} are both of {site}; keep one of them")
+                    problem = f"and {found[site]} are both of {site}"
+                    raise SettingError("paths", file, "keep one of them", problem)
                 found[site] = file
         if not found:
-            raise ValueError(f"source.paths={self.paths}: no {POSTS} and no archive of one in it")
+            raise SettingError("paths", self.paths, f"give a folder with {POSTS}, or a .7z archive", "has no dump")
         return dict(sorted(found.items()))
 
     def prepare(self, scratch: Path, problems: Problems) -> None:
@@ -107,7 +108,7 @@ class StackExchange(SourceInParts):
             for file in sorted((scratch / site).glob("*.questions"))
         ]
         if not names:
-            raise ValueError(f"source.paths={self.paths}: no question matches source.tags and source.minimum_score")
+            raise SettingError("paths", self.paths, "change tags or minimum_score", "has no question that matches")
         return names
 
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:

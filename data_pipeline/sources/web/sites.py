@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
+from common.settings import NO_VALUE, SettingError
+
 
 class Sites:
     """Wanted URLs: `categories` maps a category to sites, each a host or a host/path.
@@ -12,18 +14,18 @@ class Sites:
     host wins, then the longest path. Schemes, ports and queries are ignored.
 
     Raises:
-        ValueError: a site is invalid, or in two categories; the line names `source.sites`.
+        ValueError: a site is invalid, or in two categories; the error names `sites`.
     """
 
     def __init__(self, categories: Mapping[str, Sequence[str]]) -> None:
         self._rules: dict[str, list[tuple[str, str]]] = {}  # host -> (path, category), longer paths first
         for category, sites in categories.items():
             if isinstance(sites, str):
-                raise ValueError(f"source.sites.{category}={sites}: give a list of sites")
+                raise SettingError("sites", {category: sites}, "give a list of sites for each category")
             for site in sites:
                 self._add(str(site), category)
         if not self._rules:
-            raise ValueError("source.sites is empty: give at least one site, as in {design: [lwn.net]}")
+            raise SettingError("sites", NO_VALUE, "give at least one site, as in {design: [lwn.net]}", "is empty")
         for rules in self._rules.values():
             rules.sort(key=lambda rule: -len(rule[0]))
 
@@ -45,13 +47,12 @@ class Sites:
     def _add(self, site: str, category: str) -> None:
         host, slash, path = site.partition("/")
         if not host or any(mark in site for mark in (":", "*", "?", "#", " ")) or host.startswith("."):
-            raise ValueError(
-                f"source.sites.{category}: {site!r} is no site: give a host or host/path, without https://, port and *"
-            )
+            fix = "give a host or host/path, without https://, port and *"
+            raise SettingError("sites", {category: site}, fix, "is not a site")
         prefix = f"/{path.strip('/')}/" if slash and path.strip("/") else "/"
         rules = self._rules.setdefault(host.lower(), [])
         other = next((other for known, other in rules if known == prefix), None)
         if other is not None and other != category:
-            raise ValueError(f"source.sites: {site!r} is in {other} and in {category}: leave it in one")
+            raise SettingError("sites", {category: site}, "leave it in one", f"is in {other} too")
         if other is None:
             rules.append((prefix, category))

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.settings import check_number
+from common.settings import SettingError, check_number
 from data_pipeline.documents import Document, Problems, Unreadable
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.sources.index_file import new_index, open_index
@@ -53,12 +53,12 @@ class Web(SourceInParts):
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", plain(self.paths))
         if not isinstance(self.sites, Mapping):
-            raise ValueError(f"source.sites={self.sites}: give a mapping, as in {{design: [lwn.net]}}")
+            raise SettingError("sites", self.sites, "give a mapping, as in {design: [lwn.net]}")
         lists = {str(name): sites if isinstance(sites, str) else list(sites) for name, sites in self.sites.items()}
         object.__setattr__(self, "sites", lists)
         Sites(lists)
         for name in ("max_page_bytes", "max_page_elements"):
-            check_number(f"source.{name}", getattr(self, name), least=1)
+            check_number(name, getattr(self, name), least=1)
 
     def identity(self, by: str = SAMPLE) -> dict:
         """Return the settings, the extractor's version, and the content of every file."""
@@ -69,11 +69,11 @@ class Web(SourceInParts):
         }
 
     def files(self) -> list[Path]:
-        """Return the WARC files, sorted; raise ValueError, naming `source.paths`, if there are none."""
+        """Return the WARC files, sorted; raise ValueError, naming `paths`, if there are none."""
         named = {file for path in as_list(self.paths) for file in named_files(path)}
         found = sorted(file for file in named if file.name.lower().endswith(ENDINGS))
         if not found:
-            raise ValueError(f"source.paths={self.paths}: no WARC file; it must match {' '.join(ENDINGS)} files")
+            raise SettingError("paths", self.paths, f"give {' '.join(ENDINGS)} files", "matches no WARC file")
         return found
 
     def prepare(self, scratch: Path, problems: Problems) -> None:

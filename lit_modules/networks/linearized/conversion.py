@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.hub import is_path, use_cache_where_unreachable
+from common.settings import SettingError
 from lit_modules.networks.linearized.families import PREFIX, check_config, check_model_type, family_of
 from lit_modules.networks.linearized.family_models import MODELS
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
@@ -169,16 +170,19 @@ def read_config(source: str) -> dict[str, Any]:
     """
     if not Path(source).is_dir():
         if is_path(source):
-            raise ValueError(f"{source} is no folder: give a model's, or its name on the Hugging Face Hub")
+            fix = "give a model's folder, or its name on the Hugging Face Hub"
+            raise SettingError("source", source, fix, "is not a folder")
         use_cache_where_unreachable()
     try:
         config, _ = PreTrainedConfig.get_config_dict(source)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{source} has no config.json that can be read: {reason}") from error
+        raise SettingError("source", source, reason, "has no config.json that can be read") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{source} has a config.json that is {type(config).__name__}, not an object with a model_type")
+        problem = f"has a config.json that is {type(config).__name__}"
+        raise SettingError("source", source, "give one with an object that has a model_type", problem)
     if not config:
         beside = " (it is a run's: give its export/)" if (Path(source) / "export" / "config.json").is_file() else ""
-        raise ValueError(f"{source} has no config.json: give a model's folder, or its name on the Hub{beside}")
+        fix = f"give a model's folder, or its name on the Hub{beside}"
+        raise SettingError("source", source, fix, "has no config.json")
     return config

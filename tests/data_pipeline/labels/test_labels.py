@@ -131,7 +131,7 @@ def test_a_run_that_stops_goes_on_and_pays_for_nothing_twice(tmp_path: Path, lab
 
 def test_a_server_that_fails_ends_in_one_line(tmp_path: Path, labeller: Labeller) -> None:
     labeller.status = 500
-    with pytest.raises(ValueError, match=r"cleaning\.labels\.backend\.base_url=.*: no answer in 2 tries") as raised:
+    with pytest.raises(ValueError, match=r"cleaning\.labels\.backend\.base_url=.* gave no answer in 2 tries") as raised:
         run(make_stages(tmp_path, labeller), make_documents(60))
     assert "\n" not in str(raised.value)
 

@@ -153,7 +153,7 @@ def test_a_server_that_keeps_dying_is_one_line_that_names_its_log(tmp_path):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["no-such-program", "{port}"], "no-such-program ended with status 127 before it was ready"),
+        (["no-such-program", "{port}"], "no-such-program.* ended with status 127 before it was ready"),
         ([sys.executable, "-c", "import time; time.sleep(99)", "{port}"], "was not ready within"),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_server_that_never_answers_is_one_line(tmp_path, command, said):
 
 
 def test_a_command_without_a_port_is_refused():
-    with pytest.raises(ValueError, match=r"rewrite\.backend\.command=.*\{port\}"):
+    with pytest.raises(ValueError, match=r"^command=.*\{port\}"):
         Served(command=["vllm", "serve"], model="m")
 
 

@@ -110,7 +110,7 @@ def test_only_papers_of_the_categories_are_read(tmp_path):
     sources(tmp_path, {f"2301/2301.0000{n}.gz": paper() for n in range(1, 7)})
     assert [document.id for document in read(tmp_path)[0]] == ["arxiv:2301.00002"]
     assert [document.id for document in read(tmp_path, categories=["cs.CL"])[0]] == ["arxiv:2301.00005"]
-    with pytest.raises(ValueError, match=r"source\.metadata=.*source\.categories \(cs\.GL\)"):
+    with pytest.raises(ValueError, match=r"^metadata=.*categories \(cs\.GL\)"):
         read(tmp_path, categories=["cs.GL"])
 
 
@@ -321,11 +321,11 @@ def test_the_settings_file_gives_every_argument_its_default():
 def test_mistakes_in_settings_name_the_key(tmp_path):
     metadata(tmp_path, record("2301.00001"))
     (path,) = tmp_path.glob("*.json")
-    with pytest.raises(ValueError, match=r"source\.metadata=nowhere: no such file"):
+    with pytest.raises(ValueError, match=r"^metadata=nowhere is not a file"):
         Arxiv("nowhere", str(tmp_path)).identity()
-    with pytest.raises(ValueError, match=r"source\.sources=.*no \.tar in it"):
+    with pytest.raises(ValueError, match=r"^sources=.*no \.tar in it"):
         Arxiv(str(path), str(tmp_path)).identity()
-    with pytest.raises(ValueError, match=r"source\.categories=\[\]"):
+    with pytest.raises(ValueError, match=r"^categories=\[\]"):
         Arxiv(str(path), str(tmp_path), [])
 
 

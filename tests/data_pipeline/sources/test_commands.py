@@ -210,11 +210,11 @@ def test_a_program_that_prints_without_end_is_ended_before_its_time(program, mon
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"man_pages": "/nowhere/man"}, r"source\.man_pages=/nowhere/man: no such folder"),
-        ({"man_pages": None, "help_texts": "/nowhere"}, r"source\.help_texts=/nowhere: no such folder"),
-        ({"man_pages": None, "sections": [1, 12]}, r"source\.sections=\[1, 12\]: give numbers"),
-        ({"man_pages": None, "run_help": ["no-such-program-here"]}, r"source\.run_help: 'no-such-program-here'"),
-        ({"man_pages": None}, r"source\.man_pages=None, .*no page in them"),
+        ({"man_pages": "/nowhere/man"}, r"^man_pages=/nowhere/man is not a folder"),
+        ({"man_pages": None, "help_texts": "/nowhere"}, r"^help_texts=/nowhere is not a folder"),
+        ({"man_pages": None, "sections": [1, 12]}, r"^sections=\[1, 12\]: give numbers"),
+        ({"man_pages": None, "run_help": ["no-such-program-here"]}, r"^run_help=no-such-program-here is not"),
+        ({"man_pages": None}, r"^man_pages=null and .*no page"),
     ],
 )
 def test_wrong_settings_are_named(settings, words):

@@ -58,7 +58,7 @@ def test_max_bytes_takes_the_same_documents_whatever_the_processes():
 
 
 def test_a_missing_package_is_named():
-    with pytest.raises(ValueError, match=r"data\.source\.packages: 'no-such-thing' is not installed"):
+    with pytest.raises(ValueError, match=r"^packages=no-such-thing is not installed"):
         LocalDocs(["no-such-thing"]).identity()
 
 

@@ -175,8 +175,14 @@ def test_an_experiment_without_its_first_line_is_pointed_out(tmp_path):
         ("experiment=fox/llama_760m_48b", "did you mean fox/fox_llama_760m_48b, "),
         ("experiment=dmeo", "did you mean demo?"),
         ("linearization=_bases job=linearize", "give one of joint, liger_gated_retention, "),
-        ("schedule=wsd", "there is no schedule/wsd: give one of cosine, linear, plateau, warmup_stable_decay"),
-        ("job=rewrite rewrite/style=[textbok]", "rewrite/style=textbok: there is no rewrite/style/textbok"),
+        (
+            "schedule=wsd",
+            "schedule=wsd is not known: give one of cosine, linear, plateau, warmup_stable_decay",
+        ),
+        (
+            "job=rewrite rewrite/style=[textbok]",
+            "rewrite/style=textbok is not known: ",
+        ),
     ],
 )
 def test_a_choice_that_there_is_not_is_refused_with_those_that_there_are(given, line):

@@ -62,7 +62,7 @@ def test_a_base_model_that_cannot_be_linearized_is_refused_in_one_line(linearize
     ("overrides", "said"),
     [
         (["base=???"], "base"),
-        (["base=/nowhere/at/all"], "base=/nowhere/at/all is no folder"),
+        (["base=/nowhere/at/all"], "base=/nowhere/at/all is not a folder"),
         (["base=null"], "base=null"),
         (["base=nobody/nothing"], "base=nobody/nothing"),
         (["stages.finetuning=3"], "stages.finetuning=3"),

@@ -261,9 +261,9 @@ def test_repositories_are_names_or_globs(tmp_path):
     ids = {d.id for d in read(tmp_path, repositories=["torch/*"])[0]}
     assert ids == {"github_issues:Torch/core#1", "github_issues:torch/text#1"}
     assert len(read(tmp_path, repositories=["OTHER/core"])[0]) == 1
-    with pytest.raises(ValueError, match=r"source\.repositories=torch: give owner/name"):
+    with pytest.raises(ValueError, match=r"^repositories=torch: give owner/name"):
         GithubIssues([str(tmp_path)], repositories=["torch"])
-    with pytest.raises(ValueError, match=r"source\.paths=.*no event of an issue of source\.repositories"):
+    with pytest.raises(ValueError, match=r"^paths=.*no event of an issue of repositories"):
         read(tmp_path, repositories=["no/where"])
 
 

@@ -279,15 +279,15 @@ def test_parts_are_groups_of_files_and_together_all_of_them(repository, tmp_path
 
 
 def test_wrong_folders_are_named(repository, tmp_path):
-    with pytest.raises(ValueError, match=r"source\.paths=.*nowhere: no such folder"):
+    with pytest.raises(ValueError, match=r"^paths=.*nowhere is not a folder"):
         MarkdownDocs(str(tmp_path / "nowhere")).identity()
     (repository / "inner").mkdir()
     with pytest.raises(ValueError, match=r"inner lies in .*docs: give one"):
         MarkdownDocs([str(repository), str(repository / "inner")]).identity()
     (tmp_path / "more" / "docs").mkdir(parents=True)
-    with pytest.raises(ValueError, match="have one name"):
+    with pytest.raises(ValueError, match="has the name of"):
         MarkdownDocs([str(repository), str(tmp_path / "more" / "docs")]).identity()
-    with pytest.raises(ValueError, match=r"source\.paths=.*no Markdown"):
+    with pytest.raises(ValueError, match=r"^paths=.*no Markdown"):
         read(repository)
 
 

@@ -282,15 +282,13 @@ def test_ranks_and_areas_choose_the_venues(inputs):
     (folder / "texts" / "a.jsonl").write_bytes(lines(*(s2orc(n, dblp=key) for n, key in enumerate(keys))))
     assert set(read()[0]) == {"venues:conf/sosp/Ost21", "venues:journals/pacmpl/Ost22"}
     assert set(read(ranks=["C"])[0]) == {"venues:conf/icc/Ost21"}
-    with pytest.raises(ValueError, match=r"source\.records=.* no paper of a venue of ranks A, B"):
+    with pytest.raises(ValueError, match=r"^records=.* no paper of a venue of ranks A, B"):
         read(areas=["databases"])
-    with pytest.raises(ValueError, match=r"source\.venues: X: give rank"):
+    with pytest.raises(ValueError, match=r"^venues=X: give rank"):
         read(venues={"X": "A"})
-    with pytest.raises(ValueError, match=r"source\.ranks=\['D'\]: give some of A, B, C"):
+    with pytest.raises(ValueError, match=r"^ranks=.*D.*: give some of A, B, C"):
         read(ranks=["D"])
-    with pytest.raises(
-        ValueError, match=r"source\.areas: no cooking in source\.venues; it has architecture, databases"
-    ):
+    with pytest.raises(ValueError, match=r"^areas=.*cooking.* is of no venue: give some of architecture, databases"):
         read(areas=["cooking"])
 
 
@@ -364,7 +362,7 @@ def test_texts_too_short_to_be_papers_are_left_out(inputs):
     short = s2orc(1, text="Short. ", doi="10.1145/1.21")
     abstract = {**pes2o(2, PROSE, "s2ag/train"), "title": "Forgetting caches in Unix & Andere Kernels"}
     (folder / "texts" / "a.jsonl").write_bytes(lines(short, abstract))
-    with pytest.raises(ValueError, match=r"source\.full_text=.*no text of the 3 papers"):
+    with pytest.raises(ValueError, match=r"^full_text=.*no text of the 3 papers"):
         read()
     (folder / "texts" / "conf_sosp_Ost21.xml").write_text(TEI.format(title="x", year=1, text="Short."))
     documents, problems = read()
@@ -395,9 +393,9 @@ def test_spans_that_lie_are_ignored():
 
 def test_paths_with_nothing_to_read_name_the_key(inputs):
     folder, read = inputs
-    with pytest.raises(ValueError, match=r"source\.full_text=.*texts: no file that ends in"):
+    with pytest.raises(ValueError, match=r"^full_text=.*texts has no file that ends in"):
         read()
-    with pytest.raises(ValueError, match=r"source\.records=.*nowhere: no such file"):
+    with pytest.raises(ValueError, match=r"^records=.*nowhere does not exist"):
         read(records=[str(folder / "nowhere")])
 
 

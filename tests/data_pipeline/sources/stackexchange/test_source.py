@@ -150,7 +150,7 @@ def test_deleted_closed_unanswered_and_low_posts_are_left_out(tmp_path):
 def test_tags_choose_questions_in_both_ways_of_writing(tmp_path, written):
     dump(tmp_path, question(1, tags=written), answer(2, 1), question(3, tags="<linux-kernel>"), answer(4, 3))
     assert [document.id for document in read(tmp_path, tags=["C++", "gdb"])[0]] == ["stackexchange:unix/1"]
-    with pytest.raises(ValueError, match=r"source\.paths=.*source\.tags"):
+    with pytest.raises(ValueError, match=r"^paths=.*tags"):
         read(tmp_path, tags=["c"])
 
 
@@ -346,8 +346,8 @@ def test_the_settings_file_gives_every_argument_its_default():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"paths": "nowhere"}, r"source\.paths=nowhere: no such file"),
-        ({"paths": ".", "answers": 0}, r"source\.answers=0"),
+        ({"paths": "nowhere"}, r"^paths=nowhere does not exist"),
+        ({"paths": ".", "answers": 0}, r"^answers=0"),
     ],
 )
 def test_mistakes_in_settings_name_the_key(settings, words):
@@ -356,11 +356,11 @@ def test_mistakes_in_settings_name_the_key(settings, words):
 
 
 def test_folders_without_a_dump_and_two_dumps_of_a_site_name_the_key(tmp_path):
-    with pytest.raises(ValueError, match=r"source\.paths=.*no Posts\.xml"):
+    with pytest.raises(ValueError, match=r"^paths=.*Posts\.xml"):
         StackExchange([str(tmp_path)]).identity()
     dump(tmp_path, question(1), answer(2, 1))
     archive(tmp_path / "unix.stackexchange.com.7z", Posts="<posts/>")
-    with pytest.raises(ValueError, match=r"source\.paths: .* both of unix\.stackexchange\.com"):
+    with pytest.raises(ValueError, match=r"^paths=.* both of unix\.stackexchange\.com"):
         StackExchange(str(tmp_path)).parts(tmp_path)
 
 
