@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from common import checksums
 from common.atomic_files import is_full_disk, write_atomic
+from common.settings import SettingError
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,9 @@ def _build_beside(final: Path, identity: object, build: Callable[[Path], dict]) 
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if is_full_disk(error):
-            raise ValueError(f"data_dir={final.parent}: the disk is full; free some space or set data_dir") from error
+            raise SettingError(
+                "data_dir", final.parent, "free some space, or give another", "is on a full disk"
+            ) from error
         raise
 
 
@@ -153,7 +156,7 @@ def _make_folder(data_dir: Path) -> None:
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"data_dir={data_dir}: cannot be made ({error.strerror}); set data_dir") from error
+        raise SettingError("data_dir", data_dir, "give another folder", f"cannot be made ({error.strerror})") from error
 
 
 def _lock_of(final: Path) -> Path:

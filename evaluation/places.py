@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.settings import NO_VALUE, SettingError
 from data_pipeline.identity import WHOLE, file_identity
 from lit_modules import checkpoints
 from lit_modules.launching import run_folder
@@ -29,7 +30,8 @@ class Place:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"output: {self.folder} cannot be written ({error.strerror or error})") from error
+            problem = f"cannot be written ({error.strerror or error})"
+            raise SettingError("output", self.folder, "give another folder", problem) from error
 
 
 def place(checkpoint: str, output: str | None) -> Place:
@@ -41,13 +43,11 @@ def place(checkpoint: str, output: str | None) -> Place:
     run = run_of(checkpoint)
     if output is not None:
         if Path(output).is_file():
-            raise ValueError(f"output={output} is a file: give a folder")
+            raise SettingError("output", output, "give a folder", "is a file")
         return Place(Path(output) / "evaluation", run)
     if run is None:
-        raise ValueError(
-            f"output is missing: checkpoint={checkpoint} is not of a run, in whose folder results would go; "
-            "give output=FOLDER"
-        )
+        fix = f"checkpoint={checkpoint} is not of a run, in whose folder results would go; give output=FOLDER"
+        raise SettingError("output", NO_VALUE, fix, "is missing")
     return Place(run / "evaluation", run)
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.settings import check_number, is_number, shown
+from common.settings import SettingError, check_number, is_number
 from data_pipeline.fingerprint import other_text
 from lit_modules.launching.run_folder import RunFailed
 from lit_modules.networks import ParameterCount
@@ -366,7 +366,7 @@ def check_optimizer(settings: Mapping[str, Any]) -> None:
     check_number("optimizer.weight_decay", decay, least=0)
     betas = settings.get("betas", (0.0, 0.0))
     if not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
-        raise ValueError(f"optimizer.betas={shown(betas)}: give numbers of 0 or more, below 1, as [0.9,0.95]")
+        raise SettingError("optimizer.betas", betas, "give numbers of 0 or more, below 1, as [0.9,0.95]")
 
 
 def as_arguments(batch: dict[str, Any]) -> dict[str, Any]:

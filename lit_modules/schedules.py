@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from common.settings import check_number, check_whole
+from common.settings import SettingError, check_number, check_whole
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,8 @@ class WarmupStableDecay:
         check_number("schedule.final", self.final, least=0, most=1)
         check_whole("schedule.decay_tokens", self.decay_tokens, 0)
         if self.warmup_tokens + self.decay_tokens > self.max_tokens:
-            raise ValueError(
-                f"schedule.decay_tokens={self.decay_tokens} and schedule.warmup_tokens={self.warmup_tokens} do not "
-                f"fit in max_tokens={self.max_tokens}: lower one of them"
-            )
+            problem = f"and schedule.warmup_tokens={self.warmup_tokens} do not fit in max_tokens={self.max_tokens}"
+            raise SettingError("schedule.decay_tokens", self.decay_tokens, "lower one of them", problem)
 
     def __call__(self, tokens: int) -> float:
         if tokens < self.warmup_tokens:
@@ -132,6 +130,5 @@ def check_lengths(warmup_tokens: int, max_tokens: int) -> None:
     check_whole("schedule.warmup_tokens", warmup_tokens, 0)
     check_whole("max_tokens", max_tokens, 1)
     if warmup_tokens > max_tokens:
-        raise ValueError(
-            f"schedule.warmup_tokens={warmup_tokens} is longer than the run, max_tokens={max_tokens}: lower the first"
-        )
+        problem = f"is longer than the run, max_tokens={max_tokens}"
+        raise SettingError("schedule.warmup_tokens", warmup_tokens, "lower the first", problem)

@@ -11,6 +11,7 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from common.settings import SettingError
 from data_pipeline.cleaning.windows import normalized, windows
 from data_pipeline.fingerprint import prepared_folder
 from data_pipeline.identity import file_identity
@@ -40,7 +41,7 @@ class EvaluationSet:
         files = [file for file in found if file.is_file() and file.name.lower().endswith(ENDINGS)]
         if not files:
             what = "no file in it ends in" if path.exists() else "no such file or folder; it must end in"
-            raise ValueError(f"{KEY}.sets.{self.name}.path={self.path}: {what} {' '.join(ENDINGS)}")
+            raise SettingError(f"{KEY}.sets.{self.name}.path", self.path, f"{what} {' '.join(ENDINGS)}")
         return files
 
     def items(self) -> Iterator[tuple[str, str]]:
@@ -147,7 +148,7 @@ class Decontamination(BaseFilter):
         if not sets:
             raise ValueError("corpus.cleaning.decontamination.sets: empty; name evaluation sets, or leave the step out")
         if ngram <= SHORT_WORDS:
-            raise ValueError(f"{KEY}.ngram={ngram}: give more than {SHORT_WORDS} words; 13 is usual")
+            raise SettingError(f"{KEY}.ngram", ngram, f"give more than {SHORT_WORDS} words; 13 is usual")
         for name, settings in sets.items():
             unknown = set(settings) - {"path", "fields"}
             if unknown or "path" not in settings:

@@ -8,7 +8,7 @@ from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from common.settings import check_number
+from common.settings import SettingError, check_number
 from data_pipeline.cleaning.prose import plain_words, split_prose
 
 READ_CHARACTERS = 200_000  # of a document, searched for prose
@@ -40,14 +40,12 @@ class FastText:
         try:
             from fasttext.FastText import _FastText
         except ImportError as error:
-            raise ValueError(
-                f"corpus.cleaning.language.model={path}: fasttext is not installed: pip install fasttext-numpy2-wheel, "
-                "or set corpus.cleaning.language.model=null"
-            ) from error
+            fix = "run `pip install fasttext-numpy2-wheel`, or give null"
+            raise SettingError("corpus.cleaning.language.model", path, fix, "needs fasttext") from error
         try:
             self._model = _FastText(path)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"corpus.cleaning.language.model={path}: no fastText model: {error}") from error
+            raise SettingError("corpus.cleaning.language.model", path, str(error), "is not a fastText model") from error
 
     def probabilities(self, text: str) -> dict[str, float]:
         """Return {language code: probability} of the 16 likeliest languages."""
@@ -75,10 +73,12 @@ class Language(BaseFilter):
     ) -> None:
         super().__init__(exclusion_writer)
         if isinstance(languages, str) or not languages:
-            raise ValueError(f"corpus.cleaning.language.languages={languages!r}: give a list of codes, like [en]")
+            raise SettingError("corpus.cleaning.language.languages", languages, "give a list of codes, like [en]")
         check_number("corpus.cleaning.language.threshold", threshold, above=0, most=1)
         if model is not None and not Path(model).is_file():
-            raise ValueError(f"corpus.cleaning.language.model={model}: no such file; give a fastText model, or null")
+            raise SettingError(
+                "corpus.cleaning.language.model", model, "give a fastText model, or null", "is not a file"
+            )
         self.languages, self.threshold = tuple(languages), threshold
         self.minimum_bytes, self.model = minimum_bytes, model
         self._identifier: Identifier | None = None  # loaded in the worker, not pickled
@@ -107,10 +107,8 @@ class Language(BaseFilter):
         if isinstance(self._identifier, Langid):
             unknown = set(self.languages) - set(self._identifier.probabilities("a text"))
             if unknown:
-                raise ValueError(
-                    f"corpus.cleaning.language.languages: {', '.join(sorted(unknown))}: no code that py3langid knows; "
-                    "use ISO 639 codes such as en, de, zh"
-                )
+                fix = "use ISO 639 codes that py3langid knows, such as en, de, zh"
+                raise SettingError("corpus.cleaning.language.languages", sorted(unknown), fix, "is not known")
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_identifier": None}

@@ -14,7 +14,7 @@ from datatrove.pipeline.filters import (
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from common.settings import check_choice, check_keys
+from common.settings import NO_VALUE, SettingError, check_choice, check_keys
 from data_pipeline.cleaning.prose import split_prose
 from data_pipeline.cleaning.words import Words
 
@@ -76,10 +76,8 @@ class Quality(BaseFilter):
         for category, changes in (by_category or {}).items():
             unknown = set(changes) - set(rules)
             if unknown:
-                raise ValueError(
-                    f"corpus.cleaning.quality.by_category.{category}: no rule {', '.join(sorted(unknown))} in "
-                    "corpus.cleaning.quality.rules; name one of those"
-                )
+                key = f"corpus.cleaning.quality.by_category.{category}.{min(unknown)}"
+                raise SettingError(key, NO_VALUE, "name one of corpus.cleaning.quality.rules", "is not a rule")
             self._by_category[category] = [
                 _Rule(name, settings, f"by_category.{category}") for name, settings in _laid_over(rules, changes)
             ]

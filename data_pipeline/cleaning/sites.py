@@ -9,6 +9,8 @@ from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from common.settings import SettingError
+
 
 class Sites(BaseFilter):
     """Filter by the host and path of metadata "url"; documents without a url stay. Case is ignored.
@@ -66,11 +68,12 @@ class Sites(BaseFilter):
 
 def _hosts(key: str, hosts: Iterable[str]) -> frozenset[str]:
     if isinstance(hosts, str):
-        raise ValueError(f"corpus.cleaning.sites.{key}={hosts}: give a list of hosts, like [{hosts}]")
+        raise SettingError(f"corpus.cleaning.sites.{key}", hosts, f"give a list of hosts, like [{hosts}]")
     cleaned = frozenset(host.strip().lower().removeprefix("*.").rstrip(".") for host in hosts)
     for host in cleaned:
         if not re.fullmatch(r"[\w-]+(\.[\w-]+)*|[0-9a-f:]+", host):
-            raise ValueError(f"corpus.cleaning.sites.{key}: {host!r} is no host; give names such as docs.kernel.org")
+            fix = "give names such as docs.kernel.org"
+            raise SettingError(f"corpus.cleaning.sites.{key}", host, fix, "is not a host")
     return cleaned
 
 
@@ -83,12 +86,12 @@ def _suffixes(host: str) -> list[str]:
 def _patterns(key: str, patterns: Iterable[str]) -> tuple[re.Pattern | None, re.Pattern | None]:
     """Return expressions for paths, and for hosts with paths."""
     if isinstance(patterns, str):
-        raise ValueError(f"corpus.cleaning.sites.{key}={patterns}: give a list of patterns, like ['{patterns}']")
+        raise SettingError(f"corpus.cleaning.sites.{key}", patterns, f"give a list of patterns, like ['{patterns}']")
     paths = [pattern for pattern in patterns if pattern.startswith("/")]
     others = [pattern for pattern in patterns if not pattern.startswith("/")]
     for pattern in others:
         if "/" not in pattern or "://" in pattern:
-            raise ValueError(f"corpus.cleaning.sites.{key}: {pattern!r}: begin it with / or a host and /, no scheme")
+            raise SettingError(f"corpus.cleaning.sites.{key}", pattern, "start it with / or a host and /, no scheme")
     return _joined(paths), _joined(others)
 
 

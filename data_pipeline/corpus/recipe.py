@@ -7,7 +7,7 @@ from typing import Any
 
 from datatrove.pipeline.base import PipelineStep
 
-from common.settings import check_number, check_whole, under
+from common.settings import NO_VALUE, SettingError, check_number, check_whole, under
 from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.sources.parts import SourceInParts
 
@@ -51,7 +51,8 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
     check_number("corpus.bytes_per_token", settings["bytes_per_token"], above=0)
     sources = {name: source for name, source in (settings.get("sources") or {}).items() if source is not None}
     if not sources:
-        raise ValueError("corpus.sources is empty: add one, as in +source@corpus.sources.commands=commands")
+        fix = "add one, as in +source@corpus.sources.commands=commands"
+        raise SettingError("corpus.sources", NO_VALUE, fix, "is empty")
     made = {}
     for name, source in sources.items():
         with under(f"corpus.sources.{name}"):
@@ -63,9 +64,11 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
     categories = dict(settings.get("categories") or {})
     for name, category in categories.items():
         if name not in sources:
-            raise ValueError(f"corpus.categories.{name}: no such source; there are {', '.join(sources)}")
+            raise SettingError(
+                f"corpus.categories.{name}", NO_VALUE, f"give one of {', '.join(sources)}", "is not a source"
+            )
         if not CATEGORY.fullmatch(str(category)):
-            raise ValueError(f"corpus.categories.{name}={category}: give a plain word")
+            raise SettingError(f"corpus.categories.{name}", category, "give a plain word")
     cleaning = {name: step for name, step in (settings.get("cleaning") or {}).items() if step is not None}
     return Recipe(
         output=str(settings["output"]),

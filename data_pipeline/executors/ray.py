@@ -12,7 +12,7 @@ from pathlib import Path
 
 import loguru
 
-from common.settings import check_number
+from common.settings import SettingError, check_number
 from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.submitted import refuse_while_submitted
 from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
@@ -79,7 +79,7 @@ class Ray:
             ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             words = " ".join(str(error).split())
-            raise ValueError(f"executor.address={address or None}: no Ray cluster can be used: {words}") from error
+            raise SettingError("executor.address", address or None, f"no Ray cluster can be used: {words}") from error
 
     def _expect_room(self) -> None:
         """Warn if no node is large enough for a task: Ray would wait for one without a message."""
@@ -145,10 +145,11 @@ def _expect_answer(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=SECONDS_FOR_AN_ANSWER).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"executor.address={address}: no Ray cluster answers there ({error}): give the address that `ray start "
-            "--head` prints, or null for the one on this machine"
-        ) from error
+        fix = (
+            f"no Ray cluster answers there ({error}): give the address that `ray start --head` prints, or "
+            "null for the one on this machine"
+        )
+        raise SettingError("executor.address", address, fix) from error
 
 
 def _run_on_node(pickled: bytes, rank: int, folder: str) -> None:

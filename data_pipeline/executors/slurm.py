@@ -12,7 +12,7 @@ import loguru
 from datatrove.executor import SlurmPipelineExecutor
 
 from common.atomic_files import write_atomic
-from common.settings import check_number
+from common.settings import SettingError, check_number
 from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.submitted import (
     cancel,
@@ -54,7 +54,7 @@ class Slurm:
         if not partition:
             raise ValueError("executor.partition: give the SLURM partition that runs the jobs (sinfo lists them)")
         if not isinstance(time, str):
-            raise ValueError(f'executor.time={time}: give it in quotes, such as "24:00:00": YAML makes it a number')
+            raise SettingError("executor.time", time, 'give it in quotes, such as "24:00:00": YAML makes it a number')
         numbers = {"cpus_per_task": cpus_per_task, "mem_per_cpu_gb": mem_per_cpu_gb, "max_array_size": max_array_size}
         for name, value in {**numbers, "workers": 1 if workers is None else workers}.items():
             check_number(f"executor.{name}", value, least=1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.settings import check_choice, check_number, check_switch, check_whole
+from common.settings import SettingError, check_choice, check_number, check_switch, check_whole, shown
 from data_pipeline.documents import SPLITS
 from data_pipeline.fingerprint import prepared_folder, read_manifest
 from data_pipeline.identity import EARLIER
@@ -73,10 +73,8 @@ class InstructionData(TokenData):
             check_choice(f"data.{key}", getattr(self, key), known)
         check_switch("data.cross_documents", self.cross_documents)
         if not isinstance(self.tokenizer, Pretrained):
-            raise ValueError(
-                "tokenizer=bpe is trained on text, and data has instructions: use tokenizer=pretrained and the model's "
-                "own (tokenizer.path)"
-            )
+            fix = "use tokenizer=pretrained and the model's own (tokenizer.path)"
+            raise SettingError("tokenizer", "bpe", fix, "is trained on text, and data has instructions")
         _check_held_out(self.validation_records, self.validation_fraction)
         self.records = Records(_place(self.path), self.split, self.revision, _names(self.columns))
         self._named = f"tokenizer.path={self.tokenizer.path}"
@@ -93,9 +91,8 @@ class InstructionData(TokenData):
         records, earlier = (self.records.identity(by) for by in (self.identified_by, EARLIER))
         tokenizer = self._prepare_tokenizer(None)
         if self.hf_tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"{self._named} has no eos_token, which ends every answer: set one in its tokenizer_config.json"
-            )
+            problem = "has no eos_token, which ends every answer"
+            raise SettingError("tokenizer.path", self.tokenizer.path, "set one in its tokenizer_config.json", problem)
         identity = {
             "format": FORMAT,
             "records": records,
@@ -164,16 +161,15 @@ class InstructionData(TokenData):
                 continue
             if part.counts["examples"]:
                 length = "sequence_length" if split == "train" else "validation_length"
-                raise ValueError(
-                    f"data.{length}={part.length}: no {split} example of {part.counts['examples']} has a target within "
-                    f"it ({part.counts['joined']} of them because a token had parts of a prompt and of an answer)"
+                problem = (
+                    f"leaves no target in any of {part.counts['examples']} {split} examples "
+                    f"({part.counts['joined']} of them because a token had parts of a prompt and of an answer)"
                 )
+                raise SettingError(f"data.{length}", part.length, "give more tokens", problem)
             key = "validation_fraction" if self.validation_records is None else "validation_records"
             change = "lower it" if split == "train" else "raise it"
-            raise ValueError(
-                f"data.{key}={getattr(self, key)} leaves no {split} record among {records}: {change}, or give "
-                "data.path more records"
-            )
+            problem = f"leaves no {split} record among {records}"
+            raise SettingError(f"data.{key}", getattr(self, key), f"{change}, or give data.path more records", problem)
 
 
 class _Part:
@@ -232,7 +228,7 @@ def _groups(records: Records) -> Iterator[list[Record]]:
 
 def _place(path: Any) -> str:
     if not isinstance(path, str | int | Path):
-        raise ValueError(f"data.path={path}: give a file, a folder, or a name on the Hub")
+        raise SettingError("data.path", path, "give a file, a folder, or a name on the Hub")
     return str(path)
 
 
@@ -240,16 +236,14 @@ def _names(columns: Any) -> dict[str, str]:
     """Return the fields that were given another column name."""
     given = {} if columns is None else columns
     if not isinstance(given, Mapping) or not all(isinstance(name, str | None) for name in given.values()):
-        raise ValueError(f"data.columns={columns}: give names, as data.columns.output=answer")
+        raise SettingError("data.columns", columns, "give names, as data.columns.output=answer")
     return {field: name for field, name in given.items() if name is not None}
 
 
 def _check_held_out(records: int | None, fraction: float | None) -> None:
     if (records is None) == (fraction is None):
-        raise ValueError(
-            f"data.validation_records={records} and data.validation_fraction={fraction}: give one of them, and null "
-            "for the other"
-        )
+        problem = f"and data.validation_fraction={shown(fraction)}"
+        raise SettingError("data.validation_records", records, "give one of them, and null for the other", problem)
     check_whole("data.validation_records", records, 1, null=True)
     check_number("data.validation_fraction", fraction, above=0, below=1, null=True)
 

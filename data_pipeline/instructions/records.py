@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from datasets.exceptions import DatasetsError
 
 from common.hub import is_path, use_cache_where_unreachable
+from common.settings import NO_VALUE, SettingError
 from data_pipeline.identity import EARLIER, SAMPLE, file_identity
 from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
 
@@ -101,7 +102,8 @@ class Records:
     def __post_init__(self) -> None:
         unknown = [name for name in self.columns if name not in FIELDS]
         if unknown:
-            raise ValueError(f"data.columns.{unknown[0]}: no such field; give names for {', '.join(FIELDS)}")
+            fix = f"give names for {', '.join(FIELDS)}"
+            raise SettingError(f"data.columns.{unknown[0]}", NO_VALUE, fix, "is not a field")
 
     def identity(self, by: str = SAMPLE) -> dict:
         """Return the settings and the content of local files.
@@ -138,13 +140,11 @@ class Records:
         named = is_path(self.path) or path.name.endswith(ENDINGS)
         if not path.exists():
             if named:
-                raise ValueError(f"data.path={self.path}: no such file or folder")
+                raise SettingError("data.path", self.path, "give a file or a folder", "does not exist")
             return None
         if path.is_file() and not path.name.lower().endswith(ENDINGS):
-            raise ValueError(
-                f"data.path={self.path}: give a file that ends in {', '.join(ENDINGS)}, a folder of datasets, or a "
-                "name on the Hub"
-            )
+            fix = f"give a file that ends in {', '.join(ENDINGS)}, a folder of datasets, or a name on the Hub"
+            raise SettingError("data.path", self.path, fix)
         return path
 
     def _values(self) -> Iterator[Any]:
@@ -164,13 +164,14 @@ class Records:
                 yield from json.loads(content)
                 return
         except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"data.path={self.path} cannot be read as JSON: {_reason(error)}") from error
+            raise SettingError("data.path", self.path, _reason(error), "cannot be read as JSON") from error
         for number, line in enumerate(content.splitlines(), 1):
             if line.strip():
                 try:
                     yield json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"data.path={self.path}: line {number} is not JSON: {_reason(error)}") from error
+                    problem = f"has a line {number} that is not JSON"
+                    raise SettingError("data.path", self.path, _reason(error), problem) from error
 
     def _parquet(self, path: Path) -> Iterator[dict]:
         try:
@@ -178,7 +179,7 @@ class Records:
                 for batch in file.iter_batches(RECORDS_AT_ONCE):
                     yield from batch.to_pylist()
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"data.path={self.path} cannot be read as Parquet: {_reason(error)}") from error
+            raise SettingError("data.path", self.path, _reason(error), "cannot be read as Parquet") from error
 
     def _data_set(self, folder: Path | None) -> datasets.Dataset:
         saved = folder is not None and any((folder / name).exists() for name in SAVED)
@@ -190,10 +191,12 @@ class Records:
                 found = datasets.load_dataset(str(folder or self.path), split=self.split, revision=self.revision)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, DatasetsError, pa.ArrowException) as error:
             what = "cannot be read" if folder else "is no file or folder here, nor could it come from the Hub"
-            raise ValueError(f"data.path={self.path} {what}: {_reason(error.__cause__ or error)}") from error
+            raise SettingError("data.path", self.path, _reason(error.__cause__ or error), what) from error
         if isinstance(found, datasets.DatasetDict):
             if self.split not in found:
-                raise ValueError(f"data.split={self.split}: data.path={self.path} has {', '.join(found)}")
+                raise SettingError(
+                    "data.split", self.split, f"give one of {', '.join(found)}", f"is not in {self.path}"
+                )
             return found[self.split]
         return found
 

@@ -9,6 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from common.settings import SettingError
 from data_pipeline.instructions.records import Record
 
 # Stanford Alpaca's prompts, word for word: other models and data use the same format.
@@ -84,9 +85,8 @@ class ChatTemplate:
         try:
             template = tokenizer.get_chat_template()
         except ValueError:
-            raise ValueError(
-                f"data.template=chat: {name} has no chat template; use data.template=alpaca, or a tokenizer with one"
-            ) from None
+            fix = "use data.template=alpaca, or a tokenizer with one"
+            raise SettingError("data.template", "chat", fix, f"needs a chat template, and {name} has none") from None
         self._marked = MARKED.search(template) is not None
         self._encoder = _plain(tokenizer)
 

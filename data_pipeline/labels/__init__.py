@@ -7,7 +7,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.settings import SettingError, check_number, check_whole, is_number
+from common.settings import NO_VALUE, SettingError, check_number, check_whole, is_number
 from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.labels.asking import LabelSample
 from data_pipeline.labels.classifier import require_scikit_learn
@@ -69,5 +69,6 @@ def _thresholds(given: Mapping[str, float] | None, set_category: bool, known: Ma
         if not is_number(value):
             raise SettingError(key, value, "give a number from 0 to 5")
         if set_category and category not in (DEFAULT, *known):
-            raise ValueError(f"{key}: the rubric has no such category; give one of {', '.join((DEFAULT, *known))}")
+            fix = f"give one of {', '.join((DEFAULT, *known))}"
+            raise SettingError(key, NO_VALUE, fix, "is not a category of the rubric")
     return {DEFAULT: 0.0, **(given or {})}

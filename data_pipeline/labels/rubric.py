@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from common.settings import check_number, check_whole, is_number
+from common.settings import NO_VALUE, SettingError, check_number, check_whole, is_number
 from data_pipeline.rewriting.prompts import chat_messages, check_template
 
 HIGHEST = 5  # quality is a whole number from 0: one point per criterion
@@ -43,12 +43,13 @@ class Rubric:
 
     def __post_init__(self) -> None:
         if not isinstance(self.categories, Mapping) or len(self.categories) < 2:
-            raise ValueError(f"{KEY}.categories={self.categories}: give two or more, as name: description")
+            raise SettingError(f"{KEY}.categories", self.categories, "give two or more, as name: description")
         for name in self.categories:
             if not CATEGORY_NAME.fullmatch(str(name)):
-                raise ValueError(f"{KEY}.categories: {name!r} cannot name a folder; give a word of a-z, 0-9, _ and -")
+                fix = "give a word of a-z, 0-9, _ and -"
+                raise SettingError(f"{KEY}.categories", name, fix, "cannot name a folder")
         if isinstance(self.criteria, str) or len(self.criteria) != HIGHEST:
-            raise ValueError(f"{KEY}.criteria: {len(self.criteria)} found; give a list of {HIGHEST}, a point each")
+            raise SettingError(f"{KEY}.criteria", self.criteria, f"give a list of {HIGHEST}, a point each")
         check_template(f"{KEY}.system", self.system, FIELDS)
         check_template(f"{KEY}.user", self.user, FIELDS, needed="text")
         for key, low, high in (("temperature", 0, 2), ("top_p", 1e-6, 1)):
@@ -84,10 +85,12 @@ def read_rubric(settings: Mapping) -> Rubric:
     known = {entry.name for entry in fields(Rubric)}
     for key in settings:
         if key not in known:
-            raise ValueError(f"{KEY}.{key} is no setting of a rubric: give one of {', '.join(sorted(known))}")
+            problem = "is not a setting of a rubric"
+            raise SettingError(f"{KEY}.{key}", NO_VALUE, f"give one of {', '.join(sorted(known))}", problem)
     for key in ("categories", "criteria", "system", "user"):
         if not settings.get(key):
-            raise ValueError(f"{KEY}.{key} is missing: give it, or choose a rubric as labels/rubric does")
+            problem = "is missing"
+            raise SettingError(f"{KEY}.{key}", NO_VALUE, "give it, or choose a rubric as labels/rubric does", problem)
     return Rubric(**settings)
 
 

@@ -12,7 +12,7 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from common.atomic_files import write_atomic
-from common.settings import check_whole
+from common.settings import NO_VALUE, SettingError, check_whole
 
 CUT = "\n[...]\n"  # marks text that an excerpt omits
 
@@ -44,7 +44,8 @@ def read_excerpt(settings: Mapping[str, int]) -> Excerpt:
     known = [entry.name for entry in fields(Excerpt)]
     for key in settings:
         if key not in known:
-            raise ValueError(f"corpus.cleaning.labels.excerpt.{key} is no part of an excerpt: give {', '.join(known)}")
+            problem = "is not a part of an excerpt"
+            raise SettingError(f"corpus.cleaning.labels.excerpt.{key}", NO_VALUE, f"give {', '.join(known)}", problem)
     return Excerpt(**settings)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from common.atomic_files import write_atomic
+from common.settings import SettingError
 from data_pipeline.fingerprint import fingerprint
 from data_pipeline.labels.rubric import Rubric
 from data_pipeline.rewriting.backends import Answer
@@ -51,8 +52,8 @@ class Store:
                 )
                 lock.acquire()
         except OSError as error:
-            raise ValueError(
-                f"corpus.cleaning.labels.store={self.folder.parent}: {error.strerror}; give a folder to write to"
+            raise SettingError(
+                "corpus.cleaning.labels.store", self.folder.parent, f"{error.strerror}; give a folder to write to"
             ) from error
         try:
             yield

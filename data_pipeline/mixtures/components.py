@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from common.atomic_files import is_full_disk
 from common.checksums import checksum, size_of
-from common.settings import check_number
+from common.settings import NO_VALUE, SettingError, check_number
 from data_pipeline.documents import SPLITS, shards
 from data_pipeline.fingerprint import MANIFEST, read_manifest
 from data_pipeline.identity import SAMPLE, file_identity
@@ -43,12 +43,10 @@ class Component:
 def check_components(corpus: str | None, given: Mapping | None, max_epochs: float | None) -> None:
     """Raise ValueError, naming the key, for settings that cannot work regardless of the files on disk."""
     if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"data.components={given!r}: give {{name: {{path: folder}}, ...}}")
+        raise SettingError("data.components", given, "give {name: {path: folder}, ...}")
     if not given and corpus is None:
-        raise ValueError(
-            "data.components names no text: give data.corpus=FOLDER (that job=corpus wrote), or "
-            "'data.components={name: {path: FOLDER}, ...}'"
-        )
+        fix = "give data.corpus=FOLDER (that job=corpus wrote), or 'data.components={name: {path: FOLDER}, ...}'"
+        raise SettingError("data.components", NO_VALUE, fix, "names no text")
     check_number("data.max_epochs", max_epochs, above=0, null=True)
     for name, settings in (given or {}).items():
         key = f"data.components.{name}"
@@ -56,18 +54,20 @@ def check_components(corpus: str | None, given: Mapping | None, max_epochs: floa
             raise ValueError(f"{key}: give it a name of letters, digits, _, - and dots: metrics are named by it")
         if settings is None:
             if corpus is None:
-                raise ValueError(f"{key}=null leaves out a category of data.corpus, which is not given: give its path")
+                problem = "leaves out a category of data.corpus, which is not given"
+                raise SettingError(key, None, "give its path", problem)
             continue
         if not isinstance(settings, Mapping):
-            raise ValueError(f"{key}={settings!r}: give {{path: folder}}")
+            raise SettingError(key, settings, "give {path: folder}")
         for setting in settings:
             if setting not in COMPONENT_KEYS:
-                raise ValueError(f"{key}.{setting} is unknown: a component has {', '.join(COMPONENT_KEYS)}")
+                fix = f"a component has {', '.join(COMPONENT_KEYS)}"
+                raise SettingError(f"{key}.{setting}", NO_VALUE, fix, "is unknown")
         if settings.get("path") is None and corpus is None:
-            raise ValueError(f"{key}.path is missing: give the folder of its text")
+            raise SettingError(f"{key}.path", NO_VALUE, "give the folder of its text", "is missing")
         categories, upsample = settings.get("categories"), settings.get("upsample")
         if categories is not None and (isinstance(categories, str) or not categories):
-            raise ValueError(f"{key}.categories={categories!r}: give a list of names, or null for all")
+            raise SettingError(f"{key}.categories", categories, "give a list of names, or null for all")
         check_number(f"{key}.upsample", upsample, above=0, null=True)
         check_number(f"{key}.max_epochs", settings.get("max_epochs"), above=0, null=True)
 
@@ -88,17 +88,18 @@ def find_components(corpus: str | None, given: Mapping | None, max_epochs: float
             settings = given.get(category, {})
             if settings is not None and settings.get("path") is None:
                 if settings.get("categories") is not None:
-                    raise ValueError(f"data.components.{category}.categories needs a path: {category} is one category")
+                    fix = f"{category} is one category"
+                    raise SettingError(f"data.components.{category}.categories", NO_VALUE, fix, "needs a path")
                 wanted.append((category, "data.corpus", {**settings, "path": corpus, "categories": [category]}))
         for name, settings in given.items():
             if name not in found and (settings is None or settings.get("path") is None):
-                raise ValueError(
-                    f"data.components.{name} is no category of data.corpus={corpus} (it has {', '.join(found)}): "
-                    f"give data.components.{name}.path, or one of these names"
-                )
+                problem = f"is not a category of data.corpus={corpus} (it has {', '.join(found)})"
+                fix = f"give data.components.{name}.path, or one of these names"
+                raise SettingError(f"data.components.{name}", NO_VALUE, fix, problem)
     wanted += [(n, f"data.components.{n}.path", s) for n, s in given.items() if s and s.get("path") is not None]
     if not wanted:
-        raise ValueError(f"data.components leaves out every category of data.corpus={corpus}: keep one")
+        problem = f"leaves out every category of data.corpus={corpus}"
+        raise SettingError("data.components", NO_VALUE, "keep one", problem)
     return [
         Component(
             str(name),
@@ -115,7 +116,7 @@ def categories_of(path: Path, key: str) -> list[str]:
     """Return the categories of a finished corpus; raise ValueError, naming the key, for any other folder."""
     if not (path / "documents").is_dir():
         found = "no such folder" if not path.exists() else "no documents/ in it"
-        raise ValueError(f"{key}={path}: {found}; give a folder that job=corpus wrote")
+        raise SettingError(key, path, f"{found}; give a folder that job=corpus wrote")
     _check_finished(path, key)
     found = (path / "documents").iterdir()
     return sorted(folder.name for folder in found if any(shards(folder, split) for split in SPLITS))
@@ -128,16 +129,16 @@ def text_files(path: Path, categories: Iterable[str] | None, key: str) -> dict[s
         ValueError: there are none, or the corpus or rewriting is unfinished; the line names the key.
     """
     if not path.is_dir():
-        raise ValueError(f"{key}={path}: no such folder; give one with a corpus, a rewriting or train-*.parquet")
+        raise SettingError(key, path, "give one with a corpus, a rewriting or train-*.parquet", "is not a folder")
     folders = [path]
     if (path / "documents").is_dir():
         found = categories_of(path, key)
         missing = [category for category in categories or () if category not in found]
         if missing:
-            raise ValueError(f"{key}={path} has no category {missing[0]}: it has {', '.join(found)}")
+            raise SettingError(key, path, f"give some of {', '.join(found)}", f"has no category {missing[0]}")
         folders = [path / "documents" / category for category in categories or found]
     elif categories is not None:
-        raise ValueError(f"{key}={path} has no categories: give a corpus, or leave categories out")
+        raise SettingError(key, path, "give a corpus, or leave categories out", "has no categories")
     elif (path / "shards").is_dir():
         _check_finished(path, key)
         folders = [path / "shards"]
@@ -151,7 +152,7 @@ def text_files(path: Path, categories: Iterable[str] | None, key: str) -> dict[s
 
 def _check_finished(path: Path, key: str) -> None:
     if not (path / MANIFEST).is_file():
-        raise ValueError(f"{key}={path} has no {MANIFEST}: the job that writes it has not ended; run it to its end")
+        raise SettingError(key, path, "run the job that writes it to its end", f"has no {MANIFEST}")
 
 
 def written_files(path: Path) -> dict[Path, dict]:
@@ -173,7 +174,7 @@ def _check_complete(path: Path, folders: list[Path], found: set[Path], key: str)
         size = size_of(file)
         if file.parent in chosen and (file not in found or size != written["bytes"]):
             what = "is missing" if size is None else f"is damaged ({size} bytes of {written['bytes']})"
-            raise ValueError(f"{key}={path}: {file} {what}: copy it again, or run the job that wrote it again")
+            raise SettingError(key, path, f"{file} {what}: copy it again, or run the job that wrote it again")
 
 
 def gather_files(files: dict[str, list[Path]], written: dict[Path, dict], folder: Path) -> dict:

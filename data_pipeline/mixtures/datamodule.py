@@ -92,7 +92,8 @@ class MixtureData(PackedText):
             name: found["validation"]["bytes"] for name, found in counted.items() if found["validation"]["rows"]
         }
         if not self.component_bytes:
-            raise ValueError("data.components have no held-out text: give one of them validation-*.parquet")
+            problem = "have no held-out text"
+            raise SettingError("data.components", NO_VALUE, "give one of them validation-*.parquet", problem)
         self.validation_bytes = sum(self.component_bytes.values())
         read = [found["train"] for found in self.manifest["components"].values() if found["read_tokens"]]
         self.train_sequences = sum(found["sequences"] for found in read)
@@ -106,17 +107,15 @@ class MixtureData(PackedText):
         for index, phase in enumerate(self._phases):
             for name in phase.weights or ():
                 if name not in names:
-                    raise ValueError(
-                        f"data.phases[{index}].weights.{name} is of no component (there are {', '.join(names)}): give "
-                        f"data.components.{name}.path, or leave the weight out"
-                    )
+                    problem = f"is of no component (there are {', '.join(names)})"
+                    fix = f"give data.components.{name}.path, or leave the weight out"
+                    raise SettingError(f"data.phases[{index}].weights.{name}", NO_VALUE, fix, problem)
         if all(phase.weights for phase in self._phases):
             for component in components:
                 if component.upsample is not None:
-                    raise ValueError(
-                        f"data.components.{component.name}.upsample={component.upsample} is a factor on weights by "
-                        "bytes, and every phase gives its weights: leave it out"
-                    )
+                    problem = "is a factor on weights by bytes, and every phase gives its weights"
+                    fix = "leave it out"
+                    raise SettingError(f"data.components.{component.name}.upsample", component.upsample, fix, problem)
 
     def _prepare_documents(self, component: Component) -> Path:
         identity, earlier = (
@@ -126,10 +125,9 @@ class MixtureData(PackedText):
         build = functools.partial(gather_files, component.files, component.written)
         folder = prepared_folder(self.data_dir, "documents", identity, build, earlier)
         if not read_manifest(folder)["train"]["bytes"]:
-            raise ValueError(
-                f"data.components.{component.name} has no training text ({component.files['train'][0].parent}): give "
-                f"it some, or leave it out (data.components.{component.name}=null)"
-            )
+            problem = f"has no training text ({component.files['train'][0].parent})"
+            fix = f"give it some, or leave it out (data.components.{component.name}=null)"
+            raise SettingError(f"data.components.{component.name}", NO_VALUE, fix, problem)
         return folder
 
     def _join_documents(self) -> Path:
@@ -268,10 +266,11 @@ class MixtureData(PackedText):
     def _train_order(self, total: int, micro_batches: int, start: int, rank: int, world_size: int) -> Sampler:
         positions = micro_batches * world_size * self.micro_batch_size
         if positions > total:
-            raise ValueError(
-                f"trainer.max_steps asks for {positions * self.sequence_length} tokens, and the mixture is planned for "
-                f"data.max_tokens={self.max_tokens}: set max_tokens alone"
+            problem = (
+                f"asks for {positions * self.sequence_length} tokens, and the mixture is planned for "
+                f"data.max_tokens={self.max_tokens}"
             )
+            raise SettingError("trainer.max_steps", NO_VALUE, "set max_tokens alone", problem)
         return RunOrder(self.micro_batch_size, micro_batches, start, rank, world_size)
 
     def yardsticks(self) -> dict[str, float | None]:

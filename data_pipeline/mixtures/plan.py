@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from common.settings import check_number, is_number
+from common.settings import NO_VALUE, SettingError, check_number, is_number
 
 PHASE_KEYS = ("name", "tokens", "share", "weights")
 
@@ -51,44 +51,44 @@ def read_phases(given: Sequence[Mapping] | None) -> list[Phase]:
     if given is None:
         given = [{}]
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise ValueError(f"data.phases={given!r}: give a list such as [{{tokens: 1e9, weights: {{web: 8, code: 2}}}}]")
+        raise SettingError("data.phases", given, "give a list such as [{tokens: 1e9, weights: {web: 8, code: 2}}]")
     phases = [_read_phase(index, phase) for index, phase in enumerate(given)]
     names = [phase.name for phase in phases]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"data.phases has two phases named {name}: give each a name of its own")
+            raise SettingError("data.phases", NO_VALUE, "give each a name of its own", f"has two phases named {name}")
     if any(phase.share for phase in phases):
         for index, phase in enumerate(phases):
             if phase.share is None:
-                raise ValueError(
-                    f"data.phases[{index}] has no share, and others have: give all a share of the run, or all tokens"
-                )
+                fix = "give all a share of the run, or all tokens"
+                raise SettingError(f"data.phases[{index}]", NO_VALUE, fix, "has no share, and others have")
     for index, phase in enumerate(phases[:-1]):
         if phase.tokens is None and phase.share is None:
-            raise ValueError(f"data.phases[{index}] has no length, and only the last can do without: give its tokens")
+            problem = "has no length, and only the last can do without"
+            raise SettingError(f"data.phases[{index}]", NO_VALUE, "give its tokens", problem)
     return phases
 
 
 def _read_phase(index: int, given: Mapping) -> Phase:
     key = f"data.phases[{index}]"
     if not isinstance(given, Mapping):
-        raise ValueError(f"{key}={given!r}: give {{name: ..., tokens: ..., weights: {{...}}}}")
+        raise SettingError(key, given, "give {name: ..., tokens: ..., weights: {...}}")
     for name in given:
         if name not in PHASE_KEYS:
-            raise ValueError(f"{key}.{name} is unknown: a phase has {', '.join(PHASE_KEYS)}")
+            raise SettingError(f"{key}.{name}", NO_VALUE, f"a phase has {', '.join(PHASE_KEYS)}", "is unknown")
     tokens, share, weights = (given.get(name) for name in ("tokens", "share", "weights"))
     if tokens is not None and share is not None:
-        raise ValueError(f"{key} has tokens={tokens} and share={share}: give one of them")
+        raise SettingError(key, NO_VALUE, "give one of them", f"has tokens={tokens} and share={share}")
     if tokens is not None and (not is_number(tokens) or tokens < 1 or tokens != int(tokens)):
-        raise ValueError(f"{key}.tokens={tokens}: give a whole number above 0, or null for the rest of the run")
+        raise SettingError(f"{key}.tokens", tokens, "give a whole number above 0, or null for the rest of the run")
     check_number(f"{key}.share", share, above=0, null=True)
     if weights is not None:
         if not isinstance(weights, Mapping) or not weights:
-            raise ValueError(f"{key}.weights={weights!r}: give {{component: weight, ...}}, or null for its bytes")
+            raise SettingError(f"{key}.weights", weights, "give {component: weight, ...}, or null for its bytes")
         for name, weight in weights.items():
             check_number(f"{key}.weights.{name}", weight, least=0)
         if not any(weights.values()):
-            raise ValueError(f"{key}.weights are all 0: give one component a weight above 0")
+            raise SettingError(f"{key}.weights", NO_VALUE, "give one component a weight above 0", "are all 0")
         weights = {str(name): Fraction(weight) for name, weight in weights.items()}
     return Phase(
         str(given.get("name") or f"phase_{index + 1}"),
@@ -118,18 +118,15 @@ def phase_ends(phases: Sequence[Phase], max_tokens: int, positions: int, sequenc
             reached = Fraction(max(positions, reached))
         end = min(positions, round(reached))
         if end == (ends[-1] if ends else 0):
-            raise ValueError(
-                f"data.phases[{index}] ({phase.name}) is shorter than a sequence of {sequence_length} tokens: lengthen "
-                "it, or leave it out"
-            )
+            problem = f"({phase.name}) is shorter than a sequence of {sequence_length} tokens"
+            raise SettingError(f"data.phases[{index}]", NO_VALUE, "lengthen it, or leave it out", problem)
         ends.append(end)
         if end == positions:
             return ends
     if reached * sequence_length < max_tokens:
-        raise ValueError(
-            f"data.phases have {int(reached * sequence_length)} tokens together, fewer than max_tokens={max_tokens}: "
-            "lengthen one, give the last one no tokens (it then lasts to the end), or lower max_tokens"
-        )
+        problem = f"have {int(reached * sequence_length)} tokens together, fewer than max_tokens={max_tokens}"
+        fix = "lengthen one, give the last one no tokens (it then lasts to the end), or lower max_tokens"
+        raise SettingError("data.phases", NO_VALUE, fix, problem)
     return [*ends[:-1], positions]  # the run ends with a whole optimizer step, a few sequences after its last token
 
 

@@ -8,6 +8,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.settings import SettingError
 from data_pipeline.documents import Document, Problems
 from data_pipeline.identity import SAMPLE, file_identity
 from data_pipeline.sources.json_lines import open_bytes
@@ -34,7 +35,8 @@ class Corpus:
         self.files = [p for p in names if p not in hidden and p.name.endswith(ENDINGS) and p.is_file()]
         if not self.files:
             found = "no such file or folder" if not self.path.exists() else f"none of {' '.join(ENDINGS)} in it"
-            raise ValueError(f"rewrite.input={path}: {found}; give a folder of documents, such as a corpus job writes")
+            fix = f"{found}; give a folder of documents, such as a corpus job writes"
+            raise SettingError("rewrite.input", path, fix)
 
     def identity(self, by: str = SAMPLE) -> str:
         """Return a digest of the files, identified as `by` says (`data_pipeline.identity.file_identity`)."""

@@ -4,6 +4,7 @@ import json
 import logging
 from typing import Any
 
+from common.settings import SettingError
 from data_pipeline.identity import EARLIER, SAMPLE
 from data_pipeline.rewriting.backends import Backend
 from data_pipeline.rewriting.folder import OutputFolder
@@ -39,7 +40,8 @@ def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: obje
     folder = OutputFolder(plan.output)
     source = Corpus(plan.input).path.resolve()  # first, so that a wrong input leaves no output
     if folder.path.resolve().is_relative_to(source):
-        raise ValueError(f"rewrite.output={plan.output} is in rewrite.input={plan.input}: give a folder beside it")
+        problem = f"is in rewrite.input={plan.input}"
+        raise SettingError("rewrite.output", plan.output, "give a folder beside it", problem)
     with folder.held("run"):
         folder.begin(*(plan.identity(backend_settings, backend.model, by) for by in (SAMPLE, EARLIER)))
         if folder.manifest.exists():

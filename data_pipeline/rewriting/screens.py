@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from common.settings import SettingError, check_number
+from common.settings import NO_VALUE, SettingError, check_number
 from data_pipeline.rewriting.facts import kept_and_invented
 from data_pipeline.rewriting.sections import prose
 
@@ -224,10 +224,12 @@ def _screen(kind: type, place: str, settings: Mapping) -> object:
             try:
                 _compiled(pattern)
             except re.error as error:
-                raise ValueError(f"{place}.{key}: {pattern!r} is no regular expression ({error})") from error
+                problem = "is not a regular expression"
+                raise SettingError(f"{place}.{key}", pattern, str(error), problem) from error
     missing = [key for key in known if key not in settings]
     if missing:
-        raise ValueError(f"{place}.{missing[0]} is missing: give it, or switch the screen off with null")
+        problem = "is missing"
+        raise SettingError(f"{place}.{missing[0]}", NO_VALUE, "give it, or switch the screen off with null", problem)
     return kind(**settings)
 
 

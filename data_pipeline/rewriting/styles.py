@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 
-from common.settings import check_choice, check_number
+from common.settings import NO_VALUE, SettingError, check_choice, check_number
 from data_pipeline.documents import Document
 from data_pipeline.fingerprint import fingerprint
 from data_pipeline.rewriting.prompts import chat_messages, check_template
@@ -59,7 +59,7 @@ class Style:
         check_template(self._key("user"), self.user, FIELDS, needed="text")
         if self.form == "pairs":
             if not self.pair_keys or not self.pair_text:
-                raise ValueError(f"{self._key('form')}=pairs needs pair_keys and pair_text: give both")
+                raise SettingError(self._key("form"), "pairs", "give both", "needs pair_keys and pair_text")
             check_template(self._key("pair_text"), self.pair_text, self.pair_keys)
 
     def prompt_hash(self) -> str:
@@ -114,15 +114,17 @@ def _no_doubled_keys(items: list[tuple[str, object]]) -> dict:
 def read_styles(settings: Mapping[str, Mapping]) -> dict[str, Style]:
     """Return the styles of `rewrite.styles`, by name; raise ValueError, naming the key, for a wrong setting."""
     if not settings:
-        raise ValueError("rewrite.styles is empty: choose some, as in rewrite/style=[textbook,rephrase_easy]")
+        fix = "choose some, as in rewrite/style=[textbook,rephrase_easy]"
+        raise SettingError("rewrite.styles", NO_VALUE, fix, "is empty")
     known = {entry.name for entry in fields(Style)} - {"name"}
     styles = {}
     for name, style in settings.items():
         for key in style:
             if key not in known:
-                raise ValueError(f"rewrite.styles.{name}.{key} is no setting of a style: give one of {sorted(known)}")
+                problem = "is not a setting of a style"
+                raise SettingError(f"rewrite.styles.{name}.{key}", NO_VALUE, f"give one of {sorted(known)}", problem)
         for key in ("system", "user"):
             if not isinstance(style.get(key), str):
-                raise ValueError(f"rewrite.styles.{name}.{key} is missing: give a template")
+                raise SettingError(f"rewrite.styles.{name}.{key}", NO_VALUE, "give a template", "is missing")
         styles[name] = Style(name=name, **style)
     return styles

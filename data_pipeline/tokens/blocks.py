@@ -16,6 +16,7 @@ from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedTokenizerFast
 
+from common.settings import SettingError
 from data_pipeline.documents import SPLITS, units
 from data_pipeline.progress import Stage
 from data_pipeline.tokens.encoding import Encoded, make_encoder
@@ -138,10 +139,8 @@ def write_blocks(
             writer.close()
             counts[split] = {"tokens": stage.done - before, "rows": writer.rows}
     if counts["train"]["rows"] == 0:
-        raise ValueError(
-            f"data.block_length={block_length}: the train text has only {counts['train']['tokens']} tokens; "
-            "lower it, or give data.source more text"
-        )
+        problem = f"is more than the {counts['train']['tokens']} tokens of the train text"
+        raise SettingError("data.block_length", block_length, "lower it, or give data.source more text", problem)
     return {**counts, "dtype": dtype, "seconds": round(stage.seconds, 3), "tokens_per_second": round(stage.rate)}
 
 

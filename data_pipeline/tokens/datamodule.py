@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from common.settings import check_number, check_whole, under
+from common.settings import NO_VALUE, SettingError, check_number, check_whole, under
 from data_pipeline.documents import SPLITS, Problems
 from data_pipeline.fingerprint import MANIFEST, fingerprint, folder_of, other_text, prepared_folder, read_manifest
 from data_pipeline.identity import EARLIER, SAMPLE
@@ -206,10 +206,8 @@ class LongCrawl64Data(TokenData):
         self.open("validation", self.validation_length)
         self._prepare_tokenizer(None)
         if len(self.hf_tokenizer) < VOCABULARY:
-            raise ValueError(
-                f"tokenizer has {len(self.hf_tokenizer)} tokens, and LongCrawl64 holds GPT-2's {VOCABULARY}: "
-                "use tokenizer=gpt2"
-            )
+            problem = f"has {len(self.hf_tokenizer)} tokens, and LongCrawl64 holds GPT-2's {VOCABULARY}"
+            raise SettingError("tokenizer", NO_VALUE, "use tokenizer=gpt2", problem)
         for split in SPLITS:
             documents, length = self.source.open(split).shape
             self.manifest[split] = {"documents": documents, "tokens": documents * length}
@@ -236,12 +234,12 @@ def check_lengths(block_length: int, sequence_length: int, validation_length: in
         check_whole(f"data.{key}", value, LEAST_LENGTH)
     for key, length in (("sequence_length", sequence_length), ("validation_length", validation_length)):
         if length > block_length:
-            raise ValueError(
-                f"data.{key}={length} is longer than data.block_length={block_length}: a sequence is a part of a "
-                f"block; raise data.block_length or lower data.{key}"
-            )
+            fix = f"a sequence is a part of a block; raise data.block_length or lower data.{key}"
+            raise SettingError(f"data.{key}", length, fix, f"is longer than data.block_length={block_length}")
         if block_length % length:
-            raise ValueError(f"data.{key}={length} does not divide data.block_length={block_length}")
+            raise SettingError(
+                f"data.{key}", length, "give a divisor", f"does not divide data.block_length={block_length}"
+            )
 
 
 def _summary(manifest: dict) -> str:

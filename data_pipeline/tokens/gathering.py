@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from common.settings import NO_VALUE, SettingError
 from data_pipeline.documents import SPLITS, Document, Problems, ShardWriter, read_documents, shards, units
 from data_pipeline.progress import Stage
 from data_pipeline.tokens.repeats import repeated_shares
@@ -120,10 +121,8 @@ def _check_both_sides(documents: dict[str, int], fraction: float, problems: Prob
     total = sum(documents.values())
     if total == 0:
         skipped = f" (skipped: {problems.summary()})" if problems.counts else ""
-        raise ValueError(f"data.source gives no document{skipped}: point it at readable text")
+        raise SettingError("data.source", NO_VALUE, "point it at readable text", f"gives no document{skipped}")
     for split, change in (("validation", "raise it"), ("train", "lower it")):
         if documents[split] == 0:
-            raise ValueError(
-                f"data.validation_fraction={fraction} leaves no {split} document among {total}: {change}, "
-                "or give data.source more (or shorter) documents"
-            )
+            fix = f"{change}, or give data.source more (or shorter) documents"
+            raise SettingError("data.validation_fraction", fraction, fix, f"leaves no {split} document among {total}")

@@ -105,7 +105,8 @@ class ArraySequences(Dataset):
         self._process, self._array = os.getpid(), source.open(split)
         documents, document_length = self._array.shape
         if document_length % length:
-            raise ValueError(f"{key}={length} does not divide the documents' length, {document_length} tokens")
+            problem = f"does not divide the documents' length, {document_length} tokens"
+            raise SettingError(key, length, "give a divisor", problem)
         self.per_document = document_length // length
         self._count = documents * self.per_document
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.setting_types import check_type
-from common.settings import check_whole
+from common.settings import SettingError, check_whole
 from data_pipeline.documents import SPLITS
 from data_pipeline.fingerprint import prepared_folder
 from data_pipeline.identity import EARLIER, SAMPLE, WHOLE
@@ -108,11 +108,11 @@ class TokenData(LightningDataModule, ABC):
         """
         at_once = self.micro_batch_size * self.sequence_length * world_size
         if self.batch_tokens % at_once:
-            raise ValueError(
-                f"data.batch_tokens={self.batch_tokens} is no multiple of {at_once} = data.micro_batch_size="
-                f"{self.micro_batch_size} x data.sequence_length={self.sequence_length} x {world_size} devices "
-                "(trainer.devices): change one of them"
+            problem = (
+                f"is not a multiple of {at_once} = data.micro_batch_size={self.micro_batch_size} x "
+                f"data.sequence_length={self.sequence_length} x {world_size} devices (trainer.devices)"
             )
+            raise SettingError("data.batch_tokens", self.batch_tokens, "change one of them", problem)
         return self.batch_tokens // at_once
 
     def validation_batch_tokens(self, world_size: int) -> int:

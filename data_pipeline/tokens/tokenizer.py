@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from common.hub import is_path, use_cache_where_unreachable
-from common.settings import check_whole
+from common.settings import SettingError, check_whole
 from data_pipeline import documents
 from data_pipeline.fingerprint import read_manifest
 from data_pipeline.identity import SAMPLE, content_identity, settings_identity
@@ -63,7 +63,8 @@ class ByteLevelBPE:
             ValueError: `documents_folder` is None, so there is no text to train on.
         """
         if documents_folder is None:
-            raise ValueError("tokenizer=bpe needs text to train on, and data has only tokens: use tokenizer=gpt2")
+            problem = "needs text to train on, and data has only tokens"
+            raise SettingError("tokenizer", "bpe", "use tokenizer=gpt2", problem)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -117,7 +118,7 @@ class Pretrained:
         try:
             content = content_identity(folder, files)
         except OSError as error:
-            raise ValueError(f"tokenizer.path={self.path} cannot be read: {error}") from error
+            raise SettingError("tokenizer.path", self.path, error, "cannot be read") from error
         return {"pretrained": settings_identity(self, by, "path"), "files": content, "config": _config_values(folder)}
 
     def build(self, documents_folder: Path | None) -> PreTrainedTokenizerFast:
@@ -136,14 +137,12 @@ class Pretrained:
         except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
             what = "cannot be read as a tokenizer" if folder else "is no folder here, nor could it come from the Hub"
             reason = str(error).strip().partition("\n")[0][:200]
-            raise ValueError(f"tokenizer.path={self.path} {what}: {reason}") from error
+            raise SettingError("tokenizer.path", self.path, reason, what) from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise ValueError(f"tokenizer.path={self.path} has no fast tokenizer (tokenizer.json)")
+            raise SettingError("tokenizer.path", self.path, "give one with a tokenizer.json", "has no fast tokenizer")
         if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
-            raise ValueError(
-                f"tokenizer.path={self.path} names neither a bos_token nor an eos_token, which mark where a document "
-                "begins: set one in its tokenizer_config.json"
-            )
+            problem = "names neither a bos_token nor an eos_token, which mark where a document begins"
+            raise SettingError("tokenizer.path", self.path, "set one in its tokenizer_config.json", problem)
         return tokenizer
 
     def _folder(self) -> Path | None:
@@ -152,7 +151,7 @@ class Pretrained:
         if folder.is_dir():
             return folder
         if is_path(self.path) or folder.exists():
-            raise ValueError(f"tokenizer.path={self.path} is not a folder: give a tokenizer's folder or its Hub name")
+            raise SettingError("tokenizer.path", self.path, "give a folder or a Hub name", "is not a folder")
         return None
 
 
@@ -201,6 +200,5 @@ def _check_files(folder: Path, path: str) -> None:
         return
     partial = next((names for names in FILE_SETS if here.intersection(names)), FILE_SETS[0])
     missing = " and ".join(sorted(set(partial) - here))
-    raise ValueError(
-        f"tokenizer.path={path}: the folder has no {missing} (it has {', '.join(sorted(here)) or 'nothing'})"
-    )
+    problem = f"has no {missing} (it has {', '.join(sorted(here)) or 'nothing'})"
+    raise SettingError("tokenizer.path", path, "give a whole tokenizer", problem)

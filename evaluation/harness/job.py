@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from common.atomic_files import write_atomic
-from common.settings import check_choice, check_whole
+from common.settings import NO_VALUE, SettingError, check_choice, check_whole
 from evaluation import places
 from evaluation.harness.published import METRICS
 from lit_modules.launching import run_folder
@@ -42,7 +42,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not self.tasks:
-            raise ValueError("benchmark.tasks is empty: name one or more tasks of lm-eval")
+            raise SettingError("benchmark.tasks", NO_VALUE, "name one or more tasks of lm-eval", "is empty")
         for name, number in self.num_fewshot.items():
             check_whole(f"benchmark.num_fewshot.{name}", number, 0)
             if name not in self.tasks and name not in METRICS:
@@ -80,7 +80,7 @@ def settings_of(cfg: DictConfig) -> Settings:
     """Read the settings from the configuration."""
     asked, examples = cfg.benchmark.tasks, cfg.benchmark.num_fewshot or OmegaConf.create({})
     if not OmegaConf.is_dict(examples):
-        raise ValueError(f"benchmark.num_fewshot={examples}: name the tasks, as +benchmark.num_fewshot.piqa=2")
+        raise SettingError("benchmark.num_fewshot", examples, "name the tasks, as +benchmark.num_fewshot.piqa=2")
     return Settings(
         tasks=tuple(map(str, asked)) if isinstance(asked, ListConfig) else (str(asked),) if asked else (),
         num_fewshot=OmegaConf.to_container(examples, resolve=True),
@@ -104,7 +104,7 @@ def datasets_folder(cfg: DictConfig) -> Path | None:
     """
     found = folder(cfg.benchmark.datasets_folder)
     if found is not None and not found.is_dir():
-        raise ValueError(f"benchmark.datasets_folder={found} is no folder: give one with copies of data sets")
+        raise SettingError("benchmark.datasets_folder", found, "give one with copies of data sets", "is not a folder")
     return found
 
 

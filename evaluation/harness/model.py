@@ -11,6 +11,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
+from common.settings import SettingError
 from data_pipeline.tokens.tokenizer import add_document_start, document_start
 from lit_modules.networks import PalimpsestConfig
 
@@ -93,10 +94,8 @@ class CheckpointLM(HFLM):
     ) -> list[tuple[float, bool]]:
         longest = max((len(answer) for *_, answer in requests), default=0)
         if longest > self.max_length:
-            raise ValueError(
-                f"benchmark.max_length={self.max_length}: an answer has {longest} tokens, give so many, where the "
-                "model can read them"
-            )
+            fix = f"give {longest}, if the model can read so many"
+            raise SettingError("benchmark.max_length", self.max_length, fix, f"is below an answer's {longest} tokens")
         self.cut += sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests)
         silent = disable_tqdm or override_bs is not None  # else one bar per batch of a long text
         found = super()._loglikelihood_tokens(requests, disable_tqdm=silent, override_bs=override_bs)

@@ -17,6 +17,7 @@ from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 
 from common.atomic_files import write_atomic
+from common.settings import SettingError
 from data_pipeline.fingerprint import fingerprint
 from evaluation.harness.model import CheckpointLM
 from evaluation.harness.published import METRICS
@@ -82,8 +83,8 @@ def score_task(model: CheckpointLM, name: str, task: Task, limit: int | None, se
             cut = model.cut - cut
             repeated = repeat(model, task, seed)
     except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"batch_size={model.batch_size} does not fit the memory of {model.device} at {name}: give a smaller one"
+        raise SettingError(
+            "batch_size", model.batch_size, "give a smaller one", f"does not fit the memory of {model.device} at {name}"
         ) from error
     return {
         "results": out["results"][name],

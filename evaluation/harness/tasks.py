@@ -13,6 +13,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
+from common.settings import SettingError
 from data_pipeline.fingerprint import fingerprint
 from evaluation.harness.copies import Copies, NoData, first_line
 
@@ -94,7 +95,8 @@ def manager_for(names: Sequence[str], tasks_folder: Path | None) -> TaskManager:
     """
     if tasks_folder is not None:
         if not tasks_folder.is_dir():
-            raise ValueError(f"benchmark.tasks_folder={tasks_folder} is no folder: give one with YAML files of tasks")
+            fix = "give one with YAML files of tasks"
+            raise SettingError("benchmark.tasks_folder", tasks_folder, fix, "is not a folder")
         own = TaskManager(include_path=str(tasks_folder), include_defaults=False)
         if all(holds(own, name) for name in names):
             return own
@@ -103,10 +105,9 @@ def manager_for(names: Sequence[str], tasks_folder: Path | None) -> TaskManager:
         if name not in manager.task_index:
             near = difflib.get_close_matches(name, manager.all_tasks, 3)
             beside = "" if tasks_folder is None else f" and in benchmark.tasks_folder={tasks_folder}"
-            mend = f"did you mean {', '.join(near)}?" if near else "`lm_eval ls tasks` lists them"
-            raise ValueError(
-                f"benchmark.tasks: {name} is not among the {len(manager.all_tasks):,} tasks of lm-eval{beside}: {mend}"
-            )
+            fix = f"did you mean {', '.join(near)}?" if near else "`lm_eval ls tasks` lists them"
+            problem = f"is not among the {len(manager.all_tasks):,} tasks of lm-eval{beside}"
+            raise SettingError("benchmark.tasks", name, fix, problem)
     return manager
 
 
@@ -127,11 +128,11 @@ def set_fewshot(task: Task, name: str, asked: int | None) -> None:
     """
     own = task.get_config("num_fewshot")
     if asked is not None and own == 0 and asked != 0:
-        raise ValueError(f"benchmark.num_fewshot: {name} is made for 0 examples, found {asked}: leave it out")
+        raise SettingError(f"benchmark.num_fewshot.{name}", asked, "leave it out", "is for a task of 0 examples")
     if asked:
         there = len(list(task.fewshot_docs()))
         if asked > there:
-            raise ValueError(f"benchmark.num_fewshot: {name} has {there} examples, found {asked}: give no more")
+            raise SettingError(f"benchmark.num_fewshot.{name}", asked, f"give at most {there}, the task has no more")
     task.set_config(key="num_fewshot", value=asked if asked is not None else own or 0)
 
 

@@ -9,7 +9,7 @@ import lightning
 from lightning.pytorch.callbacks import Callback
 
 from common.atomic_files import write_atomic
-from common.settings import check_whole
+from common.settings import SettingError, check_whole
 from lit_modules.callbacks.pictures import ignore_disk_errors, show
 from lit_modules.loggers.figures import draw_loss, draw_position_loss
 
@@ -29,7 +29,8 @@ class PositionLoss(Callback):
     def __init__(self, window: int = 101) -> None:
         check_whole("callbacks.position_loss.window", window, 1)
         if window % 2 == 0:
-            raise ValueError(f"callbacks.position_loss.window={window} has no middle: give an odd number of tokens")
+            problem = "has no middle"
+            raise SettingError("callbacks.position_loss.window", window, "give an odd number of tokens", problem)
         self.window = window
 
     @ignore_disk_errors()

@@ -101,7 +101,7 @@ def read_prompts(cfg: DictConfig) -> list[str]:
         return [read_text("prompt_file", str(cfg.prompt_file)).removesuffix("\n").removesuffix("\r")]
     prompts = [line for line in read_text("prompts_file", str(cfg.prompts_file)).splitlines() if line.strip()]
     if not prompts:
-        raise ValueError(f"prompts_file={cfg.prompts_file} has no prompt: give one on each line")
+        raise SettingError("prompts_file", cfg.prompts_file, "give one on each line", "has no prompt")
     return prompts
 
 
@@ -114,13 +114,14 @@ def read_text(key: str, path: str) -> str:
     try:
         return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{key}={path} cannot be read: {error}") from error
+        raise SettingError(key, path, error, "cannot be read") from error
 
 
 def refuse_other_settings(cfg: DictConfig) -> None:
     """Raise ValueError for a setting on the command line that has no effect here."""
     if cfg.prompts_file is None and cfg.output is not None:
-        raise ValueError(f"output={cfg.output} is for prompts_file=FILE: leave it out, or redirect what is printed")
+        problem = "is for prompts_file=FILE"
+        raise SettingError("output", cfg.output, "leave it out, or redirect what is printed", problem)
     given = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     for override in given:
         key = override.lstrip("+~").partition("=")[0]
@@ -138,9 +139,9 @@ def check_output(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"output={path} cannot be written: {error.strerror}") from error
+        raise SettingError("output", path, "give another", f"cannot be written ({error.strerror})") from error
     if path.is_dir():
-        raise ValueError(f"output={path} is a folder: give a .jsonl file")
+        raise SettingError("output", path, "give a .jsonl file", "is a folder")
 
 
 def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
@@ -276,7 +277,7 @@ def choose_device(device: str) -> torch.device:
     try:
         return torch.zeros(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device={device} cannot be used: {str(error).splitlines()[0]}") from error
+        raise SettingError("device", device, str(error).splitlines()[0], "cannot be used") from error
 
 
 def write_on(

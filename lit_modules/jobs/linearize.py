@@ -98,12 +98,12 @@ def build_stage(name: str, stage: DictConfig) -> Stage:
         ValueError: it is not a mapping, or has an unknown key.
     """
     if not OmegaConf.is_dict(stage):
-        raise ValueError(f"stages.{name}={stage} is no stage: give its keys, as stages.{name}.kl=1, or null for none")
+        raise SettingError(f"stages.{name}", stage, f"give its keys, as stages.{name}.kl=1, or null for none")
     given = OmegaConf.to_container(stage, resolve=True)
     check_keys(f"stages.{name}", given, settings_of(Stage))
     train_groups = given.get("train", ["lora"])
     if not isinstance(train_groups, list):
-        raise ValueError(f"stages.{name}.train={train_groups} is not a list: give the groups as [lora,feature_maps]")
+        raise SettingError(f"stages.{name}.train", train_groups, "give groups as [lora,feature_maps]", "is not a list")
     return Stage(**{**given, "train": tuple(train_groups)})
 
 
@@ -111,11 +111,11 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
     """Raise ValueError for mistakes that show before any weights or data are read."""
     check_choice("base_dtype", cfg.base_dtype, DTYPES)
     if cfg.lora is not None and not OmegaConf.is_dict(cfg.lora):
-        raise ValueError(f"lora={cfg.lora} is not known: give its keys, as lora.rank=8, or null for none")
+        raise SettingError("lora", cfg.lora, "give its keys, as lora.rank=8, or null for none", "is not known")
     if cfg.base is None:
-        raise ValueError("base=null: give a pretrained model's folder, or its name on the Hub")
+        raise SettingError("base", None, "give a pretrained model's folder, or its name on the Hub")
     if cfg.tokenizer._target_.endswith("ByteLevelBPE"):
-        raise ValueError("tokenizer=bpe is trained on text, and base has its own: give tokenizer=pretrained")
+        raise SettingError("tokenizer", "bpe", "give tokenizer=pretrained", "is trained on text, and base has its own")
     if cfg.trainer.precision == "bf16-true":
         raise ValueError(
             "trainer.precision=bf16-true would make LoRA, gates and scalars bfloat16, in which small steps are lost: "
@@ -123,14 +123,14 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
         )
     config = base_config(cfg, settings)
     if len(settings.softmax_layers) == config.num_hidden_layers:
-        raise ValueError(
-            f"linearization.softmax_layers={list(settings.softmax_layers)} are all the layers that base={cfg.base} "
-            "has: leave out those that are to be linearized"
-        )
+        problem = f"are all the layers that base={cfg.base} has"
+        fix = "leave out those that are to be linearized"
+        raise SettingError("linearization.softmax_layers", list(settings.softmax_layers), fix, problem)
     if cfg.teacher_top_k is not None:
         check_whole("teacher_top_k", cfg.teacher_top_k, 1, config.vocab_size)
         if not any(stage.kl for stage in stages.values()):
-            raise ValueError(f"teacher_top_k={cfg.teacher_top_k} is for stages with kl: set stages.finetuning.kl=1")
+            fix = "set stages.finetuning.kl=1"
+            raise SettingError("teacher_top_k", cfg.teacher_top_k, fix, "is for stages with kl")
     if cfg.softmax_layers is not None:
         check_softmax_layers(cfg.softmax_layers, settings, config.num_hidden_layers)
     with prefix_errors_with_base(cfg):
@@ -174,9 +174,8 @@ def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
     )  # with attention_transfer alone, layers that stay and output projections have no gradient
     if cfg.strategy._target_:
         if cfg.strategy.get("context_parallel_size", 1) != 1:
-            raise ValueError(
-                f"strategy.context_parallel_size={cfg.strategy.context_parallel_size} is not for job=linearize: give 1"
-            )
+            problem = "is not for job=linearize"
+            raise SettingError("strategy.context_parallel_size", cfg.strategy.context_parallel_size, "give 1", problem)
         of_ddp = hydra.utils.get_class(cfg.strategy._target_) is DataParallel
         unused = {"find_unused_parameters": cfg.strategy.get("find_unused_parameters", several)} if of_ddp else {}
         strategy = hydra.utils.instantiate(cfg.strategy, **unused)
@@ -214,10 +213,8 @@ def check_tokenizer(cfg: DictConfig, config: PreTrainedConfig) -> None:
     """Raise ValueError for a tokenizer with more tokens than the base model has embeddings."""
     needed = len(hydra.utils.instantiate(cfg.tokenizer).build(None))
     if needed > config.vocab_size:
-        raise ValueError(
-            f"tokenizer.path={cfg.tokenizer.path} has {needed} tokens, and base={cfg.base} has embeddings for "
-            f"{config.vocab_size}: give the base model's own tokenizer"
-        )
+        problem = f"has {needed} tokens, and base={cfg.base} has embeddings for {config.vocab_size}"
+        raise SettingError("tokenizer.path", cfg.tokenizer.path, "give the base model's own tokenizer", problem)
 
 
 def check_finite(model: LinearizedForCausalLM) -> None:

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from common.atomic_files import write_atomic
 from common.setting_types import check_type
+from common.settings import SettingError
 from lit_modules.jobs.training_job import check_settings
 from lit_modules.networks.counting import planned_parameters
 from lit_modules.parallel.recomputing import check_policy
@@ -51,4 +52,4 @@ def write(plan: Any, path: Path) -> None:
         write_atomic(path / "plan.json", json.dumps(as_json(plan), indent=2) + "\n")
         draw(plan, path / "memory.png")
     except OSError as error:
-        raise ValueError(f"output={path} cannot be written: {error.strerror}") from error
+        raise SettingError("output", path, "give another", f"cannot be written ({error.strerror})") from error

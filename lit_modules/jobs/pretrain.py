@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 
 from common.atomic_files import replace_atomically
+from common.settings import SettingError
 from data_pipeline.tokens.tokenizer import add_document_start, document_start
 from lit_modules.jobs.summary import conclude, measured
 from lit_modules.jobs.training_job import TrainingParts, build_trainer, rehearse, set_lengths, train
@@ -103,10 +104,8 @@ def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Pat
     """
     rows, needed = module.model.config.vocab_size, data.manifest["vocab_size"]
     if needed > rows:
-        raise ValueError(
-            f"model.vocab_size={rows} is smaller than the tokenizer's {needed} tokens: "
-            f"give model.vocab_size={needed} or more"
-        )
+        problem = f"is smaller than the tokenizer's {needed} tokens"
+        raise SettingError("model.vocab_size", rows, f"give model.vocab_size={needed} or more", problem)
     tokenizer, generation = data.hf_tokenizer, module.model.generation_config
     if data.documents_have_start:
         add_document_start(tokenizer)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from common.atomic_files import replace_atomically
 from common.quantities import count
 from common.setting_types import check_type
-from common.settings import check_choice, check_number, check_switch, check_whole
+from common.settings import SettingError, check_choice, check_number, check_switch, check_whole
 from lit_modules import checkpoints
 from lit_modules.callbacks.device_stats import ranks
 from lit_modules.callbacks.preemption import listening
@@ -71,7 +71,7 @@ def train(
         RunFailed: the run could not continue, for a reason that no setting caused.
     """
     if not cfg.job.makes_a_run:
-        raise ValueError("job.makes_a_run=false: a training needs a run's folder: leave it true")
+        raise SettingError("job.makes_a_run", False, "leave it true, a training needs a run's folder")
     folder = Path(HydraConfig.get().runtime.output_dir)
     check_settings(cfg)
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
@@ -183,10 +183,8 @@ def check_settings(cfg: DictConfig) -> None:
     check_node("trainer", cfg.trainer, lightning.Trainer)
     check_optimizer(OmegaConf.to_container(cfg.optimizer, resolve=True))
     if cfg.data.batch_tokens > cfg.max_tokens:
-        raise ValueError(
-            f"data.batch_tokens={cfg.data.batch_tokens} is more than the run's max_tokens={cfg.max_tokens}: lower the "
-            "first, or raise the second"
-        )
+        problem = f"is more than the run's max_tokens={cfg.max_tokens}"
+        raise SettingError("data.batch_tokens", cfg.data.batch_tokens, "lower the first, or raise the second", problem)
     check_number("trainer.gradient_clip_val", cfg.trainer.gradient_clip_val, least=0, null=True)
 
 
@@ -228,10 +226,8 @@ def refuse_local_sweep(trainer: lightning.Trainer) -> None:
     Lightning would start the other ranks with the same command, and each would run the sweep itself.
     """
     if trainer.world_size > 1 and launched.this_process().alone and HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise ValueError(
-            f"trainer.devices={trainer.num_devices}: a sweep's (-m) runs on this machine have one device each: give "
-            "trainer.devices=1, or -m hydra/launcher=slurm"
-        )
+        problem = "is not for a sweep (-m) on this machine, whose runs have one device each"
+        raise SettingError("trainer.devices", trainer.num_devices, "give 1, or -m hydra/launcher=slurm", problem)
 
 
 def rehearse(cfg: DictConfig, folder: Path, build: Callable[[DictConfig, Path], TrainingParts]) -> None:

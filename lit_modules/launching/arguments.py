@@ -7,6 +7,8 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from common.settings import SettingError
+
 PROMPT = "prompt="
 MISSING = "???"  # OmegaConf reads this as a missing value, even in quotes
 OWN_CONF = Path("conf")
@@ -24,7 +26,7 @@ def prepare_arguments(arguments: Sequence[str], conf: Path) -> list[str]:
     """
     check_prompt_is_whole(arguments)
     if any(each.startswith(PROMPT) and argument_text(each) == MISSING for each in arguments):
-        raise ValueError(f"prompt={MISSING} means no value here: give that text in a file, prompt_file=FILE")
+        raise SettingError("prompt", MISSING, "give that text in a file, prompt_file=FILE", "means no value here")
     quoted = [PROMPT + quote(argument_text(each)) if each.startswith(PROMPT) else each for each in arguments]
     return [*installed_settings(arguments, conf), *quoted]
 

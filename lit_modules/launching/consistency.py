@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from common.settings import check_whole, is_whole, shown
+from common.settings import SettingError, check_whole, is_whole
 from data_pipeline.workers import most_processes
 from lit_modules.launching import rendezvous, run_folder
 from lit_modules.launching.failures import host_name
@@ -33,11 +33,12 @@ def apply_launcher_sizes(trainer: DictConfig, here: ProcessInfo) -> None:
     check_devices(trainer.accelerator, trainer.devices)
     if not here.from_outside:
         if trainer.num_nodes != 1:
-            raise ValueError(
-                f"trainer.num_nodes={trainer.num_nodes}: one process was started, on one node: start the command on "
-                "each with srun or torchrun, or give -m hydra/launcher=slurm hydra.launcher.nodes="
-                f"{trainer.num_nodes}"
+            fix = (
+                "start the command on each node with srun or torchrun, or give -m hydra/launcher=slurm "
+                f"hydra.launcher.nodes={trainer.num_nodes}"
             )
+            problem = "needs a process on each node, and one was started"
+            raise SettingError("trainer.num_nodes", trainer.num_nodes, fix, problem)
         return
     if not here.even:
         raise ValueError(
@@ -69,9 +70,7 @@ def check_devices(accelerator: str, asked: Any) -> None:
         return
     if not is_whole(asked) or not 1 <= asked <= most_processes():
         gpus = "" if accelerator == "cpu" else ", the numbers of GPUs as [0,1]"
-        raise ValueError(
-            f"trainer.devices={shown(asked)}: give a whole number from 1 to {most_processes()}{gpus}, or auto"
-        )
+        raise SettingError("trainer.devices", asked, f"give a whole number from 1 to {most_processes()}{gpus}, or auto")
 
 
 def devices_per_node(asked: Any) -> int | None:
@@ -143,10 +142,8 @@ def check_ranks_agree(reports: list[dict[str, Any]], cfg: DictConfig, folder: Pa
     first = reports[0]
     blind = next((each for each in reports if not each["sees"]), None)
     if blind is not None:
-        raise ValueError(
-            f"runs_dir={cfg.runs_dir} is not shared: {blind['host']} does not see {folder}, which {first['host']} made:"
-            " give one on a file system that all nodes share"
-        )
+        problem = f"is not shared: {blind['host']} does not see {folder}, which {first['host']} made"
+        raise SettingError("runs_dir", cfg.runs_dir, "give one on a file system that all nodes share", problem)
     for name, words in (("code", "versions of the code"), ("torch", "torch"), ("python", "Python")):
         other = next((each for each in reports if each[name] != first[name]), None)
         if other is not None:
@@ -161,10 +158,9 @@ def check_ranks_agree(reports: list[dict[str, Any]], cfg: DictConfig, folder: Pa
         asked = devices_per_node(cfg.trainer.devices) or 1
         poor = next((each for each in reports if each["gpus"] < asked), None)
         if poor is not None:
-            raise ValueError(
-                f"trainer.devices={cfg.trainer.devices}: rank {poor['rank']} on {poor['host']} finds {poor['gpus']} "
-                f"GPUs: ask for more, for all tasks of a node together (--gpus-per-node={asked}), or give fewer devices"
-            )
+            fix = f"ask for more, for all tasks of a node together (--gpus-per-node={asked}), or give fewer devices"
+            problem = f"is more than the {poor['gpus']} GPUs that rank {poor['rank']} on {poor['host']} finds"
+            raise SettingError("trainer.devices", cfg.trainer.devices, fix, problem)
 
 
 def version(each: dict[str, Any], name: str) -> str:

@@ -31,5 +31,5 @@ def group_of_choices(error: HydraException) -> str | None:
 
 def unknown_group(error: HydraException) -> str | None:
     """Return the group of an override that no defaults list has."""
-    found = re.search(r"Could not override '([^'@]+)(@[^']*)?'\. No match in the defaults list", str(error))
+    found = re.search(r"Could not override '([^'@]+)(@[^']*)?'\.\s+No match in the defaults list", str(error))
     return found[1] if found else None

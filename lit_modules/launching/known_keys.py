@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.moved_targets import MOVED
-from common.settings import instead, nearest
+from common.settings import NO_VALUE, SettingError, instead, nearest
 from lit_modules.launching.conf_files import OF_HYDRA
 from lit_modules.launching.signatures import Arguments, arguments
 
@@ -76,7 +76,7 @@ class Composition:
         self._check("", self.given, self.declared)
         for key in self.given.get("trainer") or {}:
             if key in OF_TRAINER:
-                raise ValueError(f"trainer.{key} follows from other keys: give {OF_TRAINER[key]}")
+                raise SettingError(f"trainer.{key}", NO_VALUE, f"give {OF_TRAINER[key]}", "follows from other keys")
 
     def _check(self, place: str, given: dict[Any, Any], declared: Any, free: bool = False) -> None:
         """Check a node and those below it.
@@ -115,47 +115,49 @@ class Composition:
         """Raise ValueError for a single value where keys belong, for keys where a value belongs, and for a null."""
         if isinstance(value, dict):
             if isinstance(declared, int | float | list) or (isinstance(declared, str) and not is_unresolved(declared)):
-                raise ValueError(f"{path} has no keys: give {path}=VALUE")
+                raise SettingError(path, NO_VALUE, f"give {path}=VALUE", "has no keys")
         elif isinstance(declared, dict) or matching_pattern(path, WITHOUT_TARGET):
             if value is not None and not is_unresolved(value):
                 self._refuse_value(path, value, declared or {})
             if value is None and place not in OF_TARGETS and target_of(declared or {}) is not None:
-                raise ValueError(f"{path}=null: the job needs it: give its keys, or leave {path} out")
+                raise SettingError(path, None, f"give its keys, or leave {path} out", "leaves out what the job needs")
 
     def _refuse_value(self, path: str, value: Any, declared: dict[Any, Any]) -> None:
         keys = [str(key) for key in declared if key not in OF_HYDRA]
-        below = ": it has keys" + (f", such as {path}.{keys[0]}" if keys else "")
+        fix = "it has keys" + (f", such as {path}.{keys[0]}" if keys else "")
         if path in self.choices:
             choice = value if isinstance(value, str) else "CHOICE"
-            below += f"; to choose one give {path}={choice}, or `override /{path}: {choice}` in a defaults list"
-        raise ValueError(f"{path}={value} is not known{below}")
+            fix += f"; to choose one give {path}={choice}, or `override /{path}: {choice}` in a defaults list"
+        raise SettingError(path, value, fix, "is not known")
 
-    def _check_other(self, place: str, path: str, key: str, known: Arguments, mend: str = "") -> None:
+    def _check_other(self, place: str, path: str, key: str, known: Arguments, fix: str = "") -> None:
         """Raise ValueError for an unknown key, unless the target takes any or another job shares it.
 
         Args:
-            mend: the advice if no known key is meant.
+            fix: what to give if no known key is meant.
         """
         if (known.others and not nearest(key, known.names)) or (not place and self.is_shared(key)):
             return
         first, _, rest = key.partition(".")
         if rest:
-            raise ValueError(f"{path} is one key with dots in it: write {first}: {{{rest}: ...}}")
+            raise SettingError(path, NO_VALUE, f"write {first}: {{{rest}: ...}}", "is one key with dots in it")
         group = re.sub(r"^hydra\.", "hydra/", place).partition(".")[0] or "job"
         others = self.keys_of_others(group, place) if self.choices.get(group) and place != "job" else {}
         having = [f"{group}={choice}" for choice, keys in others.items() if key in keys]
         if having:
-            raise ValueError(f"{path} is not a key of {group}={self.choices[group]}: it is for {' and '.join(having)}")
+            problem = f"is not a key of {group}={self.choices[group]}"
+            raise SettingError(path, NO_VALUE, f"it is for {' and '.join(having)}", problem)
         names = [name for name in known.names if name not in (*OF_HYDRA, "hydra")]
         before = path.removesuffix(key)
         if not nearest(key, names):
             for choice, keys in others.items():
                 for near in nearest(key, keys):
-                    raise ValueError(f"{path} is not known: did you mean {before}{near}, for {group}={choice}?")
-        elif mend:
-            mend = f"{instead(key, names, before)} Else {mend}"
-        mend = mend or (instead(key, names, before) if names else f"{place} has no keys")
-        raise ValueError(f"{path} is not known: {mend}")
+                    fix = f"did you mean {before}{near}, for {group}={choice}?"
+                    raise SettingError(path, NO_VALUE, fix, "is not known")
+        elif fix:
+            fix = f"{instead(key, names, before)} Else {fix}"
+        fix = fix or (instead(key, names, before) if names else f"{place} has no keys")
+        raise SettingError(path, NO_VALUE, fix, "is not known")
 
     def _check_named(self, place: str, path: str, key: Any, value: Any, declared: dict[Any, Any]) -> None:
         """Raise ValueError for an entry of a collection that has no _target_ and does not set a known entry to null."""
@@ -165,7 +167,7 @@ class Composition:
             new = f"give {path}._target_, the class that it is made of"
             self._check_other(place, path, str(key), Arguments(tuple(declared)), "" if value is None else new)
         elif value is not None:
-            raise ValueError(f"{path} has no _target_: give the class that it is made of, or null for none")
+            raise SettingError(path, NO_VALUE, "give the class that it is made of, or null for none", "has no _target_")
 
     def _resolved(self, value: Any) -> Any:
         """Resolve an interpolation of one whole key as far as conf/ declares it."""
@@ -180,16 +182,17 @@ def check_target(place: str, given: dict[Any, Any], declared: dict[Any, Any]) ->
     """Raise ValueError for a `_target_` that is not a path although conf/ has one there, or that has moved."""
     target, example = given.get("_target_"), target_of(declared)
     if example is not None and "_target_" in given and not isinstance(target, str):
-        raise ValueError(f"{place}._target_={target} is not the path of a class or function, such as {example}")
+        raise SettingError(f"{place}._target_", target, f"give the path of a class or function, such as {example}")
     if isinstance(target, str) and target in MOVED:
-        raise ValueError(f"{place}._target_={target} has moved: give {MOVED[target]}")
+        raise SettingError(f"{place}._target_", target, f"give {MOVED[target]}", "has moved")
 
 
 def check_new_name(place: str, name: str, known: Iterable[str]) -> None:
     """Raise ValueError for a user's new name that is probably a misspelt known one."""
     for near in nearest(name, known, cutoff=0.85) if name not in known else ():
         if near not in name:
-            raise ValueError(f"{place}.{name} is not known: did you mean {place}.{near}? Else give it another name")
+            fix = f"did you mean {place}.{near}? Else give it another name"
+            raise SettingError(f"{place}.{name}", NO_VALUE, fix, "is not known")
 
 
 def target_of(node: dict[Any, Any]) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 
-from common.settings import SettingError, check_number, check_whole, instead
+from common.settings import NO_VALUE, SettingError, check_number, check_whole, instead
 from lit_modules.launching.consistency import devices_per_node
 
 # As in sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes ...
@@ -23,26 +23,24 @@ def check_launcher(config: DictConfig, known: set[str]) -> None:
     launcher = config.hydra.launcher
     strange = [name for name in launcher if name not in known]
     if strange:
-        mend = instead(strange[0], sorted(known), "hydra.launcher.")
-        raise ValueError(f"hydra.launcher.{strange[0]}: there is no such setting; {mend}")
+        fix = instead(strange[0], sorted(known), "hydra.launcher.")
+        raise SettingError(f"hydra.launcher.{strange[0]}", NO_VALUE, fix, "is not known")
     _check_numbers(launcher)
     if not isinstance(launcher.time, str):
-        raise ValueError(f'hydra.launcher.time={launcher.time}: give it in quotes, such as "24:00:00"')
+        raise SettingError("hydra.launcher.time", launcher.time, 'give it in quotes, such as "24:00:00"')
     if not TIME.fullmatch(launcher.time):
-        raise ValueError(
-            f'hydra.launcher.time={launcher.time} is not a time: give hours:minutes:seconds, such as "24:00:00"'
+        raise SettingError(
+            "hydra.launcher.time", launcher.time, 'give hours:minutes:seconds, such as "24:00:00"', "is not a time"
         )
     for name in ("name", "partition", "account", "qos"):
         if isinstance(launcher[name], DictConfig | ListConfig | bool):
-            raise ValueError(f"hydra.launcher.{name}={launcher[name]}: give one name")
+            raise SettingError(f"hydra.launcher.{name}", launcher[name], "give one name")
     for name in ("setup", "srun_args"):
         if launcher[name] is not None and not _is_list_of_texts(launcher[name]):
-            raise ValueError(f'hydra.launcher.{name}={launcher[name]}: give a list of texts, such as ["..."]')
+            raise SettingError(f"hydra.launcher.{name}", launcher[name], 'give a list of texts, such as ["..."]')
     if not isinstance(launcher.additional_parameters, DictConfig | None):
-        raise ValueError(
-            f"hydra.launcher.additional_parameters={launcher.additional_parameters}: give sbatch's options by name, "
-            "such as {exclusive: true}"
-        )
+        fix = "give sbatch's options by name, such as {exclusive: true}"
+        raise SettingError("hydra.launcher.additional_parameters", launcher.additional_parameters, fix)
     _check_ranks(config)
 
 
@@ -62,15 +60,12 @@ def _check_ranks(config: DictConfig) -> None:
     """Raise ValueError for trainer sizes that differ from what the launcher starts."""
     launcher, trainer = config.hydra.launcher, config.trainer
     if trainer.num_nodes not in (1, launcher.nodes):
-        raise ValueError(
-            f"trainer.num_nodes={trainer.num_nodes} is not hydra.launcher.nodes={launcher.nodes}: leave "
-            "trainer.num_nodes out, it follows"
-        )
+        problem = f"is not hydra.launcher.nodes={launcher.nodes}"
+        raise SettingError("trainer.num_nodes", trainer.num_nodes, "leave trainer.num_nodes out, it follows", problem)
     if isinstance(trainer.devices, int) and devices_per_node(trainer.devices) not in (None, launcher.tasks_per_node):
-        raise ValueError(
-            f"hydra.launcher.tasks_per_node={launcher.tasks_per_node} is not trainer.devices={trainer.devices}: leave "
-            "hydra.launcher.tasks_per_node out, it follows"
-        )
+        problem = f"is not trainer.devices={trainer.devices}"
+        fix = "leave hydra.launcher.tasks_per_node out, it follows"
+        raise SettingError("hydra.launcher.tasks_per_node", launcher.tasks_per_node, fix, problem)
 
 
 def _is_list_of_texts(value: Any) -> bool:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from common.settings import SettingError
 from lit_modules.launching import run_folder
 from lit_modules.launching.failures import host_name
 from lit_modules.launching.process import ProcessInfo, address, this_process
@@ -213,7 +214,8 @@ def write_token(folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / TOKEN_FILE).write_text(token)
     except OSError as error:
-        raise ValueError(f"runs_dir: {folder} cannot be written ({error.strerror or error})") from error
+        problem = f"cannot be written ({error.strerror or error})"
+        raise SettingError("runs_dir", folder, "give another folder", problem) from error
     return token
 
 

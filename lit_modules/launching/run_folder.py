@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.atomic_files import write_atomic
 from common.moved_targets import with_current_targets
-from common.settings import differences
+from common.settings import SettingError, differences
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -93,11 +93,11 @@ def choose_run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, 
         folder = Path(resume)
         if not (folder / CONFIG).is_file():
             sweep = " (that is a sweep's: give one of its runs, or -m)" if runs_in(folder) else ""
-            raise ValueError(
-                f"resume={resume} is not a run's folder: it has no {CONFIG}; give one below {runs_dir}/{sweep}"
+            raise SettingError(
+                "resume", resume, f"it has no {CONFIG}; give one below {runs_dir}/{sweep}", "is not a run's folder"
             )
         if (folder / SUMMARY).is_file():
-            raise ValueError(f"resume={resume} has finished: it has a {SUMMARY}; start a new run without resume")
+            raise SettingError("resume", resume, f"it has a {SUMMARY}; start a new run without resume", "has finished")
         return str(folder)
     parent = Path(runs_dir) / (experiment or "default")
     if resume == "auto":
@@ -128,9 +128,9 @@ def choose_sweep_folder(runs_dir: str, experiment: str | None, resume: str | Non
     folder = Path(resume)
     begun = [run for run in runs_in(folder) if (run / CONFIG).is_file()]
     if not begun:
-        raise ValueError(f"resume={resume} is not the folder of a run or of a sweep: give one below {runs_dir}/")
+        raise SettingError("resume", resume, f"give one below {runs_dir}/", "is not the folder of a run or of a sweep")
     if all((run / SUMMARY).is_file() for run in begun):
-        raise ValueError(f"resume={resume} has finished: it has a {SUMMARY}; start a new run without resume")
+        raise SettingError("resume", resume, f"it has a {SUMMARY}; start a new run without resume", "has finished")
     return str(folder)
 
 
@@ -176,7 +176,8 @@ def new_folder(parent: Path) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ValueError(f"runs_dir: {parent} cannot be written ({error.strerror or error})") from error
+            problem = f"cannot be written ({error.strerror or error})"
+            raise SettingError("runs_dir", parent, "give another folder", problem) from error
         return folder
     raise ValueError(f"{parent} holds 1000 runs of the second {stamp}: wait a second and start again")
 
@@ -256,10 +257,8 @@ def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
         if before is None and after is False:  # a switch that the original run's version did not have
             continue
         if not any(key == free or key.startswith(f"{free}.") for free in CHANGEABLE_KEYS):
-            raise ValueError(
-                f"{key}={after} differs from the run that is resumed, which has {key}={before} ({folder}): "
-                f"give {key}={before}, or start a new run without resume"
-            )
+            problem = f"differs from the run that is resumed, which has {key}={before} ({folder})"
+            raise SettingError(key, after, f"give {key}={before}, or start a new run without resume", problem)
     return now
 
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.atomic_files import write_atomic
 from common.setting_types import check_type
-from common.settings import check_switch
+from common.settings import SettingError, check_switch
 from lit_modules.launching import consistency, failures, rank_logs, rendezvous, restarts, supervision
 from lit_modules.launching.choices import choices
 from lit_modules.launching.process import ProcessInfo, this_process
@@ -113,7 +113,7 @@ def prepare_rank(cfg: DictConfig, folder: Path) -> bool:
     here = this_process()
     supervision.send_folder(folder)
     if cfg.dry_run:
-        raise ValueError("dry_run=true prints the script of a launcher: give -m hydra/launcher=slurm as well")
+        raise SettingError("dry_run", True, "give -m hydra/launcher=slurm as well", "prints the script of a launcher")
     if here.launcher == "lightning" and here.rank > 0:
         rank_logs.redirect_to_log_file(folder, here)
         return True

@@ -11,7 +11,7 @@ from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
 from common.atomic_files import write_atomic
-from common.settings import check_whole
+from common.settings import NO_VALUE, SettingError, check_whole
 from lit_modules.launching.process import this_process
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM
 from lit_modules.networks.linearized.calibration import fit_clusters
@@ -35,16 +35,18 @@ def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> Non
         return
     if len(ways) != 1 or not ways.keys() <= {"every", "most_sensitive"}:
         one = "; of several keys set all but one to null, as softmax_layers.every=null" if len(ways) > 1 else ""
-        raise ValueError(
-            f"softmax_layers={kept} is not known: give softmax_layers.every=8, softmax_layers.most_sensitive=2, or a "
-            f"list as linearization.softmax_layers=[7,15]{one}"
+        fix = (
+            "give softmax_layers.every=8, softmax_layers.most_sensitive=2, or a list as "
+            f"linearization.softmax_layers=[7,15]{one}"
         )
+        raise SettingError("softmax_layers", kept, fix, "is not known")
     if settings.softmax_layers:
-        raise ValueError("softmax_layers and linearization.softmax_layers are both given: give one of them")
+        problem = "and linearization.softmax_layers are both given"
+        raise SettingError("softmax_layers", NO_VALUE, "give one of them", problem)
     ((way, number),) = ways.items()
     if layers == 1:
-        raise ValueError(
-            f"softmax_layers.{way}={number}: the base has one layer, and one is to be linearized: give null"
+        raise SettingError(
+            f"softmax_layers.{way}", number, "give null", "is for more than one layer, and the base has one"
         )
     least, most = (2, layers) if way == "every" else (1, layers - 1)
     check_whole(f"softmax_layers.{way}", number, least, most)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.settings import SettingError
 from lit_modules.language_modelling import Training
 from lit_modules.launching.run_folder import RunFailed
 from lit_modules.linearization.stages import CHANGES_BASE, OBJECTIVES, Stage, check_groups, plan_stages, schedule_over
@@ -68,8 +69,8 @@ class Linearization(Training):
             activation_checkpointing=activation_checkpointing,
         )
         if activation_checkpointing not in ("none", "full"):
-            raise ValueError(
-                f"activation_checkpointing={activation_checkpointing} is not for job=linearize: give none or full"
+            raise SettingError(
+                "activation_checkpointing", activation_checkpointing, "give none or full", "is not for job=linearize"
             )
         self.base_lr = optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
         self.stages = plan_stages(stages, max_tokens, batch_tokens)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from common.settings import check_number, check_whole
+from common.settings import NO_VALUE, SettingError, check_number, check_whole, under
 from lit_modules.networks.linearized.lora import trainable
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
@@ -50,7 +50,8 @@ class Stage:
         if not any(getattr(self, key) for key in OBJECTIVES):
             raise ValueError(f"stages.{name}: {', '.join(OBJECTIVES)} are all 0: give one of them a weight")
         if not self.train:
-            raise ValueError(f"stages.{name}.train is empty: name the groups of parameters that it trains, as [lora]")
+            fix = "name the groups of parameters that it trains, as [lora]"
+            raise SettingError(f"stages.{name}.train", NO_VALUE, fix, "is empty")
         if CHANGES_BASE.intersection(self.train) and self.attention_transfer:
             raise ValueError(
                 f"stages.{name}: train={list(self.train)} would change the layers that attention_transfer learns from: "
@@ -74,12 +75,13 @@ def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) ->
         ValueError: the stages do not fill max_tokens, or a stage cannot work.
     """
     if not stages:
-        raise ValueError("stages is empty: give at least one, as +stages.finetuning.train=[lora]")
+        raise SettingError("stages", NO_VALUE, "give at least one, as +stages.finetuning.train=[lora]", "is empty")
     for name, stage in stages.items():
         stage.check(name)
     open_ended = [name for name, stage in stages.items() if stage.tokens is None]
     if len(open_ended) > 1:
-        raise ValueError(f"stages {' and '.join(open_ended)} have no tokens: only one can take the rest of max_tokens")
+        problem = f"{' and '.join(open_ended)} have no tokens"
+        raise SettingError("stages", NO_VALUE, "only one can take the rest of max_tokens", problem)
     given = sum(stage.tokens for stage in stages.values() if stage.tokens is not None)
     rest = max_tokens - given
     if rest < 0 or (rest == 0) == bool(open_ended):
@@ -99,10 +101,8 @@ def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) ->
 def check_groups(model: LinearizedForCausalLM, stages: dict[str, Stage]) -> None:
     """Raise ValueError, naming the key, if a stage trains parameters that the model with its LoRA lacks."""
     for name, stage in stages.items():
-        try:
+        with under(f"stages.{name}"):
             trainable(model, stage.train)
-        except ValueError as error:
-            raise ValueError(f"stages.{name}.train: {error}") from error
 
 
 def schedule_over(stage: str, tokens: int, schedule: Any) -> Any:

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from common.atomic_files import write_atomic
+from common.settings import SettingError
 from lit_modules.loggers.wandb_sync import RUN_ID, UNSENT, no_answer, no_key, send, unsent_parts
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Wandb(WandbLogger):
         tags: list[str] | None = None,
     ) -> None:
         if mode not in ("auto", "online", "offline"):
-            raise ValueError(f"logger.wandb.mode={mode} is unknown: give auto, online or offline")
+            raise SettingError("logger.wandb.mode", mode, "give auto, online or offline")
         self.folder = Path(folder)
         self.may_go_offline = mode == "auto"
         self.has_failed, self.is_closed = False, False

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from common.settings import SettingError
 from lit_modules.launching import run_folder
 
 RUN_ID = "run-id.txt"  # in <run>/wandb: the id of the wandb run
@@ -45,7 +46,7 @@ def run(cfg: DictConfig) -> None:
         print(f"nothing to send in {cfg.run or cfg.runs_dir}")
         return
     if (missing := no_key()) is not None:
-        raise ValueError(f"logger=wandb: {missing}; nothing was sent")
+        raise SettingError("logger", "wandb", f"{missing}; nothing was sent")
     if (silent := no_answer()) is not None:
         raise run_folder.RunFailed(f"logger=wandb: {silent}; nothing was sent")
     left = send([part for parts in waiting.values() for part in parts])
@@ -66,11 +67,11 @@ def run_folders(run: str | None, runs_dir: str) -> list[Path]:
     """
     if run is not None:
         if not (Path(run) / "wandb" / RUN_ID).is_file():
-            raise ValueError(f"run={run} has no wandb/{RUN_ID}: give the folder of a run that had logger=wandb")
+            raise SettingError("run", run, "give the folder of a run that had logger=wandb", f"has no wandb/{RUN_ID}")
         return [Path(run)]
     if not Path(runs_dir).is_dir():
-        raise ValueError(
-            f"runs_dir={runs_dir} is not there: give the folder of all runs, or run=FOLDER for one of them"
+        raise SettingError(
+            "runs_dir", runs_dir, "give the folder of all runs, or run=FOLDER for one of them", "is not there"
         )
     return sorted(found.parent.parent for found in Path(runs_dir).rglob(f"wandb/{RUN_ID}"))
 

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
+from common.settings import SettingError
 from lit_modules.networks.block import Block
 from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.forget_gate import ForgetGate
@@ -99,7 +100,8 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: give one of the two")
         if kwargs.get("output_attentions"):
-            raise ValueError("output_attentions=True cannot be had: attention weights are never held, set it to false")
+            fix = "attention weights are never held, set it to false"
+            raise SettingError("output_attentions", True, fix, "cannot be had")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache is None:
             use_cache = not self.training and cu_seqlens is None and positions is None

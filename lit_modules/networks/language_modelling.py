@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from common.settings import SettingError
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from lit_modules.networks.positions import Positions
 
@@ -111,9 +112,8 @@ class LanguageModelling:
     ) -> Any:  # transformers declares a bool, returns None and reads neither
         """Use `new_cache()` instead of a `DynamicCache` (Hugging Face's hook for the cache of `generate`)."""
         if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} does not fit this model: leave it out"
-            )
+            problem = "does not fit this model"
+            raise SettingError("cache_implementation", generation_config.cache_implementation, "leave it out", problem)
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             cache._is_user_defined = True

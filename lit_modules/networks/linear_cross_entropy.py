@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from common.settings import SettingError
 from kernels.cross_entropy import IGNORE_INDEX, token_losses
 
 __all__ = ["IGNORE_INDEX", "LOGITS_AT_ONCE", "linear_cross_entropy"]
@@ -71,7 +72,7 @@ def reduced_loss(
 ) -> Tensor:
     """Reduce the losses of hidden `[..., D]` as `linear_cross_entropy` does; `counted` is `[...]` bool."""
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r} is not known: give mean, sum or none")
+        raise SettingError("reduction", reduction, "give mean, sum or none", "is not known")
     flat_hidden = hidden.flatten(0, -2)
     if reduction == "none":
         with torch.no_grad():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.settings import SettingError
 from kernels.cross_entropy import IGNORE_INDEX, token_losses
 from lit_modules.networks.linear_cross_entropy import (
     chunk_of,
@@ -233,7 +234,7 @@ def top_k_log_probabilities(
     vocab_size = weight.shape[0]
     _check(hidden, weight, None)
     if not 0 < k <= vocab_size:
-        raise ValueError(f"k={k} tokens of a vocabulary of {vocab_size}: give 1 to {vocab_size}")
+        raise SettingError("k", k, f"give 1 to {vocab_size}", f"tokens of a vocabulary of {vocab_size}")
     padded, found = padded_weight(weight, product_dtype(hidden)), []
     chunk_size = chunk_of(hidden, weight, chunk_size, copies=2)
     for _, logits in logits_by_chunk(hidden.flatten(0, -2), padded, chunk_size):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from common.settings import SettingError
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX
 from lit_modules.networks.mixers import MIXERS
@@ -59,10 +60,8 @@ def check_heads(config: PalimpsestConfig, size: int, tensor_parallel_size: int =
         if heads // tensor_parallel_size % size:
             key = f"model.{'state_heads' if recurrent else 'num_heads'}={heads}"
             left = f" that strategy.tensor_parallel_size={tensor_parallel_size} leaves" * (tensor_parallel_size > 1)
-            raise ValueError(
-                f"{KEY}={size} does not divide the {heads // tensor_parallel_size} heads{left} of the mixer {name} "
-                f"({key}): give a divisor"
-            )
+            problem = f"does not divide the {heads // tensor_parallel_size} heads{left} of the mixer {name} ({key})"
+            raise SettingError(KEY, size, "give a divisor", problem)
 
 
 def check_tokens(tokens: int, size: int) -> None:
@@ -72,10 +71,11 @@ def check_tokens(tokens: int, size: int) -> None:
         ValueError: if they cannot.
     """
     if tokens % size:
-        raise ValueError(
-            f"{KEY}={size} does not divide the {tokens} tokens of a micro-batch (data.micro_batch_size times "
-            "data.sequence_length, or in validation data.validation_length): give a size that does"
+        problem = (
+            f"does not divide the {tokens} tokens of a micro-batch (data.micro_batch_size times "
+            "data.sequence_length, or in validation data.validation_length)"
         )
+        raise SettingError(KEY, size, "give a size that does", problem)
 
 
 def whole_sequences(plan: "ContextParallel | None") -> AbstractContextManager[None]:
@@ -142,10 +142,8 @@ class ContextParallel:
         if count == 0:
             return arguments, keywords
         if hidden.shape[1] < count:
-            raise ValueError(
-                f"{KEY}={self.size} leaves {hidden.shape[1]} tokens to a rank, and a mixer looks back at {count}: "
-                "give a smaller size"
-            )
+            problem = f"leaves {hidden.shape[1]} tokens to a rank, and a mixer looks back at {count}"
+            raise SettingError(KEY, self.size, "give a smaller size", problem)
         hidden = torch.cat((self._last_of_the_rank_before(hidden, count), hidden), dim=1)
         return (hidden, _begun_earlier(positions, count), *cache), keywords
 
@@ -179,7 +177,7 @@ class ContextParallel:
             return operation(inputs, positions, *cache, **bound, **options)
         heads = inputs[0].shape[2]
         if heads % self.size:
-            raise ValueError(f"{KEY}={self.size} does not divide the {heads} heads on a rank: give a divisor")
+            raise SettingError(KEY, self.size, "give a divisor", f"does not divide the {heads} heads on a rank")
         own = [x if x is None else x[:, looked_back:] for x in inputs]
         given = self._heads_for_tokens([x for x in own if x is not None])
         if logit_bound is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.settings import check_whole
+from common.settings import SettingError, check_whole
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,17 @@ def lay_out(world_size: int, *, shard: int | None, context: int, tensor: int) ->
         if size is not None or key != "shard_size":
             check_whole(f"strategy.{key}", size, 1)
     if world_size % tensor:
-        raise ValueError(
-            f"strategy.tensor_parallel_size={tensor} does not divide the {world_size} ranks (trainer.devices times "
-            "trainer.num_nodes): give a size that does"
-        )
+        problem = f"does not divide the {world_size} ranks (trainer.devices times trainer.num_nodes)"
+        raise SettingError("strategy.tensor_parallel_size", tensor, "give a size that does", problem)
     whole = world_size // tensor
     if whole % context:
-        raise ValueError(
-            f"strategy.context_parallel_size={context} does not divide the {whole} ranks (trainer.devices times "
-            "trainer.num_nodes, without those of tensor parallelism): give a size that does"
+        problem = (
+            f"does not divide the {whole} ranks (trainer.devices times trainer.num_nodes, without those of "
+            "tensor parallelism)"
         )
+        raise SettingError("strategy.context_parallel_size", context, "give a size that does", problem)
     shard = whole if shard is None else shard
     if whole % shard or shard % context:
-        raise ValueError(
-            f"strategy.shard_size={shard} must divide the {whole} ranks and be a multiple of "
-            f"strategy.context_parallel_size={context}: give such a size, or null for all ranks"
-        )
+        problem = f"must divide the {whole} ranks and be a multiple of strategy.context_parallel_size={context}"
+        raise SettingError("strategy.shard_size", shard, "give such a size, or null for all ranks", problem)
     return Layout(whole // shard, shard, context, tensor)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from common.settings import SettingError
 from lit_modules.networks import PalimpsestForCausalLM
 from lit_modules.networks.positions import Positions
 
@@ -46,15 +47,11 @@ def check_policy(policy: str | int, layers: int | None = None) -> None:
         return
     if isinstance(policy, int) and policy >= 2:  # True is 1
         if layers is not None and policy > layers:
-            raise ValueError(
-                f"activation_checkpointing={policy} recomputes none of model.num_layers={layers} blocks: give none, or "
-                f"at most {layers}"
-            )
+            problem = f"recomputes none of model.num_layers={layers} blocks"
+            raise SettingError("activation_checkpointing", policy, f"give none, or at most {layers}", problem)
         return
-    raise ValueError(
-        f"activation_checkpointing={policy} is not a policy: give {', '.join(POLICIES)}, or n, 2 or more, for every "
-        "n-th block"
-    )
+    fix = f"give {', '.join(POLICIES)}, or n, 2 or more, for every n-th block"
+    raise SettingError("activation_checkpointing", policy, fix, "is not a policy")
 
 
 def recompute(model: PalimpsestForCausalLM, policy: str | int) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from common.settings import check_keys, check_whole
+from common.settings import SettingError, check_keys, check_whole
 from lit_modules.checkpoints.strategy import Checkpointed
 from lit_modules.launching.children import WatchesRanks
 from lit_modules.parallel.layout import Layout, lay_out
@@ -103,7 +103,8 @@ class Sharded(Checkpointed, WatchesRanks, ModelParallelStrategy):
         check_whole("strategy.context_parallel_size", context_parallel_size, 1)
         check_whole("strategy.tensor_parallel_size", tensor_parallel_size, 1)
         if isinstance(shard_size, str) and shard_size != "node":
-            raise ValueError(f"strategy.shard_size={shard_size} is not known: give a number of ranks, node, or null")
+            fix = "give a number of ranks, node, or null"
+            raise SettingError("strategy.shard_size", shard_size, fix, "is not known")
         self.shard_size, self.context_parallel_size = shard_size, context_parallel_size
         self.tensor_parallel_size, self.reshard_after_forward = tensor_parallel_size, reshard_after_forward
         self.context_group: dist.ProcessGroup | None = None

@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.func import functional_call
 
+from common.settings import SettingError
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from lit_modules.networks.mixers.attention import Attention
@@ -66,10 +67,8 @@ def check_split(config: PalimpsestConfig, ranks: int) -> None:
     """
     others = sorted(set(config.mixers) - {"attention"})
     if others and ranks > 1:
-        raise ValueError(
-            f"strategy.tensor_parallel_size={ranks} splits attention alone, and model.mixers has {', '.join(others)}: "
-            "give 1"
-        )
+        problem = f"splits attention alone, and model.mixers has {', '.join(others)}"
+        raise SettingError("strategy.tensor_parallel_size", ranks, "give 1", problem)
     heads, key_heads, value_heads = config.head_counts
     sizes = {
         "num_heads": heads,
@@ -80,9 +79,8 @@ def check_split(config: PalimpsestConfig, ranks: int) -> None:
     }
     for key, size in sizes.items():
         if size is not None and size % ranks:
-            raise ValueError(
-                f"strategy.tensor_parallel_size={ranks} does not divide model.{key}={size}: give a size that divides it"
-            )
+            problem = f"does not divide model.{key}={size}"
+            raise SettingError("strategy.tensor_parallel_size", ranks, "give a size that divides it", problem)
 
 
 # A block's normalized input is marked replicated before it branches, so that one all-reduce sums the gradients of all

@@ -5,7 +5,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from common.gpus import find_gpu
-from common.settings import check_number, check_whole
+from common.settings import SettingError, check_number, check_whole
 from lit_modules.parallel.layout import lay_out
 from lit_modules.planning.setup import Setup
 
@@ -61,7 +61,8 @@ def strategy_of(strategy: DictConfig) -> dict[str, Any]:
         return {}
     name = STRATEGIES.get(strategy._target_.rpartition(".")[2])
     if name is None:
-        raise ValueError(f"strategy._target_={strategy._target_} cannot be planned for: give {', '.join(STRATEGIES)}")
+        problem = "cannot be planned for"
+        raise SettingError("strategy._target_", strategy._target_, f"give {', '.join(STRATEGIES)}", problem)
     sizes = {key: strategy.get(f"{key}_parallel_size", 1) for key in ("context", "tensor")}
     for key, size in sizes.items():
         check_whole(f"strategy.{key}_parallel_size", size, 1)
@@ -80,9 +81,9 @@ def checked_batch(setup: Setup) -> Setup:
     """
     at_once = setup.micro_tokens * setup.readers
     if setup.batch_tokens % at_once:
-        raise ValueError(
-            f"data.batch_tokens={setup.batch_tokens} is no multiple of {at_once} = data.micro_batch_size="
-            f"{setup.micro_batch_size} x data.sequence_length={setup.sequence_length} x {setup.readers} readers "
-            "(trainer.devices): change one of them"
+        problem = (
+            f"is not a multiple of {at_once} = data.micro_batch_size={setup.micro_batch_size} x "
+            f"data.sequence_length={setup.sequence_length} x {setup.readers} readers (trainer.devices)"
         )
+        raise SettingError("data.batch_tokens", setup.batch_tokens, "change one of them", problem)
     return setup

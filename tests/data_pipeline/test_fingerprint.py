@@ -243,7 +243,7 @@ def test_skipped_lines_are_in_the_manifest_and_strict_refuses_them_later(make, o
         (["a", "b"], 1e-9, r"data\.validation_fraction=1e-09 leaves no validation document among 2: raise it"),
         (["a", "b"], 1 - 1e-9, r"data\.validation_fraction=0\.999999999 leaves no train document among 2: lower it"),
         ([" "], 0.5, r"data\.source gives no document"),
-        (["a", "b", "c", "d"], 0.5, r"data\.block_length=64: the train text has only \d+ tokens"),
+        (["a", "b", "c", "d"], 0.5, r"data\.block_length=64 is more than the \d+ tokens of the train text"),
     ],
 )
 def test_text_that_cannot_be_split_names_the_key(make_data, tmp_path, lines, fraction, words):
@@ -260,7 +260,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
         (folder / "half").write_text("written")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(ValueError, match=r"data_dir=.*the disk is full"):
+    with pytest.raises(ValueError, match=r"data_dir=.*is on a full disk"):
         prepared_folder(tmp_path, "stage", {}, build)
     assert folders(tmp_path) == []
 

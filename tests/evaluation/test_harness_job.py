@@ -288,7 +288,7 @@ def test_missing_data_is_one_line_with_tasks_data_sets_and_places(run, tasks_fol
         ({"benchmark.tasks": None}, "benchmark.tasks is empty"),
         ({"benchmark.num_fewshot.piqua": 3}, "benchmark.num_fewshot.piqua"),
         ({"benchmark.num_fewshot": 3}, "benchmark.num_fewshot=3"),
-        ({"benchmark.num_fewshot": {"tiny_choices": 99}}, "tiny_choices has 13 examples, found 99"),
+        ({"benchmark.num_fewshot": {"tiny_choices": 99}}, "tiny_choices=99: give at most 13"),
         ({"benchmark.max_length": 1}, "benchmark.max_length=1: an answer has"),
     ],
 )

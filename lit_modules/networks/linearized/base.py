@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from common.settings import SettingError
 from kernels import forgetting_attention
 from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized import lora_projections
@@ -118,7 +119,7 @@ class SubstitutedAttention(nn.Module):
         if positions is None:
             raise ValueError("positions are not given: call the language model, not its `model` alone")
         if past_key_values is not None and self.mode != "student":
-            raise ValueError(f"mode={self.mode!r} with a cache: only the student remembers, set use_cache=False")
+            raise SettingError("mode", self.mode, "only the student remembers, set use_cache=False", "with a cache")
         if self.mode == "student":
             cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
             assert cache is None or isinstance(cache, CacheLayerMixin)

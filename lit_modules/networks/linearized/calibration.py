@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from common.settings import SettingError
 from lit_modules.networks.linearized.clusters import ClusterKeys, ClusterQueries
 from lit_modules.networks.linearized.lolcats import LolcatsAttention
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
@@ -30,7 +31,7 @@ def fit_clusters(model: LinearizedForCausalLM, batches: Sequence[dict[str, Tenso
     """
     settings = model.linearization
     if settings.feature_map != "clusters":
-        raise ValueError(f"linearization.feature_map={settings.feature_map} has no clusters: give clusters")
+        raise SettingError("linearization.feature_map", settings.feature_map, "give clusters", "has no clusters")
     attentions = [attention for attention in model.attentions() if isinstance(attention, LolcatsAttention)]
     keys: dict[LolcatsAttention, list[Tensor]] = {attention: [] for attention in attentions}
     share = KEYS_PER_LAYER // len(batches)
@@ -58,10 +59,9 @@ def fit_clusters(model: LinearizedForCausalLM, batches: Sequence[dict[str, Tenso
         first, *others = errors[attention]
         tried = sum(others, first)
         if torch.equal(tried[0], tried[-1]):
-            raise ValueError(
-                f"linearization.window={settings.window}: no document is longer than the window and its sinks, and "
-                "clusters cannot be fitted: give longer documents, or a shorter window"
-            )
+            problem = "with its sinks is as long as every document, and clusters cannot be fitted"
+            fix = "give longer documents, or a shorter window"
+            raise SettingError("linearization.window", settings.window, fix, problem)
         _maps(attention)[0].bias.add_(shifts[tried.argmin(0)][:, None])
 
 

@@ -143,9 +143,8 @@ def linearized_config(stock: dict[str, Any], settings: Linearization) -> PreTrai
     except Exception as error:
         raise ValueError(f"config.json of this {model_type} is refused: {' '.join(str(error).split())}") from error
     if stock.get("head_dim") is None and config.hidden_size % config.num_attention_heads:
-        raise ValueError(
-            f"num_attention_heads={config.num_attention_heads} does not divide hidden_size={config.hidden_size}"
-        )
+        problem = f"does not divide hidden_size={config.hidden_size}"
+        raise SettingError("num_attention_heads", config.num_attention_heads, "give head_dim", problem)
     check_config(config, settings.softmax_layers)
     return config
 

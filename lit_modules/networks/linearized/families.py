@@ -10,6 +10,8 @@ from transformers.models.phi3 import Phi3Config, Phi3ForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
+from common.settings import SettingError
+
 Window = Callable[[PreTrainedConfig, int], int | None]
 
 
@@ -66,9 +68,9 @@ def check_model_type(model_type: str) -> None:
         ValueError: if it cannot.
     """
     if model_type.removeprefix(PREFIX) in FAMILIES and model_type.startswith(PREFIX):
-        raise ValueError(f"model_type={model_type!r} is linearized already: give the model that it was made from")
+        raise SettingError("model_type", model_type, "give the model that it was made from", "is linearized already")
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type={model_type!r} cannot be linearized: give one of {', '.join(FAMILIES)}")
+        raise SettingError("model_type", model_type, f"give one of {', '.join(FAMILIES)}", "cannot be linearized")
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -84,9 +86,8 @@ def head_counts(config: PreTrainedConfig) -> Heads:
     """
     query, key = config.num_attention_heads, config.num_key_value_heads
     if key < 1 or query % key:
-        raise ValueError(
-            f"num_key_value_heads={key} does not divide num_attention_heads={query}: query heads share key heads evenly"
-        )
+        problem = f"does not divide num_attention_heads={query}"
+        raise SettingError("num_key_value_heads", key, "give a divisor, query heads share key heads evenly", problem)
     return Heads(query, key, getattr(config, "head_dim", None) or config.hidden_size // query)
 
 
@@ -103,19 +104,14 @@ def check_config(config: PreTrainedConfig, softmax_layers: tuple[int, ...]) -> N
     head_counts(config)
     count = config.num_hidden_layers
     if count < 1:
-        raise ValueError(f"num_hidden_layers={count}: there is no layer to linearize")
+        raise SettingError("num_hidden_layers", count, "there is no layer to linearize")
     beyond = [layer for layer in softmax_layers if not 0 <= layer < count]
     if beyond:
-        raise ValueError(
-            f"linearization.softmax_layers: layer {beyond[0]} of a model of {count}: give some of 0 to {count - 1}"
-        )
+        problem = f"is not a layer of a model of {count}"
+        raise SettingError("linearization.softmax_layers", beyond[0], f"give some of 0 to {count - 1}", problem)
     if getattr(config, "attention_dropout", 0):
-        raise ValueError(
-            f"attention_dropout={config.attention_dropout} cannot be had: no attention weights are held to drop, "
-            "set it to 0"
-        )
+        fix = "no attention weights are held to drop, set it to 0"
+        raise SettingError("attention_dropout", config.attention_dropout, fix, "cannot be had")
     if getattr(config, "resid_pdrop", 0):
-        raise ValueError(
-            f"resid_pdrop={config.resid_pdrop} cannot be had: in training the teacher would not be the pretrained "
-            "model, set it to 0"
-        )
+        fix = "in training the teacher would not be the pretrained model, set it to 0"
+        raise SettingError("resid_pdrop", config.resid_pdrop, fix, "cannot be had")

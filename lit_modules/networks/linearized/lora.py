@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from common.settings import check_choice, check_number, check_whole
+from common.settings import SettingError, check_choice, check_number, check_whole
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
 ADAPTER = "default"  # peft's name for the one adapter
@@ -56,13 +56,13 @@ def add_lora(
     check_number("lora.dropout", dropout, least=0, below=1)
     check_choice("lora.where", where, ("all", "linearized"))
     if isinstance(targets, str) or not isinstance(targets, Sequence):
-        raise ValueError(f"lora.targets={targets} is not a list: give projections as [q_proj,k_proj]")
+        raise SettingError("lora.targets", targets, "give projections as [q_proj,k_proj]", "is not a list")
     if has_lora(model):
         raise ValueError("the model has LoRA: merge it before more is added")
     kept = model.linearization.softmax_layers
     layers = [number for number in range(len(model.model.layers)) if where == "all" or number not in kept]
     if not layers:
-        raise ValueError(f"lora.where={where}: all layers stay softmax attention, give all")
+        raise SettingError("lora.where", where, "all layers stay softmax attention, give all")
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # peft takes any number
@@ -95,8 +95,8 @@ def lora_targets(model: LinearizedForCausalLM, targets: Sequence[str]) -> list[s
     known = [*FUSED, *(name for name in here if name not in FUSED)] if fused else here
     unknown = [name for name in targets if name not in known]
     if unknown or not targets:
-        found = unknown[0] if unknown else "[]"
-        raise ValueError(f"lora.targets: {found} is no projection of this model's attention: give {', '.join(known)}")
+        problem = "is not a projection of this model's attention"
+        raise SettingError("lora.targets", unknown[0] if unknown else [], f"give {', '.join(known)}", problem)
     return sorted({"qkv_proj" if fused and name in FUSED else name for name in targets})
 
 
@@ -119,10 +119,11 @@ def trainable(model: nn.Module, groups: Iterable[str]) -> dict[str, list[str]]:
     names, found = [name for name, _ in model.named_parameters()], {}
     for group in groups:
         if group not in GROUPS:
-            raise ValueError(f"{group} is not known: give some of {', '.join(GROUPS)}")
+            raise SettingError("train", group, f"give some of {', '.join(GROUPS)}", "is not known")
         found[group] = [name for name in names if re.search(GROUPS[group], name)]
         if not found[group]:
-            raise ValueError(f"the model has no {group}: give some of {', '.join(groups_of(names))}")
+            fix = f"give some of {', '.join(groups_of(names))}"
+            raise SettingError("train", group, fix, "has no parameter in this model")
     return found
 
 

@@ -12,6 +12,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from common.settings import SettingError
 from lit_modules.networks.language_modelling import LanguageModelling
 from lit_modules.networks.linearized.base import MODES, SubstitutedAttention
 from lit_modules.networks.linearized.families import check_config
@@ -145,7 +146,8 @@ class LinearizedForCausalLM(LanguageModelling, PreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids and inputs_embeds: give one of the two")
         if kwargs.get("output_attentions"):
-            raise ValueError("output_attentions=True cannot be had: attention weights are never held, set it to false")
+            fix = "attention weights are never held, set it to false"
+            raise SettingError("output_attentions", True, fix, "cannot be had")
         if use_cache is None:
             alone = cu_seqlens is None and positions is None
             use_cache = past_key_values is not None or (alone and not self.training)
@@ -234,7 +236,7 @@ class LinearizedForCausalLM(LanguageModelling, PreTrainedModel):
     @contextmanager
     def _mode(self, mode: str) -> Iterator[None]:
         if mode not in MODES:
-            raise ValueError(f"mode={mode!r} is not known: give one of {', '.join(MODES)}")
+            raise SettingError("mode", mode, f"give one of {', '.join(MODES)}", "is not known")
         layers = self.model.layers
         before = [(layer.self_attn.mode, layer.gradient_checkpointing) for layer in layers]
         try:

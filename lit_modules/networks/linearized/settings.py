@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from common.settings import check_choice, check_number, check_switch, check_whole, is_whole
+from common.settings import SettingError, check_choice, check_number, check_switch, check_whole, is_whole
 
 TEMPERATURES = {
     "gla": 16.0,
@@ -98,31 +98,29 @@ class Linearization:
     def _check_softmax_layers(self) -> None:
         layers = self.softmax_layers
         if not isinstance(layers, list | tuple) or not all(map(is_whole, layers)):
-            raise ValueError(f"linearization.softmax_layers={layers} is no list of layers: give indices, as [7,15]")
+            raise SettingError("linearization.softmax_layers", layers, "give a list of indices, as [7,15]")
         object.__setattr__(self, "softmax_layers", tuple(sorted(set(layers))))
 
     def _check_combinations(self) -> None:
         if self.sinks and not self.window:
-            raise ValueError(f"linearization.sinks={self.sinks} with linearization.window=0: sinks belong to a window")
+            problem = "with linearization.window=0"
+            raise SettingError("linearization.sinks", self.sinks, "sinks belong to a window", problem)
         if self.delayed and not self.window:
-            raise ValueError("linearization.delayed=true with linearization.window=0: there is no window to come after")
+            problem = "with linearization.window=0"
+            raise SettingError("linearization.delayed", True, "there is no window to come after", problem)
         if not (self.state_weight or (self.window and self.window_weight) or self.learned_weights):
-            raise ValueError(
-                f"linearization.state_weight=0 with linearization.window={self.window} and linearization.window_weight="
-                f"{self.window_weight}: nothing would be attended to, give one of the weights"
-            )
+            problem = f"with linearization.window={self.window} and linearization.window_weight={self.window_weight}"
+            fix = "nothing would be attended to, give one of the weights"
+            raise SettingError("linearization.state_weight", 0, fix, problem)
         if self.gate in ("fixed", "none") and (self.gate_source == "random" or self.learned_gate_shift):
-            raise ValueError(
-                f"linearization.gate={self.gate} has no logits: leave out linearization.gate_source=random and "
-                "linearization.learned_gate_shift=true"
-            )
+            fix = "leave out linearization.gate_source=random and linearization.learned_gate_shift=true"
+            raise SettingError("linearization.gate", self.gate, fix, "has no logits")
         if self.mixer == "liger" and not self.has_state:
             self._check_window_alone()
         if self.feature_map == "clusters" and (self.mixer != "joint" or self.gate in ("gla", "hgrn2", "rwkv6")):
-            raise ValueError(
-                f"linearization.feature_map=clusters with linearization.mixer={self.mixer} and linearization.gate="
-                f"{self.gate}: give linearization.mixer=joint, and gate none, fixed, mamba2, mlstm or gated_retention"
-            )
+            problem = f"with linearization.mixer={self.mixer} and linearization.gate={self.gate}"
+            fix = "give linearization.mixer=joint, and gate none, fixed, mamba2, mlstm or gated_retention"
+            raise SettingError("linearization.feature_map", "clusters", fix, problem)
         if self.mixer != "liger":
             self._check_one_normalization()
 
@@ -135,27 +133,28 @@ class Linearization:
             "output_norm": self.output_norm,
         }.items():
             if unused:
-                raise ValueError(
-                    f"linearization.{name}={getattr(self, name)} belongs to a state, and linearization.state_weight="
-                    f"{self.state_weight} has none: leave it out, or give linearization.learned_weights=head"
-                )
+                problem = f"belongs to a state, and linearization.state_weight={self.state_weight} has none"
+                fix = "leave it out, or give linearization.learned_weights=head"
+                raise SettingError(f"linearization.{name}", getattr(self, name), fix, problem)
 
     def _check_one_normalization(self) -> None:
         mixer = f"linearization.mixer={self.mixer}"
         if not self.window:
-            raise ValueError(f"linearization.window=0 with {mixer}: give a window of 1 or more")
+            raise SettingError("linearization.window", 0, "give a window of 1 or more", f"with {mixer}")
         if self.feature_map == "none":
-            raise ValueError(f"linearization.feature_map=none with {mixer}: give learned, softmax or relu")
+            raise SettingError("linearization.feature_map", "none", "give learned, softmax or relu", f"with {mixer}")
         if self.gate == "slots":
-            raise ValueError(f"linearization.gate=slots with {mixer}: give none, or another gate")
+            raise SettingError("linearization.gate", "slots", "give none, or another gate", f"with {mixer}")
         if self.output_norm:
-            raise ValueError(f"linearization.output_norm=true with {mixer}: it is normalized already, give false")
+            raise SettingError(
+                "linearization.output_norm", True, "give false, it is normalized already", f"with {mixer}"
+            )
         if not 0 < self.window_weight < 1:
-            raise ValueError(
-                f"linearization.window_weight={self.window_weight} with {mixer}: give more than 0, less than 1"
+            raise SettingError(
+                "linearization.window_weight", self.window_weight, "give more than 0, less than 1", f"with {mixer}"
             )
         if not self.state_weight > 0:
-            raise ValueError(f"linearization.state_weight={self.state_weight} with {mixer}: give more than 0")
+            raise SettingError("linearization.state_weight", self.state_weight, "give more than 0", f"with {mixer}")
 
     @property
     def has_state(self) -> bool:

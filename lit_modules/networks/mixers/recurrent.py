@@ -5,6 +5,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from common.settings import SettingError
 from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step
 from kernels.gated_recurrence.forms import Recurrence
 from lit_modules.networks.caches import RecurrentCacheLayer
@@ -46,10 +47,11 @@ class RecurrentMixer(nn.Module):
         expand = config.expand_value or cls.expand_value
         channels = round(expand * config.hidden_size, 6)
         if channels % heads:
-            raise ValueError(
-                f"state_heads={heads} does not divide the {channels:g} value channels (expand_value={expand:g} times "
-                f"hidden_size={config.hidden_size}): give heads that do"
+            problem = (
+                f"does not divide the {channels:g} value channels (expand_value={expand:g} times "
+                f"hidden_size={config.hidden_size})"
             )
+            raise SettingError("state_heads", heads, "give heads that do", problem)
         value_dim = int(channels) // heads
         return StateShape(heads, config.state_dim or cls.default_key_dim(value_dim), value_dim)
 

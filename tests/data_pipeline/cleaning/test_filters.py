@@ -178,7 +178,7 @@ class TestQuality:
             ({"rules": {"a": {"filter": "gofer"}}}, r"rules\.a\.filter=gofer"),
             ({"rules": {"a": {"filter": "c4", "part": "verse"}}}, r"rules\.a\.part=verse"),
             ({"rules": {"a": {"filter": "c4", "min_sentences": 3}}}, r"rules\.a\.min_sentences is not known"),
-            ({"rules": {"a": None}, "by_category": {"logs": {"b": None}}}, r"by_category\.logs: no rule b"),
+            ({"rules": {"a": None}, "by_category": {"logs": {"b": None}}}, r"by_category\.logs\.b is not a rule"),
         ],
     )
     def test_wrong_settings_are_named(self, arguments: dict, key: str) -> None:

@@ -200,7 +200,7 @@ def test_what_is_left_out_is_counted(make_data, write_records, tmp_path):
         ({"packing": "none"}, r"^data\.packing=none: give one of concatenate, whole"),
         ({"cross_documents": "no"}, r"^data\.cross_documents=no: give true or false"),
         ({"validation_records": 0}, r"^data\.validation_records=0"),
-        ({"validation_records": None}, r"^data\.validation_records=None and data\.validation_fraction=None: give one"),
+        ({"validation_records": None}, r"^data\.validation_records=null and data\.validation_fraction=null: give one"),
         ({"validation_fraction": 0.1}, r"^data\.validation_records=8 and data\.validation_fraction=0\.1: give one"),
         ({"validation_records": None, "validation_fraction": 1.0}, r"^data\.validation_fraction=1\.0"),
         ({"tokenizer": ByteLevelBPE()}, r"^tokenizer=bpe .*tokenizer\.path"),
@@ -220,7 +220,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_read(make_data
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"path": "nothing.json"}, r"^data\.path=nothing\.json: no such file"),
+        ({"path": "nothing.json"}, r"^data\.path=nothing\.json does not exist"),
         ({"validation_records": 60}, r"^data\.validation_records=60 leaves no train record among 60: lower it"),
         (
             {"validation_records": None, "validation_fraction": 1e-9},
@@ -244,7 +244,11 @@ def test_data_that_cannot_work_is_told_and_leaves_nothing(make_data, tmp_path, s
     ("names", "template", "words"),
     [
         ({"eos_token": None}, "alpaca", r"^tokenizer\.path=.* has no eos_token"),
-        ({"chat_template": None}, "chat", r"^data\.template=chat: tokenizer\.path=.* has no chat template"),
+        (
+            {"chat_template": None},
+            "chat",
+            r"^data\.template=chat needs a chat template, and tokenizer\.path=.* has none",
+        ),
     ],
 )
 def test_a_tokenizer_that_lacks_what_is_needed_is_told(make_data, tmp_path, names, template, words):

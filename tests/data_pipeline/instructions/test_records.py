@@ -93,7 +93,7 @@ def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path, name, content
 @pytest.mark.parametrize("path", ["./nothing", "/no/such/folder", "nothing.json", "a/b/c"])
 def test_a_missing_file_is_not_looked_for_on_the_hub(path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
-    with pytest.raises(ValueError, match=f"^data.path={path}: no such file or folder$"):
+    with pytest.raises(ValueError, match=f"^data.path={path} does not exist: give a file or a folder$"):
         Records(path).identity()
 
 
@@ -163,5 +163,5 @@ def test_what_follows_the_last_answer_is_left_out():
 
 
 def test_a_field_that_does_not_exist_cannot_be_named():
-    with pytest.raises(ValueError, match=r"^data\.columns\.prompt: no such field"):
+    with pytest.raises(ValueError, match=r"^data\.columns\.prompt is not a field"):
         Records("x", columns={"prompt": "question"})

@@ -206,7 +206,7 @@ def test_what_a_template_raises_is_told():
 
 
 def test_a_tokenizer_without_a_chat_template_is_told():
-    with pytest.raises(ValueError, match=r"^data\.template=chat: tokenizer\.path=x has no chat template"):
+    with pytest.raises(ValueError, match=r"^data\.template=chat needs a chat template, and tokenizer\.path=x has none"):
         ChatTemplate(make_tokenizer(chat_template=None), "answers", "tokenizer.path=x")
 
 

@@ -48,14 +48,14 @@ def test_the_prompt_has_the_document_categories_and_criteria_and_the_document_is
     ("change", "said"),
     [
         ({"categories": {"one": "only"}}, "rubric.categories={'one': 'only'}: give two or more"),
-        ({"categories": {"../up": "x", "b": "y"}}, "rubric.categories: '../up' cannot name a folder"),
-        ({"criteria": ["one"]}, "rubric.criteria: 1 found; give a list of 5"),
+        ({"categories": {"../up": "x", "b": "y"}}, "rubric.categories=../up cannot name a folder"),
+        ({"criteria": ["one"]}, "rubric.criteria=.*one.*: give a list of 5"),
         ({"user": "no field"}, r"rubric.user lacks the field \$text"),
         ({"user": "$text $name"}, r"rubric.user has the field \$name"),
-        ({"system": "5 $ each"}, r"rubric.system has a \$ that begins no name"),
+        ({"system": "5 $ each"}, r"rubric.system has a \$ that starts no name"),
         ({"temperature": 3}, "rubric.temperature=3: give a number"),
         ({"max_tokens": 0}, "rubric.max_tokens=0: give a whole number"),
-        ({"prompt": "x"}, "rubric.prompt is no setting"),
+        ({"prompt": "x"}, "rubric.prompt is not a setting"),
         ({"system": ""}, "rubric.system is missing"),
     ],
 )
@@ -71,10 +71,10 @@ def test_a_wrong_rubric_is_named(change: dict, said: str) -> None:
         ({"documents": 10}, "documents=10: give a whole number, 50 or more"),
         ({"attempts": 0}, "attempts=0: give a whole number, 1 or more"),
         ({"held_out": 0}, "held_out=0: give a number at least 0.05 and at most 0.5"),
-        ({"excerpt": {"start": 5}}, "excerpt.start is no part of an excerpt: give beginning, middle, end"),
+        ({"excerpt": {"start": 5}}, "excerpt.start is not a part of an excerpt: give beginning, middle, end"),
         ({"excerpt": {"end": -1}}, "excerpt.end=-1: give a whole number"),
         ({"thresholds": {"debug": "high"}}, "thresholds.debug=high: give a number"),
-        ({"thresholds": {"debgu": 2}, "set_category": True}, "thresholds.debgu: the rubric has no such category"),
+        ({"thresholds": {"debgu": 2}, "set_category": True}, "thresholds.debgu is not a category of the rubric"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict, said: str) -> None:

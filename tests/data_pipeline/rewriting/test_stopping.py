@@ -237,7 +237,7 @@ def test_a_disk_that_fills_is_one_line_and_what_was_finished_stays(tmp_path, ser
     # A journal of 16 documents is longer than any file may be: the first ones fit.
     status, said = Job(source, tmp_path / "out", server, concurrency=2, largest_file=6000).end()
     assert status == 2
-    assert "the disk takes no more" in said
+    assert "is on a disk that takes no more" in said
     assert len(said.splitlines()) == 1
     journaled = sum(len(p.read_text().splitlines()) for p in (tmp_path / "out" / "journals").iterdir())
     assert journaled >= 2
@@ -281,7 +281,7 @@ BAD = [
     ({"styles": {"a": {"system": "", "user": "$text", "temperature": 9}}}, "rewrite.styles.a.temperature=9"),
     ({"styles": {"a": {"system": "", "user": "$text", "form": "xml"}}}, "rewrite.styles.a.form=xml"),
     ({"screens": {"length": {"min_ratio": 1}}}, "rewrite.screens.length.max_ratio is missing"),
-    ({"screens": {"lenght": {}}}, "rewrite.screens.lenght is no screen"),
+    ({"screens": {"lenght": {}}}, "rewrite.screens.lenght is not a screen"),
     ({"screens": {"length": {"min_ratio": 1, "max_ratio": "x"}}}, "rewrite.screens.length.max_ratio=x"),
     ({"screens": {"refusal": {"characters": 9, "patterns": ["("]}}}, "rewrite.screens.refusal.patterns"),
     ({"input": "/nonexistent"}, "rewrite.input=/nonexistent: no such file"),

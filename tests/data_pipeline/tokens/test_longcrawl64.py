@@ -115,7 +115,7 @@ def test_arrays_are_told_apart_by_their_tokens_not_by_place_or_time(make, arrays
     [
         ({"sequence_length": 96, "batch_tokens": 192}, r"data\.sequence_length=96 does not divide .* 256 tokens"),
         ({"validation_length": 96}, r"data\.validation_length=96 does not divide .* 256 tokens"),
-        ({"source": LongCrawl64("/nowhere")}, r"data\.source\.path=/nowhere: no folder train\.zarr"),
+        ({"source": LongCrawl64("/nowhere")}, r"data\.source\.path=/nowhere has no folder train\.zarr"),
         ({"tokenizer": ByteLevelBPE(300)}, "tokenizer=bpe needs text .* tokenizer=gpt2"),
     ],
 )
@@ -126,8 +126,8 @@ def test_what_cannot_work_names_the_key(make, settings, words):
 
 def test_a_folder_that_is_no_array_is_named(tmp_path, make):
     (tmp_path / "train.zarr").mkdir()
-    with pytest.raises(ValueError, match=r"data\.source\.path=.*train\.zarr is no zarr array"):
+    with pytest.raises(ValueError, match=r"data\.source\.path=.*train\.zarr that is not a zarr array"):
         make(source=LongCrawl64(str(tmp_path))).prepare()
     zarr.create_array(str(tmp_path / "heldout.zarr"), shape=(3,), dtype="float32")
-    with pytest.raises(ValueError, match=r"heldout\.zarr is \[3\] of float32; it must be \[documents"):
+    with pytest.raises(ValueError, match=r"heldout\.zarr of \[3\] float32: give integers, \[documents"):
         LongCrawl64(str(tmp_path)).open("validation")

@@ -107,7 +107,7 @@ def test_every_strategy_of_several_nodes_has_a_column(run):
         ("compile=abc", "compile=abc: give true or false"),
         ("model.hidden_size=1000000000000", "one matrix takes 8 EiB or more"),
         ("activation_checkpointing=99", "activation_checkpointing=99 recomputes none of model.num_layers=2 blocks"),
-        ("trainer.devices=3", "data.batch_tokens=512 is no multiple of 768"),
+        ("trainer.devices=3", "data.batch_tokens=512 is not a multiple of 768"),
         ("activation_checkpointing=some", "activation_checkpointing=some is not a policy"),
         ("output=/dev/null/plan.json", "output=/dev/null/plan.json cannot be written"),
     ],

@@ -108,7 +108,7 @@ def test_nodes_that_differ_are_named_with_what_differs(other, line):
 
 def test_a_node_with_fewer_gpus_than_asked_is_named_with_both_numbers():
     reports = [report(gpus=4), report(rank=4, host="node2", gpus=3)]
-    with pytest.raises(ValueError, match=r"trainer.devices=4: rank 4 on node2 finds 3 GPUs"):
+    with pytest.raises(ValueError, match=r"trainer.devices=4 is more than the 3 GPUs that rank 4 on node2 finds"):
         consistency.check_ranks_agree(reports, config(devices=4, accelerator="auto"), Path("runs/1"))
     consistency.check_ranks_agree(reports, config(devices=4, accelerator="cpu"), Path("runs/1"))
     consistency.check_ranks_agree(reports, config(devices=3, accelerator="gpu"), Path("runs/1"))
@@ -131,7 +131,7 @@ def test_clocks_that_differ_are_a_warning_and_no_more(caplog):
         (HERE, {"num_nodes": 4}, r"are 4 processes, and srun started 2 on 2 nodes: .*trainer.num_nodes=2"),
         (replace(HERE, launcher="torchrun"), {"devices": 4}, r"torchrun --nnodes=2 --nproc-per-node=4"),
         (replace(HERE, even=False), {}, r"not as many on each: give --ntasks-per-node"),
-        (ProcessInfo(), {"num_nodes": 2}, r"trainer.num_nodes=2: one process was started"),
+        (ProcessInfo(), {"num_nodes": 2}, r"trainer.num_nodes=2 needs a process on each node, and one was started"),
     ],
 )
 def test_other_numbers_than_the_launchers_are_refused_with_the_options_to_give(here, trainer, line):

@@ -88,10 +88,10 @@ def test_a_cluster_says_once_in_conf_local_what_its_jobs_need(run, command, tmp_
         ("hydra.launcher.time=60", 'hydra.launcher.time=60: give it in quotes, such as "24:00:00"'),
         ("hydra.launcher.time=abc", "hydra.launcher.time=abc is not a time: give hours:minutes:seconds, such as "),
         ("hydra.launcher.mem_gb=much", "hydra.launcher.mem_gb=much: give a number above 0"),
-        ("+hydra.launcher.qeue=long", "hydra.launcher.qeue: there is no such setting; give "),
+        ("+hydra.launcher.qeue=long", "hydra.launcher.qeue is not known: give "),
         (
             "+hydra.launcher.partion=long",
-            "hydra.launcher.partion: there is no such setting; did you mean hydra.launcher.",
+            "hydra.launcher.partion is not known: did you mean hydra.launcher.",
         ),
         ("trainer.devices=auto", "hydra.launcher.tasks_per_node=auto: give a whole number, 1 or more"),
     ],
@@ -119,7 +119,7 @@ def test_a_refused_sweep_leaves_a_folder_alone_that_holds_anything_else(run, tmp
     [
         (("data.source.path=???",), "data.source.path is missing: give it a value"),
         (("model.hidden_size=33",), "model.num_heads=2 does not divide hidden_size=33"),
-        (("trainer.devices=3",), "data.batch_tokens=512 is no multiple of 768 "),
+        (("trainer.devices=3",), "data.batch_tokens=512 is not a multiple of 768 "),
         (("seed=1,-1",), "seed=-1: give a whole number"),
         (("job=evaluate",), "checkpoint is missing: give it a value"),
         (("debug=abc",), "debug=abc: give true or false"),

@@ -53,7 +53,7 @@ def test_a_requeued_run_that_has_finished_has_nothing_left_to_do(started, cfg, t
 def test_a_folder_where_nothing_can_be_written_is_one_line(started, tmp_path):
     started(HERE)
     write_atomic(tmp_path / "a-file", "")
-    with pytest.raises(ValueError, match=r"^runs_dir: .*a-file/demo cannot be written \(Not a directory\)$"):
+    with pytest.raises(ValueError, match=r"^runs_dir=.*a-file/demo cannot be written \(Not a directory\)"):
         start.run_folder(True, str(tmp_path / "a-file"), "demo", None)
 
 

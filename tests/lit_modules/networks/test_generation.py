@@ -56,5 +56,5 @@ def test_a_conversation_goes_on_from_its_cache(fox_pro):
 
 
 def test_a_static_cache_is_refused_by_name(fox_pro):
-    with pytest.raises(ValueError, match="cache_implementation='static' does not fit"):
+    with pytest.raises(ValueError, match="cache_implementation=static does not fit"):
         generate(fox_pro, cache_implementation="static")

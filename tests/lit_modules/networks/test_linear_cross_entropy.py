@@ -140,7 +140,7 @@ def test_products_are_taken_with_a_multiple_of_64_tokens_and_gradients_have_the_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reduction": "max"}, "reduction='max' is not known"),
+        ({"reduction": "max"}, "reduction=max is not known"),
         ({"targets": torch.zeros(4).long()}, r"targets are \[4\]"),
     ],
 )

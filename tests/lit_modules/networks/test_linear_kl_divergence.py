@@ -216,7 +216,7 @@ def test_no_tensor_as_large_as_all_logits_is_ever_made(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reduction": "max"}, "reduction='max' is not known"),
+        ({"reduction": "max"}, "reduction=max is not known"),
         ({"temperature": 0.0}, "temperature=0.0 is not positive"),
         ({"mask": torch.ones(4, dtype=torch.bool)}, r"mask is torch.bool \[4\]"),
         ({"mask": torch.ones(5)}, r"mask is torch.float32 \[5\]"),

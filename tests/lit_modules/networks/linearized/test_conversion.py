@@ -118,7 +118,7 @@ def changed(folder, tmp_path, **values):
 
 def test_what_cannot_be_linearized_is_said_in_one_line(folders, stock, tmp_path):
     llama = folders / "llama"
-    assert "model_type='gpt2' cannot be linearized: give one of llama, mistral, qwen2, qwen3, phi3" in refused(
+    assert "model_type=gpt2 cannot be linearized: give one of llama, mistral, qwen2, qwen3, phi3" in refused(
         changed(llama, tmp_path, model_type="gpt2")
     )
     assert "linearized already" in refused(changed(llama, tmp_path, model_type="linearized_llama"))
@@ -130,17 +130,17 @@ def test_what_cannot_be_linearized_is_said_in_one_line(folders, stock, tmp_path)
     assert "config.json of this llama is refused" in refused(changed(llama, tmp_path, hidden_size="large"))
     assert "attention_dropout=0.1 cannot be had" in refused(changed(llama, tmp_path, attention_dropout=0.1))
     assert "resid_pdrop=0.1 cannot be had" in refused(changed(folders / "phi3", tmp_path, resid_pdrop=0.1))
-    assert "softmax_layers: layer 2 of a model of 2: give some of 0 to 1" in refused(
+    assert "softmax_layers=2 is not a layer of a model of 2: give some of 0 to 1" in refused(
         llama, Linearization(softmax_layers=(2,))
     )
-    assert "layer -1 of a model of 2" in refused(llama, Linearization(softmax_layers=(-1,)))
+    assert "softmax_layers=-1 is not a layer of a model of 2" in refused(llama, Linearization(softmax_layers=(-1,)))
     (tmp_path / "config.json").unlink()
     assert "has no config.json" in refused(tmp_path)
     assert "is not a folder" in refused(tmp_path / "nowhere" / "at" / "all")
     (tmp_path / "config.json").write_text("{")
     assert "has no config.json that can be read" in refused(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
-    assert "model_type='' cannot be linearized" in refused(tmp_path)
+    assert 'model_type="" cannot be linearized' in refused(tmp_path)
     with pytest.raises(ValueError, match="LlamaModel is no causal language model"):
         linearize(LlamaModel(stock("llama").config), Linearization())
     with pytest.raises(ValueError, match="linearized already"):
@@ -195,7 +195,7 @@ def test_settings_that_are_not_known_are_said_in_one_line(folders, tmp_path):
         ({"state_weight": float("nan")}, "linearization.state_weight=NaN: give a number"),
         ({"temperature": "warm"}, "linearization.temperature=warm"),
         ({"delayed": "maybe"}, "linearization.delayed=maybe"),
-        ({"softmax_layers": 1}, "linearization.softmax_layers=1 is no list"),
+        ({"softmax_layers": 1}, "linearization.softmax_layers=1: give a list"),
         ({"softmax_layers": [1.0]}, "linearization.softmax_layers="),
     ],
 )

@@ -334,11 +334,11 @@ def test_what_does_not_fit_is_refused_in_one_line(linearized, ids):
         model(ids, labels=ids, shift_labels=ids)
     with pytest.raises(ValueError, match="output_attentions=True cannot be had"):
         model(ids, output_attentions=True)
-    with pytest.raises(ValueError, match="mode='guess' is not known"):
+    with pytest.raises(ValueError, match="mode=guess is not known"):
         model.features(ids, mode="guess")
     with pytest.raises(ValueError, match="hole in row 0"):
         model(ids, attention_mask=(torch.arange(13) != 5).expand(2, 13))
-    with pytest.raises(ValueError, match="cache_implementation='static' does not fit"):
+    with pytest.raises(ValueError, match="cache_implementation=static does not fit"):
         generate(model, ids, cache_implementation="static")
 
 

@@ -59,8 +59,8 @@ def test_lora_on_linearized_layers_needs_one(bases):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"targets": ("gate_proj",)}, "lora.targets: gate_proj is no projection of this model's attention: give"),
-        ({"targets": ()}, "lora.targets: []"),
+        ({"targets": ("gate_proj",)}, "lora.targets=gate_proj is not a projection of this model's attention: give"),
+        ({"targets": ()}, "lora.targets=[]"),
         ({"rank": 0}, "lora.rank=0"),
         ({"alpha": 0}, "lora.alpha=0"),
         ({"dropout": 1.0}, "lora.dropout=1.0"),
@@ -97,7 +97,7 @@ def test_no_parameter_of_lolcats_is_without_a_group(bases):
 
 def test_a_group_that_the_model_lacks_is_named_with_those_it_has(bases):
     model = load_pretrained(str(bases["llama"]), SETTINGS, torch.float32)
-    with pytest.raises(ValueError, match="the model has no gates: give some of projections, all"):
+    with pytest.raises(ValueError, match="gates has no parameter in this model: give some of projections, all"):
         trainable(model, ["gates"])
     with pytest.raises(ValueError, match="everything is not known: give some of lora, feature_maps"):
         trainable(model, ["everything"])
