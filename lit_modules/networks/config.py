@@ -1,13 +1,12 @@
 """The configuration of a Palimpsest network: flat, plain fields, checked at construction."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from common.settings import instead
+from common.settings import NO_VALUE, SettingError, check_choice, check_number, check_switch, check_whole, instead
 
 FORGET_GATES = ("data_dependent", "data_independent", "fixed", "none")
 MOST_LAYERS = 10_000
@@ -159,97 +158,63 @@ class PalimpsestConfig(PreTrainedConfig):
         self._check_mixers()
 
     def _check_sizes(self) -> None:
-        for key in ("vocab_size", "hidden_size", "num_layers", "num_heads"):
-            _check_size(key, getattr(self, key))
-        if self.num_layers > MOST_LAYERS:  # `mixers` holds one name per layer
-            raise ValueError(f"num_layers={self.num_layers} is more than there can be: give at most {MOST_LAYERS}")
-        if self.intermediate_size is not None:
-            _check_size("intermediate_size", self.intermediate_size)
+        check_whole("num_layers", self.num_layers, 1, MOST_LAYERS)  # `mixers` holds one name per layer
+        for key in ("vocab_size", "hidden_size", "num_heads"):
+            check_whole(key, getattr(self, key), 1)
+        for key in ("intermediate_size", "max_position_embeddings"):
+            check_whole(key, getattr(self, key), 1, null=True)
         if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} does not divide hidden_size={self.hidden_size}: "
-                f"give a divisor, such as {_nearest_divisor(self.hidden_size, self.num_heads)}"
-            )
+            fix = f"give a divisor, such as {_nearest_divisor(self.hidden_size, self.num_heads)}"
+            raise SettingError("num_heads", self.num_heads, fix, f"does not divide hidden_size={self.hidden_size}")
         if self.rope and self.head_dim % 2:
-            raise ValueError(f"rope=True rotates pairs, but hidden_size/num_heads={self.head_dim} is odd: make it even")
+            problem = f"rotates pairs, but hidden_size/num_heads={self.head_dim} is odd"
+            raise SettingError("rope", True, "make it even", problem)
         self._check_keys_and_values()
         for key in ("norm_eps", "initializer_range", "rope_base"):
-            _check_positive(key, getattr(self, key))
-        if self.max_position_embeddings is not None:
-            _check_size("max_position_embeddings", self.max_position_embeddings)
-
+            check_number(key, getattr(self, key), above=0)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(self, key)
-            if value is not None and not (isinstance(value, int) and 0 <= value < self.vocab_size):
-                raise ValueError(
-                    f"{key}={value!r} is not a token: vocab_size={self.vocab_size}, give a smaller or null"
-                )
+            check_whole(key, getattr(self, key), 0, self.vocab_size - 1, null=True)
 
     def _check_keys_and_values(self) -> None:
         for key in ("num_key_heads", "num_value_heads", "key_head_dim", "augmented_query_dim"):
-            if getattr(self, key) is not None:
-                _check_size(key, getattr(self, key))
+            check_whole(key, getattr(self, key), 1, null=True)
         for key, count in zip(("num_key_heads", "num_value_heads"), self.head_counts[1:], strict=True):
             if self.num_heads % count:
-                raise ValueError(
-                    f"{key}={count} does not divide num_heads={self.num_heads}: "
-                    f"give a divisor, such as {_nearest_divisor(self.num_heads, count)}, or null for as many"
-                )
+                fix = f"give a divisor, such as {_nearest_divisor(self.num_heads, count)}, or null for as many"
+                raise SettingError(key, count, fix, f"does not divide num_heads={self.num_heads}")
         if self.cached_key_dim > self.head_dim:
-            raise ValueError(
-                f"key_head_dim={self.key_head_dim} is above hidden_size/num_heads={self.head_dim}, the width it is "
-                f"mapped to: give at most {self.head_dim}, or null"
-            )
+            problem = f"is above hidden_size/num_heads={self.head_dim}, the width it is mapped to"
+            raise SettingError("key_head_dim", self.key_head_dim, f"give at most {self.head_dim}, or null", problem)
 
     def _check_switches(self) -> None:
         for key in ("rope", "qk_norm", "output_gate", "output_norm", "kv_shift", "tie_word_embeddings"):
-            if not isinstance(getattr(self, key), bool):
-                raise ValueError(f"{key}={getattr(self, key)!r} is not a switch: give true or false")
+            check_switch(key, getattr(self, key))
 
     def _check_gate(self) -> None:
-        if self.forget_gate not in FORGET_GATES:
-            raise ValueError(f"forget_gate={self.forget_gate!r} is not a gate: give one of {', '.join(FORGET_GATES)}")
+        check_choice("forget_gate", self.forget_gate, FORGET_GATES)
         needed = self.forget_gate in ("data_independent", "fixed")
         for key in ("gate_time_min", "gate_time_max"):
-            if needed or getattr(self, key) is not None:
-                reason = f"forget_gate={self.forget_gate} needs it, in tokens" if needed else "it is a time in tokens"
-                _check_positive(key, getattr(self, key), reason)
+            if needed and getattr(self, key) is None:
+                raise SettingError(key, None, f"give a time in tokens, forget_gate={self.forget_gate} needs it")
+            check_number(key, getattr(self, key), above=0, null=True)
         first, last = self.gate_time_min, self.gate_time_max
         if needed and first is not None and last is not None and last < first:
-            raise ValueError(
-                f"gate_time_max={self.gate_time_max} is below gate_time_min={self.gate_time_min}: swap them"
-            )
-        if self.prune is not None:
-            if self.forget_gate == "none":
-                raise ValueError(f"prune={self.prune} has nothing to prune by: set forget_gate, or prune=null")
-            number = isinstance(self.prune, int | float) and not isinstance(self.prune, bool)
-            if not number or not -math.inf < self.prune < 0:
-                raise ValueError(
-                    f"prune={self.prune} is not the log of a share: give one below 0, such as -10, or null"
-                )
+            raise SettingError("gate_time_max", last, "swap them", f"is below gate_time_min={first}")
+        if self.prune is not None and self.forget_gate == "none":
+            raise SettingError("prune", self.prune, "set forget_gate, or prune=null", "has nothing to prune by")
+        check_number("prune", self.prune, below=0, null=True)  # the log of a share
 
     def _check_mixers(self) -> None:
         given = len(self.layer_mixers)
         if given != self.num_layers:
-            raise ValueError(f"mixers has {given} names for num_layers={self.num_layers}: give one a layer")
+            problem = f"has {given} names for num_layers={self.num_layers}"
+            raise SettingError("mixers", NO_VALUE, "give one a layer", problem)
         for key in ("state_heads", "state_dim", "short_conv_width"):
-            if getattr(self, key) is not None:
-                _check_size(key, getattr(self, key))
+            check_whole(key, getattr(self, key), 1, null=True)
         for key in ("num_slots", "gate_rank"):
-            _check_size(key, getattr(self, key))
+            check_whole(key, getattr(self, key), 1)
         for key in ("expand_value", "gate_temperature"):
-            if getattr(self, key) is not None:
-                _check_positive(key, getattr(self, key))
-
-
-def _check_size(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}={value!r} is not a size: give a whole number of at least 1")
-
-
-def _check_positive(key: str, value: Any, reason: str = "it must be above 0") -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{key}={value!r} is not a positive number: {reason}")
+            check_number(key, getattr(self, key), above=0, null=True)
 
 
 def _nearest_divisor(size: int, wanted: int) -> int:
@@ -271,4 +236,4 @@ def _refuse_unknown_keys(kwargs: dict[str, Any]) -> None:
         known = key in hugging_face or hasattr(base, key)
         if not known and not key.startswith("_"):
             names = [field.name for field in fields(PalimpsestConfig) if not hasattr(base, field.name)]
-            raise ValueError(f"{key}={kwargs[key]!r} is not a key of a model: {instead(key, names)}")
+            raise SettingError(key, kwargs[key], instead(key, names), "is not a key of a model")

@@ -13,6 +13,7 @@ To add a mixer, write its file here and name it in `MIXERS`. The configuration's
 layer. Mixers with a state of constant size derive from `RecurrentMixer`.
 """
 
+from common.settings import SettingError
 from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.mixers.attention import Attention
 from lit_modules.networks.mixers.gla import GLA
@@ -38,7 +39,7 @@ def check_mixers(config: PalimpsestConfig) -> None:
     """
     for name in dict.fromkeys(config.layer_mixers):
         if name not in MIXERS:
-            raise ValueError(f"mixers names {name!r}, which is not registered: give one of {', '.join(MIXERS)}")
+            raise SettingError("mixers", name, f"give one of {', '.join(MIXERS)}", "is not registered")
         mixer = MIXERS[name]
         if issubclass(mixer, RecurrentMixer):
             mixer.state_shape(config)

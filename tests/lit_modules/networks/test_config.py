@@ -13,29 +13,29 @@ from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
     ("arguments", "message"),
     [
         ({"num_heads": 7, "hidden_size": 64}, "num_heads=7 does not divide hidden_size=64: give a divisor, such as 8"),
-        ({"num_layers": 0}, "num_layers=0 is not a size"),
-        ({"num_layers": None}, "num_layers=None is not a size"),
-        ({"hidden_size": 64.0}, "hidden_size=64.0 is not a size"),
+        ({"num_layers": 0}, "num_layers=0: give a whole number"),
+        ({"num_layers": None}, "num_layers=null: give a whole number"),
+        ({"hidden_size": 64.0}, "hidden_size=64.0: give a whole number"),
         ({"hidden_size": 36, "num_heads": 12, "rope": True}, "hidden_size/num_heads=3 is odd"),
         ({"num_key_heads": 5}, "num_key_heads=5 does not divide num_heads=12: give a divisor, such as 4, or null"),
         ({"num_value_heads": 24}, "num_value_heads=24 does not divide num_heads=12: give a divisor, such as 12"),
-        ({"num_key_heads": 0}, "num_key_heads=0 is not a size"),
+        ({"num_key_heads": 0}, "num_key_heads=0: give a whole number"),
         ({"key_head_dim": 65}, "key_head_dim=65 is above hidden_size/num_heads=64, .* give at most 64, or null"),
-        ({"key_head_dim": 0.5}, "key_head_dim=0.5 is not a size"),
-        ({"augmented_query_dim": -1}, "augmented_query_dim=-1 is not a size"),
-        ({"augmented_query_dim": True}, "augmented_query_dim=True is not a size"),
+        ({"key_head_dim": 0.5}, "key_head_dim=0.5: give a whole number"),
+        ({"augmented_query_dim": -1}, "augmented_query_dim=-1: give a whole number"),
+        ({"augmented_query_dim": True}, "augmented_query_dim=true: give a whole number"),
         ({"num_key_value_heads": 4}, "num_key_value_heads=4 is not a key of a model"),
-        ({"forget_gate": "learned"}, "forget_gate='learned' is not a gate: give one of data_dependent"),
-        ({"forget_gate": "fixed"}, "gate_time_min=None is not a positive number: forget_gate=fixed needs it"),
+        ({"forget_gate": "learned"}, "forget_gate=learned: give one of data_dependent"),
+        ({"forget_gate": "fixed"}, "gate_time_min=null: give a time in tokens, forget_gate=fixed needs it"),
         ({"forget_gate": "fixed", "gate_time_min": 9, "gate_time_max": 3}, "gate_time_max=3 is below gate_time_min=9"),
         ({"forget_gate": None, "prune": -10}, "prune=-10 has nothing to prune by"),
-        ({"prune": 1e-4}, "prune=0.0001 is not the log of a share: give one below 0"),
-        ({"qk_norm": "yes"}, "qk_norm='yes' is not a switch"),
-        ({"norm_eps": 0}, "norm_eps=0 is not a positive number"),
+        ({"prune": 1e-4}, "prune=0.0001: give a number below 0"),
+        ({"qk_norm": "yes"}, "qk_norm=yes: give true or false"),
+        ({"norm_eps": 0}, "norm_eps=0: give a number above 0"),
         ({"mixers": ["attention"], "num_layers": 2}, "mixers has 1 names for num_layers=2"),
         ({"num_head": 8}, r"num_head=8 is not a key of a model: did you mean num_heads\?"),
         ({"num_hidden_layers": 8}, "num_hidden_layers=8 is not a key of a model"),
-        ({"pad_token_id": 100, "vocab_size": 64}, "pad_token_id=100 is not a token: vocab_size=64"),
+        ({"pad_token_id": 100, "vocab_size": 64}, "pad_token_id=100: give a whole number, from 0 to 63"),
     ],
 )
 def test_what_cannot_work_is_named_in_one_line(arguments, message):
@@ -46,7 +46,7 @@ def test_what_cannot_work_is_named_in_one_line(arguments, message):
 
 def test_a_mixer_that_is_not_registered_is_named_where_the_model_is_built():
     config = PalimpsestConfig(mixers=["attention", "atention"], num_layers=2)
-    with pytest.raises(ValueError, match="mixers names 'atention', which is not registered: give one of attention, h"):
+    with pytest.raises(ValueError, match="mixers=atention is not registered: give one of attention, h"):
         PalimpsestForCausalLM(config)
 
 

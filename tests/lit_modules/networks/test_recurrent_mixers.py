@@ -265,13 +265,13 @@ def test_weight_decay_spares_rates_step_sizes_skips_and_bounds():
     [
         ({"state_heads": 5}, r"state_heads=5 does not divide the 64 value channels \(expand_value=1 times hidden"),
         ({"expand_value": 1.1}, "state_heads=4 does not divide the 70.4 value channels"),
-        ({"state_dim": 0}, "state_dim=0 is not a size"),
-        ({"num_slots": None}, "num_slots=None is not a size"),
-        ({"gate_rank": 1.5}, "gate_rank=1.5 is not a size"),
-        ({"expand_value": -1}, "expand_value=-1 is not a positive number"),
-        ({"gate_temperature": 0}, "gate_temperature=0 is not a positive number"),
-        ({"short_conv_width": 0}, "short_conv_width=0 is not a size"),
-        ({"mixers": "mamba"}, "mixers names 'mamba', which is not registered: give one of attention, hgrn2"),
+        ({"state_dim": 0}, "state_dim=0: give a whole number"),
+        ({"num_slots": None}, "num_slots=null: give a whole number"),
+        ({"gate_rank": 1.5}, "gate_rank=1.5: give a whole number"),
+        ({"expand_value": -1}, "expand_value=-1: give a number above 0"),
+        ({"gate_temperature": 0}, "gate_temperature=0: give a number above 0"),
+        ({"short_conv_width": 0}, "short_conv_width=0: give a whole number"),
+        ({"mixers": "mamba"}, "mixers=mamba is not registered: give one of attention, hgrn2"),
     ],
 )
 def test_sizes_that_cannot_work_are_named_in_one_line(arguments, message):
