@@ -14,7 +14,7 @@ class SettingError(ValueError):
     """A user's mistake in a setting; its text is `key=value problem: fix`.
 
     Attributes:
-        key: the dotted key. A class that does not know where it is configured gives its argument; see `under`.
+        key: the dotted key. A class that does not know where it is configured gives its argument's name; see `under`.
         value: the value found, or NO_VALUE.
         fix: what to give instead, as an instruction: "give a number above 0".
         problem: what is wrong, where the fix does not say it: "is longer than the run".
@@ -29,8 +29,8 @@ class SettingError(ValueError):
         return f"{self.key}{value}{self.problem and f' {self.problem}'}: {self.fix}"
 
     def under(self, place: str) -> "SettingError":
-        """Put the key under `place`, such as `data.source`, unless it is there already; return this error."""
-        if not self.key.startswith(f"{place}."):
+        """Put `place`, such as `data.source`, before a key that is an argument's name alone; return this error."""
+        if "." not in self.key:
             self.key = f"{place}.{self.key}"
         return self
 

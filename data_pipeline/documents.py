@@ -75,7 +75,7 @@ class Problems:
         """
         line = f"{where}: {kind}{f' ({detail})' if detail else ''}: skipped"
         if self.strict:
-            raise ValueError(f"{line.removesuffix(': skipped')}; mend it, or set {self.key}=false to skip it")
+            raise ValueError(f"{line.removesuffix(': skipped')}; fix it, or set {self.key}=false to skip it")
         self.counts[kind] += records
         if cause:
             self.causes.setdefault(kind, f"{self.source}.{cause}")
@@ -102,7 +102,7 @@ class Problems:
         cause = self.causes.get(self.counts.most_common(1)[0][0], self.source)
         rest = f", or set {group}.most_skipped={math.ceil(100 * share) / 100} to read the rest" if read else ""
         raise ValueError(
-            f"{cause}: {share:.1%} of {skipped + read:,} records were skipped ({self.summary()}); mend that{rest}"
+            f"{cause}: {share:.1%} of {skipped + read:,} records were skipped ({self.summary()}); fix that{rest}"
         )
 
     def summary(self) -> str:

@@ -58,7 +58,7 @@ class JobFolder:
         if differing:
             key, (before, now) = min(differing.items())
             raise ValueError(
-                f"{self.group}.{key} differs from what {self.key} was begun with "
+                f"{self.group}.{key} differs from what {self.key} was started with "
                 f"({_short(before)}, now {_short(now)}): set it back, or give a new {self.group}.output"
             )
 

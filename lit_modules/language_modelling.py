@@ -220,7 +220,7 @@ class Training(lightning.LightningModule):
         if self.skipped_in_a_row >= MOST_SKIPPED:
             raise RunFailed(
                 f"stopped at step {step}: {MOST_SKIPPED} steps in a row were not finite ({found}); "
-                "a lower optimizer.lr, a longer schedule.warmup_tokens or trainer.precision=32-true may mend it"
+                "a lower optimizer.lr, a longer schedule.warmup_tokens or trainer.precision=32-true may fix it"
             )
 
     def weigh_gradients(self) -> torch.Tensor | float:

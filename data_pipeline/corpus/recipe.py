@@ -58,9 +58,8 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
         with under(f"corpus.sources.{name}"):
             made[name] = _instantiated(source)
         if not isinstance(made[name], SourceInParts):
-            raise ValueError(
-                f"corpus.sources.{name}: {type(made[name]).__name__} is no source that can be read in parts"
-            )
+            kind = type(made[name]).__name__
+            raise SettingError(f"corpus.sources.{name}", kind, "give a source that can be read in parts", "is not one")
     categories = dict(settings.get("categories") or {})
     for name, category in categories.items():
         if name not in sources:

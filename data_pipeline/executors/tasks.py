@@ -32,7 +32,7 @@ def phase_folder(logs: Path, index: int, phase: Phase) -> Path:
     if begun.exists():
         tasks = json.loads(begun.read_text(encoding="utf-8"))["tasks"]
         if tasks != phase.tasks:
-            raise ValueError(f"{folder}: begun with {tasks} tasks, now {phase.tasks}: give {tasks}, or a new folder")
+            raise ValueError(f"{folder}: started with {tasks} tasks, now {phase.tasks}: give {tasks}, or a new folder")
     else:
         write_atomic(begun, json.dumps({"name": phase.name, "tasks": phase.tasks}) + "\n")
     return folder

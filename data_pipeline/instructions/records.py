@@ -190,12 +190,12 @@ class Records:
                 use_cache_where_unreachable()
                 found = datasets.load_dataset(str(folder or self.path), split=self.split, revision=self.revision)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, DatasetsError, pa.ArrowException) as error:
-            what = "cannot be read" if folder else "is no file or folder here, nor could it come from the Hub"
+            what = "cannot be read" if folder else "is not a file or folder here, nor could it come from the Hub"
             raise SettingError("data.path", self.path, _reason(error.__cause__ or error), what) from error
         if isinstance(found, datasets.DatasetDict):
             if self.split not in found:
                 raise SettingError(
-                    "data.split", self.split, f"give one of {', '.join(found)}", f"is not in {self.path}"
+                    "data.split", self.split, f"give one of {', '.join(found)}", f"is not in data.path={self.path}"
                 )
             return found[self.split]
         return found

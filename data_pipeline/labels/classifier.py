@@ -70,7 +70,7 @@ def load(path: Path) -> Classifier:
             about = json.loads(str(arrays["about"]))
             found = Classifier(tuple(about["categories"]), *(arrays[n] for n in ("weights", "biases", "scales")))
     except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"corpus.cleaning.labels: {path} is no classifier of labels: {error}") from error
+        raise ValueError(f"corpus.cleaning.labels: {path} is not a classifier of labels: {error}") from error
     outputs = len(found.categories) + 1
     shapes = (found.weights.shape, found.biases.shape, found.scales.shape)
     if about.get("form") != FORM or shapes != ((FEATURES, outputs), (outputs,), (FEATURES,)):

@@ -3,21 +3,23 @@
 import string
 from collections.abc import Mapping, Sequence
 
+from common.settings import NO_VALUE, SettingError
+
 
 def check_template(key: str, template: str, names: Sequence[str], needed: str | None = None) -> None:
     """Check that a template has only known fields, and the one that it needs.
 
     Raises:
-        ValueError: it does not; the line names the key.
+        SettingError: it does not.
     """
     parsed = string.Template(template)
     if not parsed.is_valid():
-        raise ValueError(f"{key} has a $ that begins no name: write $$ for a dollar sign")
+        raise SettingError(key, NO_VALUE, "write $$ for a dollar sign", "has a $ that starts no name")
     for name in parsed.get_identifiers():
         if name not in names:
-            raise ValueError(f"{key} has the field ${name}: give one of ${', $'.join(names)}")
+            raise SettingError(key, NO_VALUE, f"give one of ${', $'.join(names)}", f"has the field ${name}")
     if needed is not None and needed not in parsed.get_identifiers():
-        raise ValueError(f"{key} lacks the field ${needed}: put it where the document goes")
+        raise SettingError(key, NO_VALUE, "put it where the document goes", f"lacks the field ${needed}")
 
 
 def chat_messages(system: str, user: str, values: Mapping[str, str]) -> list[dict[str, str]]:

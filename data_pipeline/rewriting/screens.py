@@ -186,7 +186,8 @@ class Screens:
         for place, names in (("rewrite.screens", settings), (f"rewrite.styles.{style}.screens", overrides)):
             for name in names:
                 if name not in self.KINDS:
-                    raise ValueError(f"{place}.{name} is no screen: give one of {', '.join(self.KINDS)}")
+                    fix = f"give one of {', '.join(self.KINDS)}"
+                    raise SettingError(f"{place}.{name}", NO_VALUE, fix, "is not a screen")
         for name, kind in self.KINDS.items():
             general, own = settings.get(name, {}), overrides.get(name, {})
             if general is None or own is None or not {**general, **own}:
@@ -215,7 +216,9 @@ def _screen(kind: type, place: str, settings: Mapping) -> object:
     known = {entry.name: entry.type for entry in fields(kind)}
     for key, value in settings.items():
         if key not in known:
-            raise ValueError(f"{place}.{key} is no setting of this screen: give {', '.join(known)}")
+            raise SettingError(
+                f"{place}.{key}", NO_VALUE, f"give {', '.join(known)}", "is not a setting of this screen"
+            )
         if known[key] in (int, float):
             check_number(f"{place}.{key}", value, least=0)
         elif isinstance(value, str | int | float | None):

@@ -137,7 +137,7 @@ class TextData(PackedText):
         folder = prepared_folder(self.data_dir, "documents", identity, build)
         problems = read_manifest(folder)["problems"]
         if self.strict and problems:  # gathered while strict was off
-            raise ValueError(f"{problems[0]} before; mend it, or set data.strict=false")
+            raise ValueError(f"{problems[0]} before; fix it, or set data.strict=false")
         return folder
 
     def _documents_of_resumed(self) -> Path | None:

@@ -118,7 +118,7 @@ class Pretrained:
         try:
             content = content_identity(folder, files)
         except OSError as error:
-            raise SettingError("tokenizer.path", self.path, error, "cannot be read") from error
+            raise SettingError("tokenizer.path", self.path, str(error), "cannot be read") from error
         return {"pretrained": settings_identity(self, by, "path"), "files": content, "config": _config_values(folder)}
 
     def build(self, documents_folder: Path | None) -> PreTrainedTokenizerFast:
@@ -135,7 +135,7 @@ class Pretrained:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder or self.path, revision=self.revision, use_fast=True)
         except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
-            what = "cannot be read as a tokenizer" if folder else "is no folder here, nor could it come from the Hub"
+            what = "cannot be read as a tokenizer" if folder else "is not a folder here, nor could it come from the Hub"
             reason = str(error).strip().partition("\n")[0][:200]
             raise SettingError("tokenizer.path", self.path, reason, what) from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -62,7 +62,7 @@ class Reader(FileSystemReader):
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError("it holds something else")
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
-            raise ValueError(f"{path} is no metadata of a checkpoint: {error}") from error
+            raise ValueError(f"{path} is not the metadata of a checkpoint: {error}") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

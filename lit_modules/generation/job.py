@@ -114,7 +114,7 @@ def read_text(key: str, path: str) -> str:
     try:
         return (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(key, path, error, "cannot be read") from error
+        raise SettingError(key, path, str(error), "cannot be read") from error
 
 
 def refuse_other_settings(cfg: DictConfig) -> None:

@@ -149,7 +149,7 @@ def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, che
         raise run_folder.RunFailed(
             f"{trainer.default_root_dir}: the held-out loss at the end is {module.validation.loss}, so nothing is "
             "exported, and the checkpoints stay: a lower optimizer.lr, a longer schedule.warmup_tokens or "
-            "trainer.precision=32-true may mend it in a new run"
+            "trainer.precision=32-true may fix it in a new run"
         )
 
 

@@ -135,7 +135,7 @@ class ContextParallel:
         hidden, positions, *cache = arguments
         if positions.cu_seqlens is None or any(x is not None for x in cache):
             raise ValueError(
-                "a sequence is split over ranks, and this is no part of one: give the model what "
+                "a sequence is split over ranks, and this is not a part of one: give the model what "
                 "ContextParallel.part returns, or whole sequences under ContextParallel.suspended"
             )
         count = mixer.look_back

@@ -255,5 +255,5 @@ class _Index:
 def _number(text: str) -> int:
     number = int(text)
     if not 0 <= number < LARGEST_NUMBER:
-        raise ValueError(f"{text[:20]} is no post number")
+        raise ValueError(f"{text[:20]} is not a post number")
     return number

@@ -149,7 +149,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     path = folder / RECORD
     if not path.is_file():
-        raise ValueError(f"{folder} is no adapter of a linearized model: it has no {RECORD}")
+        raise ValueError(f"{folder} is not an adapter of a linearized model: it has no {RECORD}")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record["format"] not in READABLE:

@@ -29,7 +29,9 @@ def linearize(model: PreTrainedModel, settings: Linearization) -> LinearizedForC
     """
     check_model_type(model.config.model_type)
     if not isinstance(model, family_of(model.config).model_class):
-        raise ValueError(f"{type(model).__name__} is no causal language model: give one with its head, loaded as such")
+        raise ValueError(
+            f"{type(model).__name__} is not a causal language model: give one with its head, loaded as such"
+        )
     linearized = _on_the_weights_of(model, linearized_config(model.config.to_dict(), settings))
     if model.device.type != "meta":
         _begin_new_parameters(linearized, model.device)

@@ -117,7 +117,7 @@ def test_a_full_disk_is_one_line_that_names_the_setting(tmp_path: Path, workers:
 
 def test_another_number_of_tasks_is_refused_in_the_same_folder(tmp_path: Path) -> None:
     Local(1).run([phase(tmp_path / "traces", "read", tasks=2)], tmp_path / "logs")
-    with pytest.raises(ValueError, match=r"00-read: begun with 2 tasks, now 3: give 2, or a new folder"):
+    with pytest.raises(ValueError, match=r"00-read: started with 2 tasks, now 3: give 2, or a new folder"):
         Local(1).run([phase(tmp_path / "traces", "read", tasks=3)], tmp_path / "logs")
 
 

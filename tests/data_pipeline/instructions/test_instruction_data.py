@@ -206,7 +206,7 @@ def test_what_is_left_out_is_counted(make_data, write_records, tmp_path):
         ({"tokenizer": ByteLevelBPE()}, r"^tokenizer=bpe .*tokenizer\.path"),
         ({"columns": {"question": "x"}}, r"^data\.columns\.question"),
         ({"columns": 3}, r"^data\.columns=3: give names"),
-        ({"path": None}, r"^data\.path=None: give a file"),
+        ({"path": None}, r"^data\.path=null: give a file"),
         ({"validation_records": None, "validation_fraction": "some"}, r"^data\.validation_fraction=some"),
     ],
 )
@@ -228,7 +228,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_read(make_data
         ),
         (
             {"sequence_length": 16, "packing": "whole"},
-            r"^data\.sequence_length=16: no train example of 52 has a target within it",
+            r"^data\.sequence_length=16 leaves no target in any of 52 train examples",
         ),
         ({"columns": {"output": "answer"}}, r"record 1 has no field 'answer' \(it has instruction, input, output\)"),
     ],

@@ -75,7 +75,7 @@ def test_columns_may_have_other_names():
         ("a.json", "[]", r"data\.path=.*a\.json: there is no record in it"),
         ("a.jsonl", "\n\n", r"there is no record in it"),
         ("a.json", '[{"a": 1}', r"data\.path=.*cannot be read as JSON: Expecting"),
-        ("a.jsonl", '{"a": 1}\n{"a":\n', r"data\.path=.*line 2 is not JSON"),
+        ("a.jsonl", '{"a": 1}\n{"a":\n', r"data\.path=.*line 2 that is not JSON"),
         ("a.json", '["text"]', r"record 1 is str, not an object"),
         ("a.parquet", "no parquet", r"data\.path=.*cannot be read as Parquet"),
         ("a.jsonl.gz", "no gzip", r"data\.path=.*cannot be read as JSON"),
@@ -106,13 +106,13 @@ def test_a_name_that_the_hub_does_not_give_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     records = Records("someone/alpaca")
     assert "files" not in records.identity()
-    with pytest.raises(ValueError, match=r"^data\.path=someone/alpaca is no file .* the Hub: Couldn't reach it$"):
+    with pytest.raises(ValueError, match=r"^data\.path=someone/alpaca is not a file .* the Hub: Couldn't reach it$"):
         list(records)
 
 
 def test_a_split_that_is_not_there_is_told_with_those_that_are(tmp_path):
     path = save(tmp_path, "saved_splits", ROWS)
-    with pytest.raises(ValueError, match=r"^data\.split=test: data\.path=.* has train$"):
+    with pytest.raises(ValueError, match=r"^data\.split=test is not in data\.path=.*: give one of train$"):
         list(Records(str(path), split="test"))
 
 

@@ -174,10 +174,10 @@ def test_held_out_documents_are_not_learned_from(tmp_path: Path, labeller: Label
 def test_a_file_that_is_no_classifier_is_not_opened_as_one(tmp_path: Path) -> None:
     path = tmp_path / "classifier.npz"
     np.savez(path, about=np.array([{"a": 1}], dtype=object), weights=1, biases=1, scales=1)  # a pickle inside
-    with pytest.raises(ValueError, match="is no classifier of labels"):
+    with pytest.raises(ValueError, match="is not a classifier of labels"):
         load(path)
     path.write_bytes(b"PK\3\4 and then nothing")
-    with pytest.raises(ValueError, match="is no classifier of labels"):
+    with pytest.raises(ValueError, match="is not a classifier of labels"):
         load(path)
 
 

@@ -69,7 +69,7 @@ def test_tasks_run_apart_by_an_executor_and_the_last_one_ends_the_run(run, tmp_p
     [
         (("rewrite.input=/nonexistent", "rewrite.output=x"), "rewrite.input=/nonexistent: no such file"),
         (("rewrite.input=/nonexistent",), "rewrite.output"),
-        (("rewrite.input=x", "rewrite.output=y", "rewrite/style=[sonnet]"), "rewrite/style/sonnet"),
+        (("rewrite.input=x", "rewrite.output=y", "rewrite/style=[sonnet]"), "rewrite/style=sonnet"),
         (("rewrite.input=x", "rewrite.output=y", "rewrite.backend.concurrency=0"), "rewrite.backend.concurrency=0"),
     ],
 )

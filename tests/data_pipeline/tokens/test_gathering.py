@@ -113,10 +113,10 @@ def test_most_records_without_the_text_key_stop_the_run(make_data, tmp_path):
         make().prepare()
     assert str(error.value) == (
         "data.source.text_key=text (a record has body, lang): 87.0% of 100 records were skipped "
-        "(87 x no column 'text'); mend that, or set data.most_skipped=0.87 to read the rest"
+        "(87 x no column 'text'); fix that, or set data.most_skipped=0.87 to read the rest"
     )
     other = TextFiles(str(tmp_path / "a.jsonl"), text_key="content")
-    with pytest.raises(ValueError, match=r"\(100 x no column 'content'\); mend that$"):  # there is no rest
+    with pytest.raises(ValueError, match=r"\(100 x no column 'content'\); fix that$"):  # there is no rest
         make(source=other).prepare()
     data = make(most_skipped=0.87)
     data.prepare()

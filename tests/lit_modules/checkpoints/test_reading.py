@@ -37,9 +37,9 @@ def copy(trained, tmp_path):
 
 def test_a_metadata_file_with_a_foreign_pickle_is_refused_and_not_run(copy, tmp_path):
     (copy / ".metadata").write_bytes(pickle.dumps(Foreign(tmp_path / "written")))
-    with pytest.raises(ValueError, match=r"\.metadata is no metadata of a checkpoint: it names io\.open"):
+    with pytest.raises(ValueError, match=r"\.metadata is not the metadata of a checkpoint: it names io\.open"):
         checkpoints.consolidated(copy)
-    with pytest.raises(ValueError, match=r"\.metadata is no metadata"):
+    with pytest.raises(ValueError, match=r"\.metadata is not the metadata"):
         training.train(tmp_path / "run", OneDevice("cpu"), resume=copy)
     assert not (tmp_path / "written").exists()
 
@@ -56,7 +56,7 @@ def test_a_metadata_file_that_hides_bytes_among_the_tensors_is_refused(copy):
 @pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"a": 1})])
 def test_a_metadata_file_that_is_something_else_is_named(copy, content):
     (copy / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match=r"\.metadata is no metadata of a checkpoint"):
+    with pytest.raises(ValueError, match=r"\.metadata is not the metadata of a checkpoint"):
         checkpoints.consolidated(copy)
 
 

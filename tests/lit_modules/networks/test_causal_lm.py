@@ -99,7 +99,7 @@ def test_generating_after_right_padding_is_refused(fox_pro):
         ({"cu_seqlens": torch.tensor([0, 4])}, r"cu_seqlens is \[2\] int64: give int32"),
         ({"cu_seqlens": torch.tensor([0, 4]).int(), "input_ids": tokens(2, 4)}, "cu_seqlens needs a batch of 1"),
         ({"input_ids": None}, "input_ids and inputs_embeds"),
-        ({"output_attentions": True}, "output_attentions=True cannot be had"),
+        ({"output_attentions": True}, "output_attentions=true cannot be had"),
         ({"labels": tokens(1, 4), "shift_labels": tokens(1, 4)}, "labels and shift_labels are both given"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids start again at token 2 of row 0"),
     ],

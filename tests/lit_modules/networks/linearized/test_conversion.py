@@ -141,7 +141,7 @@ def test_what_cannot_be_linearized_is_said_in_one_line(folders, stock, tmp_path)
     assert "has no config.json that can be read" in refused(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     assert 'model_type="" cannot be linearized' in refused(tmp_path)
-    with pytest.raises(ValueError, match="LlamaModel is no causal language model"):
+    with pytest.raises(ValueError, match="LlamaModel is not a causal language model"):
         linearize(LlamaModel(stock("llama").config), Linearization())
     with pytest.raises(ValueError, match="linearized already"):
         linearize(linearize(stock("llama"), Linearization()), Linearization())

@@ -332,7 +332,7 @@ def test_what_does_not_fit_is_refused_in_one_line(linearized, ids):
         model(ids, positions=Positions(torch.arange(13)[None]), attention_mask=PADDING)
     with pytest.raises(ValueError, match="labels and shift_labels are both given"):
         model(ids, labels=ids, shift_labels=ids)
-    with pytest.raises(ValueError, match="output_attentions=True cannot be had"):
+    with pytest.raises(ValueError, match="output_attentions=true cannot be had"):
         model(ids, output_attentions=True)
     with pytest.raises(ValueError, match="mode=guess is not known"):
         model.features(ids, mode="guess")
