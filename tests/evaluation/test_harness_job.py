@@ -289,7 +289,7 @@ def test_missing_data_is_one_line_with_tasks_data_sets_and_places(run, tasks_fol
         ({"benchmark.num_fewshot.piqua": 3}, "benchmark.num_fewshot.piqua"),
         ({"benchmark.num_fewshot": 3}, "benchmark.num_fewshot=3"),
         ({"benchmark.num_fewshot": {"tiny_choices": 99}}, "tiny_choices=99: give at most 13"),
-        ({"benchmark.max_length": 1}, "benchmark.max_length=1: an answer has"),
+        ({"benchmark.max_length": 1}, "benchmark.max_length=1 is below an answer's"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_key(evaluate, ours, changes, said):

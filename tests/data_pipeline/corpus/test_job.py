@@ -83,7 +83,7 @@ def test_decontamination_is_added_on_the_command_line_and_tells_what_it_dropped(
         (("corpus.cleaning.exact_spans.words=1",), "corpus.cleaning.exact_spans.words=1"),
         (("executor.workers=0",), "executor.workers=0"),
         (("corpus.sources.local_docs=null",), "corpus.sources is empty"),
-        (("corpus=sistem",), "corpus/sistem"),
+        (("corpus=sistem",), "corpus=sistem"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(run, texts, tmp_path, overrides, said):

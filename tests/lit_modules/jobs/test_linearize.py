@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from lit_modules.jobs import linearize
 from lit_modules.linearization import layer_setup
-from lit_modules.linearization.stages import Stage
+from lit_modules.linearization.stages import PlannedStage, Stage
 from lit_modules.networks.linearized import Linearization
 
 
@@ -28,7 +28,7 @@ from lit_modules.networks.linearized import Linearization
 def test_ddp_expects_no_gradients_of_what_a_stage_leaves_alone(named, stages, unused):
     strategy = {"_target_": "lit_modules.parallel.strategies.DataParallel" if named else None}
     trainer = {"accelerator": "cpu", "devices": 2, "num_nodes": 1}
-    module = SimpleNamespace(stages=[(0, str(number), stage) for number, stage in enumerate(stages)])
+    module = SimpleNamespace(stages=[PlannedStage(0, str(number), stage) for number, stage in enumerate(stages)])
     built = linearize.build_strategy(OmegaConf.create({"strategy": strategy, "trainer": trainer}), module)
     assert built._ddp_kwargs["find_unused_parameters"] is unused
 
