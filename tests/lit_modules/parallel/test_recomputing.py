@@ -5,6 +5,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.settings import shown
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.parallel.recomputing import EXPENSIVE, check_policy, recompute
 
@@ -126,5 +127,7 @@ def test_generation_fills_its_cache_once():
 
 @pytest.mark.parametrize("policy", [True, False, 1, 0, -2, 2.0, "all", None, "2"])
 def test_another_policy_is_refused_by_its_key(policy):
-    with pytest.raises(ValueError, match=f"activation_checkpointing={policy} is not a policy: give none, full, "):
+    with pytest.raises(
+        ValueError, match=f"activation_checkpointing={shown(policy)} is not a policy: give none, full, "
+    ):
         check_policy(policy)

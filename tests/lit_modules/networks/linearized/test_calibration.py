@@ -86,7 +86,7 @@ def test_errors_are_those_of_attention_transfer(linearized, documents):
 def test_models_without_clusters_and_documents_that_are_short_are_refused_in_one_line(linearized, documents):
     with pytest.raises(ValueError, match=r"^linearization\.feature_map=softmax [^\n]+$"):
         fit_clusters(linearized(), documents)
-    with pytest.raises(ValueError, match=r"^linearization\.window=60: [^\n]+$"):
+    with pytest.raises(ValueError, match=r"^linearization\.window=60 with its sinks [^\n]+$"):
         fit_clusters(linearized(**SHORT | {"window": 60}), documents)
 
 
