@@ -6,17 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-READERS = 8  # checksum threads; hashing and reading release the GIL
-BYTES_A_READER = 8 * 1024 * 1024  # below this, starting a thread costs more than reading
+READER_THREADS = 8  # checksum threads; hashing and reading release the GIL
+BYTES_PER_READER = 8 * 1024 * 1024  # below this, starting a thread costs more than reading
 
 
-def entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def manifest_entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the manifest entries of the named files: {name: {"bytes", "sha256"}}.
 
     A symbolic link has no "sha256", because its target is outside the folder.
     """
     names = sorted(names)
-    with reading(sum(size_of(folder / name) or 0 for name in names)) as readers:
+    with reader_threads(sum(size_of(folder / name) or 0 for name in names)) as readers:
         found = readers.map(checksum, (folder / name for name in names))
         return {
             name: {"bytes": size_of(folder / name)} | ({} if (folder / name).is_symlink() else {"sha256": digest})
@@ -24,7 +24,7 @@ def entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         }
 
 
-def wrong_size(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
+def find_wrong_size(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Return a message for the first missing file or wrong size, or None. No file is read."""
     for name, written in files.items():
         found = size_of(folder / name)
@@ -35,22 +35,22 @@ def wrong_size(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | No
     return None
 
 
-def damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
+def find_damage(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Return a message for the first file that differs from its entry, or None. Every file is read once."""
-    wrong = wrong_size(folder, files)
+    wrong = find_wrong_size(folder, files)
     if wrong is not None:
         return wrong
     by_size = sorted((name for name in files if "sha256" in files[name]), key=lambda name: -files[name]["bytes"])
-    with reading(sum(files[name]["bytes"] for name in by_size)) as readers:
+    with reader_threads(sum(files[name]["bytes"] for name in by_size)) as readers:
         for name, found in zip(by_size, readers.map(checksum, (folder / name for name in by_size)), strict=True):
             if found != files[name]["sha256"]:
                 return f"{name} is damaged (it does not match its checksum)"
     return None
 
 
-def reading(size: int) -> ThreadPoolExecutor:
+def reader_threads(size: int) -> ThreadPoolExecutor:
     """Return threads for reading `size` bytes; each holds a buffer."""
-    return ThreadPoolExecutor(min(READERS, 1 + size // BYTES_A_READER))
+    return ThreadPoolExecutor(min(READER_THREADS, 1 + size // BYTES_PER_READER))
 
 
 def checksum(path: Path) -> str | None:

@@ -25,7 +25,7 @@ class Gpu:
 
 # Dense bfloat16 TFLOP/s, GiB that torch reports, TB/s of memory, GB/s between the cards of a node (NVLink if built in,
 # else PCIe). If a name has two variants, the larger one. The first match wins.
-SHEETS = {
+DATA_SHEETS = {
     "GB200": (2500.0, 184.0, 8.0, 900.0),
     "B200": (2250.0, 178.4, 8.0, 900.0),
     "GH200 480GB": (989.4, 94.5, 4.0, 450.0),  # the driver's name counts the CPU's memory
@@ -47,7 +47,7 @@ SHEETS = {
 # A partition of a card, or another card whose name starts with a known name.
 OTHER_CARDS = re.compile(r"\b(MIG|Laptop|D|Ti)\b", re.IGNORECASE)
 SIZE = re.compile(r"\b(\d+) ?gi?b?\b")
-NEAR = 0.12  # relative tolerance: GB may mean GiB, and torch reports a little less
+MEMORY_TOLERANCE = 0.12  # relative tolerance: GB may mean GiB, and torch reports a little less
 
 
 def find_gpu(name: str | Gpu) -> Gpu:
@@ -59,13 +59,13 @@ def find_gpu(name: str | Gpu) -> Gpu:
     if isinstance(name, Gpu):
         return name
     words = SIZE.sub(r"\1gb", " ".join(re.split(r"[\s_-]+", str(name).lower().strip())))
-    known = next((each for each in SHEETS if set(each.lower().split()) <= set(words.split())), None)
+    known = next((each for each in DATA_SHEETS if set(each.lower().split()) <= set(words.split())), None)
     if known is None or OTHER_CARDS.search(words):
-        raise ValueError(f"plan.gpu={name} is not a card that is known: give one of {', '.join(SHEETS)}")
-    tflops, gib, terabytes, gigabytes = SHEETS[known]
+        raise ValueError(f"plan.gpu={name} is not a card that is known: give one of {', '.join(DATA_SHEETS)}")
+    tflops, gib, terabytes, gigabytes = DATA_SHEETS[known]
     for size in SIZE.findall(words):
-        if f"{size}GB" not in known and abs(gib - int(size)) > NEAR * int(size):
-            raise ValueError(f"plan.gpu={name} is not known with {size} GB: give one of {', '.join(SHEETS)}")
+        if f"{size}GB" not in known and abs(gib - int(size)) > MEMORY_TOLERANCE * int(size):
+            raise ValueError(f"plan.gpu={name} is not known with {size} GB: give one of {', '.join(DATA_SHEETS)}")
     return Gpu(known, gib * 2**30, tflops * 1e12, terabytes * 1e12, gigabytes * 1e9)
 
 
@@ -73,4 +73,4 @@ def peak_flops(name: str) -> float | None:
     """Return the dense bfloat16 peak in FLOP/s of the GPU with torch's name, or None if unknown."""
     if OTHER_CARDS.search(name):
         return None
-    return next((sheet[0] * 1e12 for card, sheet in SHEETS.items() if re.search(rf"\b{card}\b", name)), None)
+    return next((sheet[0] * 1e12 for card, sheet in DATA_SHEETS.items() if re.search(rf"\b{card}\b", name)), None)

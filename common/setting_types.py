@@ -23,7 +23,7 @@ def check_type(key: str, value: Any, hint: Any) -> None:
         SettingError: it does not match.
     """
     if not fits(value, hint):
-        raise SettingError(key, value, f"give {in_words(hint)}")
+        raise SettingError(key, value, f"give {describe_hint(hint)}")
 
 
 def type_hints(function: Callable) -> dict[str, Any]:
@@ -58,11 +58,11 @@ def fits(value: Any, hint: Any) -> bool:
     return isinstance(value, kind) if inspect.isclass(kind) and kind not in (Any, Callable) else True
 
 
-def in_words(hint: Any) -> str:
+def describe_hint(hint: Any) -> str:
     """Describe to a user the values that a type hint allows."""
     kind, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
-        words = list(dict.fromkeys(in_words(each) for each in arguments if each is not typing.Any))
+        words = list(dict.fromkeys(describe_hint(each) for each in arguments if each is not typing.Any))
         words = [word for word in words if word != "its keys"] or words  # classes, which no plain value matches
         return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     if kind is typing.Literal:

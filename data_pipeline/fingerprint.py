@@ -71,7 +71,7 @@ def _build_beside(final: Path, identity: object, build: Callable[[Path], dict]) 
         partial.mkdir()
         manifest = {"identity": identity, **build(partial)}
         names = (path.relative_to(partial).as_posix() for path in partial.rglob("*") if path.is_file())
-        manifest["files"] = checksums.entries(partial, names)
+        manifest["files"] = checksums.manifest_entries(partial, names)
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _note_whole(partial, manifest["files"])
         shutil.rmtree(final, ignore_errors=True)  # damaged, or foreign: it has no manifest
@@ -112,7 +112,7 @@ def _known_whole(folder: Path) -> bool:
     """Return whether sizes match and no file has changed since its checksum was last compared."""
     try:
         files = _files(folder)
-        if checksums.wrong_size(folder, files) is not None:
+        if checksums.find_wrong_size(folder, files) is not None:
             return False
         if not os.access(folder, os.W_OK):  # read-only: the result of a full check could not be stored
             return True
@@ -128,7 +128,7 @@ def _damage(folder: Path) -> str | None:
         files = _files(folder)
     except ValueError as error:
         return str(error)
-    wrong = checksums.damage(folder, files)
+    wrong = checksums.find_damage(folder, files)
     if wrong is None:
         _note_whole(folder, files)
     return wrong

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.checksums import content_digest, reading, size_of
+from common.checksums import content_digest, reader_threads, size_of
 
 # How files are identified. SAMPLE reads SAMPLED_BLOCKS blocks of BLOCK_BYTES of a file larger than WHOLE_BYTES.
 SAMPLE, WHOLE = "sample", "whole"
@@ -35,7 +35,7 @@ def file_identity(paths: Iterable[Path], by: str = SAMPLE) -> str:
         return digest.hexdigest()
     absolute = [Path(os.path.abspath(path)) for path in paths]
     root = Path(os.path.commonpath([path.parent for path in absolute])) if absolute else Path()
-    with reading(sum(size_of(path) or 0 for path in absolute)) as readers:
+    with reader_threads(sum(size_of(path) or 0 for path in absolute)) as readers:
         contents = readers.map(functools.partial(_content, by), absolute)
         for path, content in zip(absolute, contents, strict=True):
             _add(digest, f"{path.relative_to(root)}\0{content}\n")

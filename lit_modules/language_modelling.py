@@ -17,8 +17,8 @@ from lit_modules.launching.run_folder import RunFailed
 from lit_modules.networks import ParameterCount
 from lit_modules.networks.positions import locate
 from lit_modules.parallel.context import ContextParallel
-from lit_modules.parallel.gathering import of_all_ranks
-from lit_modules.parallel.gradients import clip_gradients, local
+from lit_modules.parallel.gathering import all_gather_tensors
+from lit_modules.parallel.gradients import clip_gradients, local_shard
 from lit_modules.schedules import Plateau
 
 log = logging.getLogger(__name__)
@@ -139,11 +139,11 @@ class Training(lightning.LightningModule):
         """Return further metrics of the steps since the last call. Every rank takes part."""
         return {}
 
-    def factor(self, group: int, tokens: int) -> float:
+    def gradient_factor(self, group: int, tokens: int) -> float:
         """Return the factor on a parameter group's peak learning rate after `tokens`."""
         return self.schedule(tokens)
 
-    def steps_of(self, tokens: int) -> int:
+    def steps_for_tokens(self, tokens: int) -> int:
         """Return the optimizer steps in `tokens`, rounded, at least one."""
         return max(1, round(tokens / self.batch_tokens))
 
@@ -162,14 +162,14 @@ class Training(lightning.LightningModule):
         if self.trainer.is_global_zero:
             log.info(f"phase {number + 1} of {len(self.phase_starts)} begins: {self.phase_starts[step]}")
 
-    def own_part(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def rank_part(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return this rank's part of a batch: all of it, unless ranks share sequences."""
         if self.compile_blocks:  # the number of documents varies, which would compile a second time
             torch._dynamo.maybe_mark_dynamic(batch["cu_seqlens"], 0)
         return batch if self.context is None else self.context.part(batch)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        batch = self.own_part(batch)
+        batch = self.rank_part(batch)
         loss, share = self.training_loss(batch), self.share(batch)
         if share is not None:
             loss = loss * share
@@ -181,7 +181,7 @@ class Training(lightning.LightningModule):
         """Return the optimizer, with the schedule evaluated at the middle of each step's tokens."""
         optimizer = self.make_optimizer(self.parameter_groups())
         factors = [
-            lambda step, group=group: self.factor(group, int((step + 0.5) * self.batch_tokens))
+            lambda step, group=group: self.gradient_factor(group, int((step + 0.5) * self.batch_tokens))
             for group in range(len(optimizer.param_groups))
         ]
         return {
@@ -205,7 +205,7 @@ class Training(lightning.LightningModule):
         norm = clip_gradients(self.parameters(), limit)
         self.learning_rate = max(group["lr"] for group in optimizer.param_groups)  # a stage may keep some groups at 0
         self.micro_losses.clear()
-        if self.agree(torch.isfinite(norm) & torch.isfinite(loss)):
+        if self.share_flags(torch.isfinite(norm) & torch.isfinite(loss)):
             self.skipped_in_a_row = 0
             self.gradient_norm = float(norm)
             self.window_loss, self.window_steps = self.window_loss + float(loss), self.window_steps + 1
@@ -233,10 +233,10 @@ class Training(lightning.LightningModule):
         mean = self.trainer.strategy.reduce(torch.stack(self.micro_shares).mean(), reduce_op="mean")
         self.micro_shares.clear()
         factor = torch.where(mean > 0, 1 / mean, 0.0)
-        torch._foreach_mul_([local(p.grad) for p in self.parameters() if p.grad is not None], factor)
+        torch._foreach_mul_([local_shard(p.grad) for p in self.parameters() if p.grad is not None], factor)
         return factor
 
-    def agree(self, finite: torch.Tensor | bool) -> bool:
+    def share_flags(self, finite: torch.Tensor | bool) -> bool:
         """Return whether the value is finite on every rank; the same all-reduce updates `agreed_to_end`."""
         told = torch.tensor([0.0, *map(float, self.asked_to_end)], device=self.device)
         told[0] = ~torch.as_tensor(finite, device=self.device)
@@ -270,7 +270,7 @@ class Training(lightning.LightningModule):
             of_sequences = batch["component"]
             length = batch["targets"].shape[1] // len(of_sequences)
             batch = batch | {"component": of_sequences.repeat_interleave(length)}
-        batch = self.own_part(batch)
+        batch = self.rank_part(batch)
         losses = self.token_losses(batch).double()
         counts = (batch["targets"][0] != -100).double()
         if "positions" in batch:
@@ -327,7 +327,7 @@ class Training(lightning.LightningModule):
     def windows_of_all_ranks(self) -> list[list[float]]:
         """Return `window` of each rank. Every rank takes part."""
         own = torch.tensor(self.window(), dtype=torch.float64, device=self.device)
-        return torch.stack(of_all_ranks(own, self.trainer.world_size)).tolist()
+        return torch.stack(all_gather_tensors(own, self.trainer.world_size)).tolist()
 
     def own_window(self, windows: list[list[float]]) -> list[float]:
         """Return this rank's window of a checkpoint; the mean if another number of ranks wrote it."""
@@ -369,7 +369,7 @@ def check_optimizer(settings: Mapping[str, Any]) -> None:
         raise SettingError("optimizer.betas", betas, "give numbers of 0 or more, below 1, as [0.9,0.95]")
 
 
-def as_arguments(batch: dict[str, Any]) -> dict[str, Any]:
+def model_arguments(batch: dict[str, Any]) -> dict[str, Any]:
     """Return the model's arguments for a batch, or for a rank's part, which has positions instead of cu_seqlens."""
     where = "positions" if "positions" in batch else "cu_seqlens"
     return {"input_ids": batch["input_ids"], "shift_labels": batch["targets"], where: batch[where]}

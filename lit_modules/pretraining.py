@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from lit_modules.language_modelling import Training, as_arguments
+from lit_modules.language_modelling import Training, model_arguments
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, count_parameters, flops_per_token
 from lit_modules.parallel.materializing import materialize
-from lit_modules.parallel.spreading import spread
+from lit_modules.parallel.spreading import distribute
 
 
 class Pretraining(Training):
@@ -60,7 +60,7 @@ class Pretraining(Training):
         if self.is_spread:
             return
         self.is_spread = True
-        self.context = spread(
+        self.context = distribute(
             self.model,
             None if self._trainer is None else self.trainer.strategy,
             compile=self.compile_blocks,
@@ -72,7 +72,7 @@ class Pretraining(Training):
                 materialize(self.model, self.trainer.strategy.root_device)
 
     def training_loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        return self.model(**as_arguments(batch), num_items_in_batch=batch.get("targets_per_rank")).loss
+        return self.model(**model_arguments(batch), num_items_in_batch=batch.get("targets_per_rank")).loss
 
     def token_losses(self, batch: dict[str, Any]) -> torch.Tensor:
-        return self.model(**as_arguments(batch), reduction="none").loss[0]
+        return self.model(**model_arguments(batch), reduction="none").loss[0]

@@ -32,7 +32,7 @@ from benchmarks.pretraining.modules import pretraining, random_batch, utilizatio
 from benchmarks.pretraining.training_speed import set_gates
 from common.atomic_files import write_atomic
 from lit_modules.parallel.gradients import clip_gradients
-from lit_modules.parallel.spreading import spread
+from lit_modules.parallel.spreading import distribute
 from lit_modules.pretraining import Pretraining
 
 CHECKED = 4096  # tokens of the document that compares one GPU with several
@@ -107,7 +107,7 @@ def take(module: Pretraining, batch: dict[str, Tensor], dtype: torch.dtype = tor
 def spread_out(module: Pretraining, case: Case, *, compile: bool, recomputation: str) -> None:
     """Set up context parallelism over the processes of this case, then compile and recompute as given."""
     strategy = SimpleNamespace(context_group=dist.group.WORLD if case.gpus > 1 else None)
-    module.context = spread(module.model, strategy, compile=compile, activation_checkpointing=recomputation)
+    module.context = distribute(module.model, strategy, compile=compile, activation_checkpointing=recomputation)
 
 
 def compare(case: Case, dtype: torch.dtype, device: torch.device) -> float:

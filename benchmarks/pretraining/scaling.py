@@ -154,8 +154,8 @@ class Accounts(Checkpoints):
         trainer.strategy.barrier()
         self.waits.append(time.perf_counter() - began)
 
-    def account(self, trainer: lightning.Trainer, outcome: Any, waited: float) -> None:
-        super().account(trainer, outcome, waited)
+    def log_duration(self, trainer: lightning.Trainer, outcome: Any, waited: float) -> None:
+        super().log_duration(trainer, outcome, waited)
         if outcome.error is not None:
             raise OSError(outcome.error)
         self.writes.append(outcome.seconds)

@@ -78,7 +78,9 @@ def contents(documents: Path) -> dict:
                     total["documents"] += rows
                     total["bytes"] += size
             name = f"{folder.name}/{path.name}"
-            files.append({"file": f"documents/{name}", **counts, "written": checksums.entries(documents, [name])[name]})
+            files.append(
+                {"file": f"documents/{name}", **counts, "written": checksums.manifest_entries(documents, [name])[name]}
+            )
         found["sources"] = dict(sorted(found["sources"].items()))
         categories[folder.name] = found
     return {"categories": categories, "files": files}

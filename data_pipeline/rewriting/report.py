@@ -23,7 +23,7 @@ def finish(plan: Plan, folder: OutputFolder) -> dict | None:
     shards = []
     for path, rows, counts in folder.counts():
         name = path.relative_to(folder.path).as_posix()
-        written = checksums.entries(folder.path, [name])[name]
+        written = checksums.manifest_entries(folder.path, [name])[name]
         shards.append({"file": name, "documents": rows, "bytes": written["bytes"], "written": written})
         for name, tally in counts["styles"].items():
             styles[name].add(tally)

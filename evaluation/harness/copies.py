@@ -22,7 +22,7 @@ from common.hub import use_cache_where_unreachable
 SUFFIXES = (".parquet", ".jsonl")
 
 
-class NoData(Exception):
+class DataNotFound(Exception):
     """A data set that is not available.
 
     Attributes:
@@ -36,7 +36,7 @@ class NoData(Exception):
         self.dataset, self.looked, self.reason = dataset, looked, reason
 
 
-class Copies:
+class DataCopies:
     """Answers `datasets.load_dataset` from a folder first. After one failed connection the Hub is not tried again.
 
     Args:
@@ -71,7 +71,7 @@ class Copies:
                 return found[settings["split"]] if settings.get("split") else found
         title = f"{path} ({name})" if name else path
         if self.silent is not None:
-            raise NoData(title, folders, self.silent)
+            raise DataNotFound(title, folders, self.silent)
         use_cache_where_unreachable()
         try:
             return self.download(path, name, **settings)
@@ -79,7 +79,7 @@ class Copies:
             reason = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, ConnectionError):
                 self.silent = reason
-            raise NoData(title, folders, reason) from error
+            raise DataNotFound(title, folders, reason) from error
 
     def folders(self, path: str, name: str | None) -> list[Path]:
         """List the folders in which a copy may be."""

@@ -21,7 +21,7 @@ from common.settings import SettingError
 from data_pipeline.fingerprint import fingerprint
 from evaluation.harness.model import CheckpointLM
 from evaluation.harness.published import METRICS
-from evaluation.harness.tasks import Suite, documents, quiet
+from evaluation.harness.tasks import Suite, documents, silence_loggers
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def score_task(model: CheckpointLM, name: str, task: Task, limit: int | None, se
     torch.manual_seed(seed)
     task.set_fewshot_seed(seed)
     try:
-        with quiet(), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints its batch size search
+        with silence_loggers(), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints its batch size search
             out = evaluate(model, {"tasks": {name: task}}, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
             cut = model.cut - cut
             repeated = repeat(model, task, seed)

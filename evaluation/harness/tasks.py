@@ -15,9 +15,9 @@ from lm_eval.tasks import TaskManager
 
 from common.settings import SettingError
 from data_pipeline.fingerprint import fingerprint
-from evaluation.harness.copies import Copies, NoData, first_line
+from evaluation.harness.copies import DataCopies, DataNotFound, first_line
 
-CHATTY = ("lm_eval", "datasets", "huggingface_hub", "httpx")
+NOISY_LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "httpx")
 
 
 @dataclass
@@ -36,10 +36,10 @@ class Suite:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_loggers() -> Iterator[None]:
     """Let the libraries log only errors."""
-    levels = {name: logging.getLogger(name).level for name in CHATTY}
-    for name in CHATTY:
+    levels = {name: logging.getLogger(name).level for name in NOISY_LOGGERS}
+    for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         yield
@@ -62,16 +62,16 @@ def load_suite(
         ValueError: if a name is unknown, a task cannot be set up, or a data set is not available.
     """
     manager = manager_for(names, tasks_folder)
-    copies, suite, missing = Copies(datasets_folder), Suite(), {}
+    copies, suite, missing = DataCopies(datasets_folder), Suite(), {}
     for name in names:
         try:
             with copies.in_place():
                 loaded = manager.load([name])
-        except NoData as error:
+        except DataNotFound as error:
             missing[name] = error
             continue
         except Exception as error:  # a task may run arbitrary code
-            raise ValueError(f"benchmark.tasks: {name} cannot be set up: {what(error)}") from error
+            raise ValueError(f"benchmark.tasks: {name} cannot be set up: {describe_error(error)}") from error
         for task_name, task in loaded["tasks"].items():
             set_fewshot(task, task_name, num_fewshot.get(task_name, num_fewshot.get(name)))
         suite.tasks |= loaded["tasks"]
@@ -98,7 +98,7 @@ def manager_for(names: Sequence[str], tasks_folder: Path | None) -> TaskManager:
             fix = "give one with YAML files of tasks"
             raise SettingError("benchmark.tasks_folder", tasks_folder, fix, "is not a folder")
         own = TaskManager(include_path=str(tasks_folder), include_defaults=False)
-        if all(holds(own, name) for name in names):
+        if all(is_known_task(own, name) for name in names):
             return own
     manager = TaskManager(include_path=None if tasks_folder is None else str(tasks_folder))
     for name in names:
@@ -111,13 +111,13 @@ def manager_for(names: Sequence[str], tasks_folder: Path | None) -> TaskManager:
     return manager
 
 
-def holds(manager: TaskManager, name: str) -> bool:
+def is_known_task(manager: TaskManager, name: str) -> bool:
     """Return whether an index has a task, or a group with all its members."""
     entry = manager.task_index.get(name)
     if entry is None:
         return False
     members = (entry.cfg or {}).get("task") if name in manager.all_groups else None
-    return not isinstance(members, list) or all(isinstance(m, str) and holds(manager, m) for m in members)
+    return not isinstance(members, list) or all(isinstance(m, str) and is_known_task(manager, m) for m in members)
 
 
 def set_fewshot(task: Task, name: str, asked: int | None) -> None:
@@ -136,7 +136,7 @@ def set_fewshot(task: Task, name: str, asked: int | None) -> None:
     task.set_config(key="num_fewshot", value=asked if asked is not None else own or 0)
 
 
-def no_data(missing: Mapping[str, NoData], datasets_folder: Path | None) -> str:
+def no_data(missing: Mapping[str, DataNotFound], datasets_folder: Path | None) -> str:
     """Format the error line for tasks whose data sets are not available."""
     tasks = ", ".join(f"{name} needs {error.dataset}" for name, error in missing.items())
     first = next(iter(missing.values()))
@@ -149,7 +149,7 @@ def no_data(missing: Mapping[str, NoData], datasets_folder: Path | None) -> str:
     return f"benchmark.tasks: {tasks}, which could not be downloaded ({first.reason}); {copy} (evaluation/README.md)"
 
 
-def what(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Format an error on one line; a KeyError is usually a split that the data set does not have."""
     return f"its data has no {error}" if isinstance(error, KeyError) else first_line(error)
 

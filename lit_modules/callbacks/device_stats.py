@@ -16,21 +16,21 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from common.settings import check_whole
-from lit_modules.callbacks.progress import reports_after
+from lit_modules.callbacks.progress import is_report_due
 from lit_modules.loggers.csv import MetricsCsv
-from lit_modules.parallel.gathering import of_all_ranks
+from lit_modules.parallel.gathering import all_gather_tensors
 
 log = logging.getLogger(__name__)
 
-SAMPLES = 8  # micro-batches timed between two reports; a rank's pace is the median of the last that many
-PASSES = 3.0  # a forward and a backward pass cost three forward passes
-SLOW = 1.2  # times the median: a rank this slow is reported
-IN_A_ROW = 2  # consecutive slow reports before a rank is named; a single one may be due to longer documents
+TIMED_BATCHES = 8  # micro-batches timed between two reports; a rank's pace is the median of the last that many
+FORWARD_EQUIVALENTS = 3.0  # a forward and a backward pass cost three forward passes
+SLOW_RATIO = 1.2  # times the median: a rank this slow is reported
+SLOW_REPORTS = 2  # consecutive slow reports before a rank is named; a single one may be due to longer documents
 QUIET_REPORTS = 10  # reports without a warning after one that names a slow rank
 
 GPU = ("utilization", "memory_gib", "temperature", "power")  # percent, GiB in use on the device, degrees C, watts
 HOST = ("cpu_percent", "host_memory_gib")
-PACE = ("forward_seconds", "data_seconds")  # per micro-batch, measured by OwnPace
+TIMES = ("forward_seconds", "data_seconds")  # per micro-batch, measured by RankTimer
 
 
 class DeviceStats(Callback):
@@ -56,55 +56,55 @@ class DeviceStats(Callback):
     def __init__(self, every_tokens: int) -> None:
         check_whole("callbacks.machines.every_tokens", every_tokens, 1)
         self.every_tokens = every_tokens
-        self.places: list[Device] = []
-        self.pace: OwnPace | None = None
+        self.rank_devices: list[Device] = []
+        self.timer: RankTimer | None = None
         self.slow: tuple[int | None, int] = (None, 0)  # the slow rank, and its consecutive slow reports
         self.quiet = 0  # reports until the next warning is allowed
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        self.places = gather_places(trainer, module.device)
-        interval = module.steps_of(self.every_tokens) * trainer.accumulate_grad_batches
-        self.pace = OwnPace(module.model.model.layers, module.device, every=max(1, interval // SAMPLES))
+        self.rank_devices = gather_devices(trainer, module.device)
+        interval = module.steps_for_tokens(self.every_tokens) * trainer.accumulate_grad_batches
+        self.timer = RankTimer(module.model.model.layers, module.device, every=max(1, interval // TIMED_BATCHES))
         psutil.cpu_percent()  # starts the interval that the next call measures
         hosts: dict[str, list[str]] = {}
-        for place in self.places:
+        for place in self.rank_devices:
             hosts.setdefault(place.host, []).append(place.device)
         for logger in trainer.loggers:
             logger.log_hyperparams({"hosts": hosts})
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        self.pace.begin()
+        self.timer.start_batch()
 
     def on_before_backward(self, trainer: lightning.Trainer, module: Any, loss: torch.Tensor) -> None:
-        self.pace.end_forward()
+        self.timer.end_forward()
 
     def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        if self.pace is not None:  # None in a validation without training
-            self.pace.interrupt()
+        if self.timer is not None:  # None in a validation without training
+            self.timer.cancel_wait()
 
     def on_save_checkpoint(self, trainer: lightning.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        if self.pace is not None:
-            self.pace.interrupt()
+        if self.timer is not None:
+            self.timer.cancel_wait()
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if reports_after(trainer, module, batch_idx, self.every_tokens):
+        if is_report_due(trainer, module, batch_idx, self.every_tokens):
             self.report(trainer, module)
-        self.pace.wait(ends_step=module.ends_step(batch_idx))
+        self.timer.start_wait(ends_step=module.ends_step(batch_idx))
 
     def on_train_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        self.pace.remove()
+        self.timer.remove_hooks()
 
     def report(self, trainer: lightning.Trainer, module: Any) -> None:
         """Gather one vector from each rank, and log the values."""
-        mine = torch.tensor([*read_gpu(module.device), *read_host(), *self.pace.take()], device=module.device)
-        gathered = of_all_ranks(mine, trainer.world_size)
+        mine = torch.tensor([*read_gpu(module.device), *read_host(), *self.timer.take_times()], device=module.device)
+        gathered = all_gather_tensors(mine, trainer.world_size)
         if not trainer.is_global_zero:
             return
-        found = [dict(zip((*GPU, *HOST, *PACE), values, strict=True)) for values in torch.stack(gathered).tolist()]
+        found = [dict(zip((*GPU, *HOST, *TIMES), values, strict=True)) for values in torch.stack(gathered).tolist()]
         summary = summarize(found)
-        everything = {**summary, **by_host(self.places, found)}
+        everything = {**summary, **host_metrics(self.rank_devices, found)}
         for logger in trainer.loggers:
             metrics = summary if isinstance(logger, MetricsCsv) else everything
             if metrics:
@@ -114,16 +114,17 @@ class DeviceStats(Callback):
     def name_slow_rank(self, summary: dict[str, float], found: list[dict[str, float]]) -> None:
         """Warn about a rank that stays slow, then suppress warnings for some reports."""
         self.quiet = max(0, self.quiet - 1)
-        rank = summary["straggler/slowest_rank"] if summary.get("straggler/slowdown", 0.0) >= SLOW else None
+        rank = summary["straggler/slowest_rank"] if summary.get("straggler/slowdown", 0.0) >= SLOW_RATIO else None
         self.slow = (rank, self.slow[1] + 1 if rank == self.slow[0] else 1)
-        if rank is None or self.quiet or self.slow[1] < IN_A_ROW:
+        if rank is None or self.quiet or self.slow[1] < SLOW_REPORTS:
             return
         self.quiet = QUIET_REPORTS
-        place, pace = self.places[rank], found[rank]
+        place, pace = self.rank_devices[rank], found[rank]
         log.warning(
             f"rank {rank} ({place.host}, {place.slot}: {place.device}) is slow: a micro-batch costs it "
             f"{summary['straggler/slowdown']:.2f} times the median rank's time "
-            f"({PASSES * pace['forward_seconds']:.3g} s of computing, {pace['data_seconds']:.3g} s of waiting for data)"
+            f"({FORWARD_EQUIVALENTS * pace['forward_seconds']:.3g} s of computing, "
+            f"{pace['data_seconds']:.3g} s of waiting for data)"
         )
 
 
@@ -135,7 +136,7 @@ class Device(NamedTuple):
     device: str
 
 
-def gather_places(trainer: lightning.Trainer, device: torch.device) -> list[Device]:
+def gather_devices(trainer: lightning.Trainer, device: torch.device) -> list[Device]:
     """Return the devices of all ranks, in rank order."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
     if device.type == "cuda":
@@ -149,7 +150,7 @@ def gather_places(trainer: lightning.Trainer, device: torch.device) -> list[Devi
     return found
 
 
-class OwnPace:
+class RankTimer:
     """Timer of a rank's own work: computing and waiting for data, without waiting for other ranks.
 
     A step takes equally long on all ranks, since collectives wait for the slowest. What differs is timed here: the
@@ -166,22 +167,22 @@ class OwnPace:
 
     def __init__(self, blocks: Any, device: torch.device, every: int) -> None:
         self.device, self.every = device, every
-        self.hooks = [hook for block in blocks for hook in self.hook(block)]
+        self.hooks = [hook for block in blocks for hook in self.add_hooks(block)]
         self.seen, self.steps, self.timing = 0, 0, False
         self.marks: list[Any] = []  # of the current timed micro-batch
         self.timed: list[list[Any]] = []  # marks of earlier micro-batches since the last report
-        self.seconds: deque[float] = deque(maxlen=SAMPLES)
+        self.seconds: deque[float] = deque(maxlen=TIMED_BATCHES)
         self.waiting_since: float | None = None
         self.waited, self.waits = 0.0, 0
 
-    def hook(self, block: torch.nn.Module) -> tuple[Any, Any]:
+    def add_hooks(self, block: torch.nn.Module) -> tuple[Any, Any]:
         def mark(*_: Any) -> None:
             if self.timing:
-                self.marks.append(now(self.device))
+                self.marks.append(record_time(self.device))
 
         return block.register_forward_pre_hook(mark), block.register_forward_hook(mark, prepend=True)
 
-    def begin(self) -> None:
+    def start_batch(self) -> None:
         """End the wait for data: a micro-batch has arrived."""
         if self.waiting_since is not None:
             self.waited, self.waits = self.waited + time.perf_counter() - self.waiting_since, self.waits + 1
@@ -194,34 +195,34 @@ class OwnPace:
             self.timed.append(self.marks)
             self.timing, self.marks = False, []
 
-    def wait(self, ends_step: bool) -> None:
+    def start_wait(self, ends_step: bool) -> None:
         """Start the wait for the next micro-batch; `ends_step`: the last one completed an optimizer step."""
         self.steps += ends_step
         self.waiting_since = time.perf_counter()
 
-    def interrupt(self) -> None:
+    def cancel_wait(self) -> None:
         """Cancel the wait: the time until the next micro-batch includes other work."""
         self.waiting_since = None
 
-    def take(self) -> tuple[float, float]:
+    def take_times(self) -> tuple[float, float]:
         """Return (forward, wait) in seconds per micro-batch, NaN where nothing was timed.
 
         forward: all blocks together, the median of the last timed micro-batches. wait: the mean wait for data since the
         last call.
         """
         for marks in self.timed:
-            self.seconds.append(sum(between(*pair) for pair in zip(marks[::2], marks[1::2], strict=True)))
+            self.seconds.append(sum(seconds_between(*pair) for pair in zip(marks[::2], marks[1::2], strict=True)))
         waited = self.waited / self.waits if self.waits else math.nan
         self.timed, self.waited, self.waits = [], 0.0, 0
         return (sorted(self.seconds)[len(self.seconds) // 2] if self.seconds else math.nan), waited
 
-    def remove(self) -> None:
+    def remove_hooks(self) -> None:
         """Remove the hooks from the blocks."""
         for hook in self.hooks:
             hook.remove()
 
 
-def now(device: torch.device) -> Any:
+def record_time(device: torch.device) -> Any:
     """Record the current time: a CUDA event, or the clock on other devices."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -230,8 +231,8 @@ def now(device: torch.device) -> Any:
     return event
 
 
-def between(start: Any, end: Any) -> float:
-    """Return the seconds between two times of `now`."""
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two times of `record_time`."""
     if isinstance(start, float):
         return end - start
     end.synchronize()
@@ -244,14 +245,14 @@ def read_gpu(device: torch.device) -> list[float]:
         return [math.nan] * len(GPU)
     free, total = torch.cuda.mem_get_info(device)
     return [
-        told(lambda: torch.cuda.utilization(device)),
+        reading_or_nan(lambda: torch.cuda.utilization(device)),
         (total - free) / 2**30,
-        told(lambda: torch.cuda.temperature(device)),
-        told(lambda: torch.cuda.power_draw(device) / 1000),
+        reading_or_nan(lambda: torch.cuda.temperature(device)),
+        reading_or_nan(lambda: torch.cuda.power_draw(device) / 1000),
     ]
 
 
-def told(ask: Callable[[], float]) -> float:
+def reading_or_nan(ask: Callable[[], float]) -> float:
     """Return a reading as a float; NaN without NVIDIA's library or the driver's support."""
     try:
         return float(ask())
@@ -265,11 +266,11 @@ def read_host() -> list[float]:
     return [psutil.cpu_percent(), psutil.virtual_memory().used / 2**30]
 
 
-def by_host(places: list[Device], found: list[dict[str, float]]) -> dict[str, float]:
+def host_metrics(places: list[Device], found: list[dict[str, float]]) -> dict[str, float]:
     """Return the values of each rank's GPU, and of each host as read by its first rank, without NaNs."""
     metrics: dict[str, float] = {}
     for place, values in zip(places, found, strict=True):
-        for name in (*GPU, *PACE):
+        for name in (*GPU, *TIMES):
             metrics[f"system/{place.host}/{place.slot}_{name}"] = values[name]
         for name in HOST:
             metrics.setdefault(f"system/{place.host}/{name}", values[name])
@@ -287,7 +288,7 @@ def summarize(found: list[dict[str, float]]) -> dict[str, float]:
         if known := [values[name] for values in found if not math.isnan(values[name])]:
             metrics[key] = together(known)
     waits = [0.0 if math.isnan(values["data_seconds"]) else values["data_seconds"] for values in found]
-    own = [PASSES * values["forward_seconds"] + wait for values, wait in zip(found, waits, strict=True)]
+    own = [FORWARD_EQUIVALENTS * values["forward_seconds"] + wait for values, wait in zip(found, waits, strict=True)]
     if len(own) > 1 and not any(math.isnan(seconds) for seconds in own):
         median = sorted(own)[(len(own) - 1) // 2]  # of two ranks, the faster one
         metrics["straggler/slowest_rank"] = own.index(max(own))
@@ -296,7 +297,7 @@ def summarize(found: list[dict[str, float]]) -> dict[str, float]:
     return metrics
 
 
-def ranks(trainer: lightning.Trainer) -> dict[str, Any]:
+def describe_ranks(trainer: lightning.Trainer) -> dict[str, Any]:
     """Describe the ranks of a run, for wandb's config."""
     on_gpu = trainer.strategy.root_device.type == "cuda"
     return {

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from common.settings import check_whole
-from lit_modules.callbacks.pictures import ignore_disk_errors, show
+from lit_modules.callbacks.pictures import ignore_disk_errors, log_picture
 from lit_modules.loggers.figures import draw_gates
-from lit_modules.parallel.context import whole_sequences
+from lit_modules.parallel.context import without_context_parallelism
 
 
 class ForgetGates(Callback):
@@ -56,7 +56,7 @@ class ForgetGates(Callback):
             document = None if tokens is None else torch.tensor(tokens, device=module.device)
         if document is None:
             return
-        with torch.no_grad(), trainer.precision_plugin.forward_context(), whole_sequences(module.context):
+        with torch.no_grad(), trainer.precision_plugin.forward_context(), without_context_parallelism(module.context):
             layers = all_heads(projections(module.model, document), trainer.strategy)
         if not layers or not trainer.is_global_zero:
             return
@@ -66,7 +66,7 @@ class ForgetGates(Callback):
                 logger.log_metrics(metrics, trainer.global_step)
         path = Path(trainer.default_root_dir) / "figures" / "forget_gates.png"
         draw_gates([head_maps(layers, *head) for head in choose_heads(layers, self.heads)], path)
-        show(trainer, "forget_gates", path)
+        log_picture(trainer, "forget_gates", path)
 
 
 def projections(model: Any, input_ids: torch.Tensor) -> list[tuple[int, tuple[torch.Tensor, ...]]]:

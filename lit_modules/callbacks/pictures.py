@@ -19,7 +19,7 @@ def ignore_disk_errors() -> Iterator[None]:
         log.error(f"{error.filename or 'a file'} could not be written ({error.strerror or error}); training goes on")
 
 
-def show(trainer: lightning.Trainer, key: str, path: Path) -> None:
+def log_picture(trainer: lightning.Trainer, key: str, path: Path) -> None:
     """Log the PNG at `path` as `figures/<key>` to loggers with image support (wandb)."""
     for logger in trainer.loggers:
         if hasattr(logger, "log_image"):

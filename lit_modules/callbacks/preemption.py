@@ -4,7 +4,7 @@ SIGUSR1 is SLURM's warning before the time limit (`--signal=USR1@120`): the run 
 comes with preemption, scancel, scontrol requeue and a user's kill: its sender decides the job's fate. SIGINT is Ctrl-C:
 the run ends; a second one ends it at once, without a checkpoint. Apart from that, handlers only set a flag. Ranks
 receive signals at different steps, or only some ranks do, so they share the flags: in each optimizer step's one
-all-reduce (`Training.agree`), and after each validation batch.
+all-reduce (`Training.share_flags`), and after each validation batch.
 
 - At the end of an optimizer step: write a checkpoint and wait for it.
 - Before or in a validation: the same; the resumed run repeats that validation.
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)  # in the order of Training's flags
 STATUS, INTERRUPTED = 75, 130
-SAME_INTERRUPT = 1.0  # seconds: the terminal and torchrun both forward one Ctrl-C
+SAME_INTERRUPT_SECONDS = 1.0  # seconds: the terminal and torchrun both forward one Ctrl-C
 
 
 class Preempted(SilentExit):
@@ -66,7 +66,7 @@ class Preemption(Callback):
         self.validation_due = state["validation_due"]
 
     @contextlib.contextmanager
-    def listening(self, trainer: lightning.Trainer, module: Any) -> Iterator[None]:
+    def handle_signals(self, trainer: lightning.Trainer, module: Any) -> Iterator[None]:
         """Handle signals: the first sets `module.asked_to_end`, a second SIGINT raises KeyboardInterrupt."""
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -76,7 +76,7 @@ class Preemption(Callback):
             if number == signal.SIGINT:
                 self.note_interrupt()
 
-        keep_lightning_from_acting(trainer)
+        disable_lightning_signals(trainer)
         before = {number: signal.signal(number, note) for number in SIGNALS}
         _handlers.append(note)
         try:
@@ -95,8 +95,10 @@ class Preemption(Callback):
         if self.interrupted is None:
             self.interrupted = time.monotonic()
             if this_process().rank == 0:
-                say_at_once("interrupted: the run saves a checkpoint and ends; a second Ctrl-C ends it without one")
-        elif time.monotonic() - self.interrupted > SAME_INTERRUPT:
+                write_to_terminal(
+                    "interrupted: the run saves a checkpoint and ends; a second Ctrl-C ends it without one"
+                )
+        elif time.monotonic() - self.interrupted > SAME_INTERRUPT_SECONDS:
             raise KeyboardInterrupt
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
@@ -127,7 +129,7 @@ class Preemption(Callback):
     def on_validation_batch_end(
         self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        module.agree(True)
+        module.share_flags(True)
         if any(module.agreed_to_end):
             self.end_in_validation(trainer, module)
 
@@ -167,9 +169,11 @@ class Preemption(Callback):
         sent = SIGNALS[module.agreed_to_end.index(True)]
         ended = Preempted(sent)
         if trainer.is_global_zero:
-            what_next = next_steps(sent)  # requeue first: a later failure must not prevent it
+            what_next = requeue_if_needed(sent)  # requeue first: a later failure must not prevent it
             word = "interrupted" if sent == signal.SIGINT else "preempted"
-            log.warning(f"{word} ({sent.name}) after step {trainer.global_step}: {kept(trainer)}; {what_next}")
+            log.warning(
+                f"{word} ({sent.name}) after step {trainer.global_step}: {describe_checkpoint(trainer)}; {what_next}"
+            )
             for logger in trainer.loggers:
                 if hasattr(logger, "close"):
                     logger.close(ended.status, preempted=sent != signal.SIGINT)
@@ -180,18 +184,18 @@ class Preemption(Callback):
         raise ended
 
 
-def say_at_once(line: str) -> None:
+def write_to_terminal(line: str) -> None:
     """Write a line to the terminal from a signal handler, which may have interrupted a print."""
     os.write(2, f"palimpsest: {line}\n".encode())
 
 
-def listening(trainer: lightning.Trainer, module: Any) -> contextlib.AbstractContextManager[None]:
-    """Return `Preemption.listening` of the trainer's callback; a null context without one."""
+def handle_signals(trainer: lightning.Trainer, module: Any) -> contextlib.AbstractContextManager[None]:
+    """Return `Preemption.handle_signals` of the trainer's callback; a null context without one."""
     found = next((callback for callback in trainer.callbacks if isinstance(callback, Preemption)), None)
-    return contextlib.nullcontext() if found is None else found.listening(trainer, module)
+    return contextlib.nullcontext() if found is None else found.handle_signals(trainer, module)
 
 
-def keep_lightning_from_acting(trainer: lightning.Trainer) -> None:
+def disable_lightning_signals(trainer: lightning.Trainer) -> None:
     """Disable Lightning's signal handling.
 
     Its SIGTERM handler waits for all ranks inside the handler, and its loop broadcasts from rank 0 before each
@@ -201,16 +205,16 @@ def keep_lightning_from_acting(trainer: lightning.Trainer) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
-def kept(trainer: lightning.Trainer) -> str:
+def describe_checkpoint(trainer: lightning.Trainer) -> str:
     """Describe the checkpoint that a resume would start from."""
-    path = checkpoints.newest(checkpoints.folder_of(trainer))
+    path = checkpoints.newest_checkpoint(checkpoints.checkpoints_folder(trainer))
     if path is None:
         return "there is no checkpoint (it starts from step 0 again)"
     late = "" if checkpoints.step_of(path) == trainer.global_step else " (that of the last step was not written)"
     return f"the checkpoint is {path}{late}"
 
 
-def next_steps(sent: signal.Signals) -> str:
+def requeue_if_needed(sent: signal.Signals) -> str:
     """Requeue the SLURM job where we have to, and describe what happens next."""
     job = slurm_job()
     if sent == signal.SIGUSR1 and job is not None:
@@ -223,7 +227,7 @@ def next_steps(sent: signal.Signals) -> str:
 _handlers: list[Any] = []  # handlers installed in this process
 
 
-def _in_forked_process() -> None:
+def _detach_forked_process() -> None:
     """Detach data-loader workers from the run's signals.
 
     They end by their loader's SIGTERM, not by one sent to the whole process group while a step still needs their batch.
@@ -235,4 +239,4 @@ def _in_forked_process() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-os.register_at_fork(after_in_child=_in_forked_process)
+os.register_at_fork(after_in_child=_detach_forked_process)

@@ -15,12 +15,12 @@ from common.settings import check_whole
 log = logging.getLogger(__name__)
 
 
-def reports_after(trainer: lightning.Trainer, module: Any, batch_idx: int, every_tokens: int) -> bool:
+def is_report_due(trainer: lightning.Trainer, module: Any, batch_idx: int, every_tokens: int) -> bool:
     """Return whether a report follows this micro-batch: after the first and last step and each `every_tokens`."""
     if not module.ends_step(batch_idx):
         return False
     step = trainer.global_step
-    return step == 1 or step % module.steps_of(every_tokens) == 0 or step == trainer.max_steps
+    return step == 1 or step % module.steps_for_tokens(every_tokens) == 0 or step == trainer.max_steps
 
 
 class Progress(Callback):
@@ -74,7 +74,7 @@ class Progress(Callback):
         self.seconds += now - (self.began or now)
         self.began = now  # waiting for the next batch is training time
         self.steps += 1
-        if reports_after(trainer, module, batch_idx, self.every_tokens):
+        if is_report_due(trainer, module, batch_idx, self.every_tokens):
             self.report(trainer, module)
 
     def report(self, trainer: lightning.Trainer, module: Any) -> None:
@@ -100,10 +100,10 @@ class Progress(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
         if trainer.is_global_zero:
-            log.info(line(metrics, trainer.max_steps * module.batch_tokens))
+            log.info(format_line(metrics, trainer.max_steps * module.batch_tokens))
 
 
-def line(metrics: dict[str, float], max_tokens: int) -> str:
+def format_line(metrics: dict[str, float], max_tokens: int) -> str:
     """Format one line of progress."""
     left = (max_tokens - metrics["tokens"]) / metrics["tokens_per_second"]
     parts = [

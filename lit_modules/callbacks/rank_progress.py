@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 # Actions of Lightning's profiler, by the last part of the name, and their wording for users.
-WORK = {
+ACTION_NAMES = {
     "train_dataloader_next": "waits for data",
     "training_step": "forward pass",
     "backward": "backward pass",
@@ -17,7 +17,7 @@ WORK = {
     "validation_step": "validates",
     "on_validation_end": "reports and checkpoints",
 }
-LONG = {"starts", "reports and checkpoints", "writes a checkpoint"}
+LONG_ACTIONS = {"starts", "reports and checkpoints", "writes a checkpoint"}
 
 
 @dataclass
@@ -40,12 +40,12 @@ class RankProgress:
     beat: int = 0
     error: str | None = None
 
-    def where(self) -> str:
+    def gpu_text(self) -> str:
         """Return the GPU as text."""
         return "" if self.gpu is None else f" (GPU {self.gpu})"
 
 
-class Marks(PassThroughProfiler):
+class ActionProfiler(PassThroughProfiler):
     """A profiler that reports each started action to the watchdog, and forwards to the previous profiler."""
 
     def __init__(self, inner: Profiler, mark: Callable[[str], None]) -> None:
@@ -53,7 +53,7 @@ class Marks(PassThroughProfiler):
         self.inner, self.mark = inner, mark
 
     def start(self, action_name: str) -> None:
-        doing = WORK.get(action_name.rpartition(".")[2])
+        doing = ACTION_NAMES.get(action_name.rpartition(".")[2])
         if doing is not None:
             self.mark(doing)
         self.inner.start(action_name)
@@ -70,24 +70,25 @@ def furthest_behind(places: list[RankProgress], seconds: float) -> tuple[RankPro
     least = min(place.count for place in places)
     culprit, *others = sorted((p for p in places if p.count == least), key=lambda place: place.rank)
     ahead = next((place for place in places if place.count > least), None)
-    told = f"hangs{culprit.where()}: {culprit.doing} since step {culprit.step}, for {seconds:.0f} s{too(others)}"
+    where, others_too = culprit.gpu_text(), other_ranks(others)
+    words = f"hangs{where}: {culprit.doing} since step {culprit.step}, for {seconds:.0f} s{others_too}"
     if ahead is not None:
-        told = f"{told}; the others wait for it ({ahead.doing})"
-    return culprit, told
+        words = f"{words}; the others wait for it ({ahead.doing})"
+    return culprit, words
 
 
-def no_answer(silent: list[RankProgress]) -> str:
+def describe_silent_ranks(silent: list[RankProgress]) -> str:
     """Describe ranks whose heartbeat has stopped."""
     culprit, *others = silent
     return (
-        f"no longer answers{culprit.where()}: killed, out of memory, stopped, or its node is down{too(others)}; "
-        f"last seen: {culprit.doing} since step {culprit.step}"
+        f"no longer answers{culprit.gpu_text()}: killed, out of memory, stopped, or its node is down"
+        f"{other_ranks(others)}; last seen: {culprit.doing} since step {culprit.step}"
     )
 
 
-def too(places: list[RankProgress], most: int = 4) -> str:
+def other_ranks(places: list[RankProgress], most: int = 4) -> str:
     """Name further ranks in the same state, at most `most` of them."""
     if not places:
         return ""
-    named = ", ".join(f"rank {place.rank} on {place.host}{place.where()}" for place in places[:most])
+    named = ", ".join(f"rank {place.rank} on {place.host}{place.gpu_text()}" for place in places[:most])
     return f" (so with {named}{f' and {len(places) - most} more' if len(places) > most else ''})"

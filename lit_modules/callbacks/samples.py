@@ -11,8 +11,8 @@ from common.atomic_files import write_atomic
 from common.setting_types import check_type
 from common.settings import check_whole
 from lit_modules.callbacks.pictures import ignore_disk_errors
-from lit_modules.generation.job import sampling, write_on
-from lit_modules.parallel.context import whole_sequences
+from lit_modules.generation.job import continue_prompts, sampling_arguments
+from lit_modules.parallel.context import without_context_parallelism
 
 
 class Samples(Callback):
@@ -31,7 +31,7 @@ class Samples(Callback):
         check_whole("callbacks.samples.max_new_tokens", max_new_tokens, 1)
         self.prompts = list(prompts)
         self.max_new_tokens = max_new_tokens
-        self.settings = sampling(temperature, None, top_p)
+        self.settings = sampling_arguments(temperature, None, top_p)
         self.texts: list[str] = []
 
     @ignore_disk_errors()
@@ -40,8 +40,8 @@ class Samples(Callback):
         together = trainer.strategy.needs_all_ranks  # each rank holds a part of the weights, so all generate
         if trainer.sanity_checking or not (trainer.is_global_zero or together) or tokenizer is None or not self.prompts:
             return
-        with trainer.precision_plugin.forward_context(), whole_sequences(module.context):
-            self.texts = self.write_on(module.model, tokenizer, together)
+        with trainer.precision_plugin.forward_context(), without_context_parallelism(module.context):
+            self.texts = self.write_continuations(module.model, tokenizer, together)
         if not trainer.is_global_zero:
             return
         step = trainer.global_step
@@ -52,7 +52,7 @@ class Samples(Callback):
                 rows = [[step, prompt, text] for prompt, text in zip(self.prompts, self.texts, strict=True)]
                 logger.log_text("samples", columns=["step", "prompt", "text"], data=rows, step=step)
 
-    def write_on(self, model: Any, tokenizer: Any, together: bool) -> list[str]:
+    def write_continuations(self, model: Any, tokenizer: Any, together: bool) -> list[str]:
         """Return the continuations of the prompts, without changing training's random state.
 
         Args:
@@ -62,4 +62,4 @@ class Samples(Callback):
         with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(0)
             settings = {**self.settings, "synced_gpus": together}
-            return write_on(model, tokenizer, self.prompts, self.max_new_tokens, settings)
+            return continue_prompts(model, tokenizer, self.prompts, self.max_new_tokens, settings)

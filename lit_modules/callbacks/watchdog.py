@@ -16,7 +16,7 @@ no further one is requested.
 
 Slow but normal work is tolerated. Judging is limited to fit and validate (data are gathered before, the export comes
 after). Work between steps (reports, checkpoints, waiting for a checkpoint) and the first occurrence of each kind of
-work (the first step compiles) get `PATIENCE` times the limit.
+work (the first step compiles) get `LONG_ACTION_FACTOR` times the limit.
 """
 
 import contextlib
@@ -38,13 +38,19 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from common.settings import check_number
-from lit_modules.callbacks.rank_progress import LONG, Marks, RankProgress, furthest_behind, no_answer
+from lit_modules.callbacks.rank_progress import (
+    LONG_ACTIONS,
+    ActionProfiler,
+    RankProgress,
+    describe_silent_ranks,
+    furthest_behind,
+)
 from lit_modules.launching import failures, restarts
 from lit_modules.launching.process import ProcessInfo, this_process
 from lit_modules.launching.rank_logs import print_on_terminal
 from lit_modules.launching.run_folder import RunFailed, SilentExit
 
-PATIENCE = 3  # factor on the limit for work that may take long
+LONG_ACTION_FACTOR = 3  # factor on the limit for work that may take long
 
 BROKEN_COLLECTIVE = re.compile(r"gloo|nccl|socket|connection|peer|process ?group", re.IGNORECASE)
 
@@ -93,21 +99,21 @@ class Watchdog(Callback):
             if trainer.strategy.broadcast(restarted) > restarts.MAX_RESTARTS:
                 raise RunFailed(f"{self.folder}: {restarts.restart_limit_message()}")
         gpu = trainer.local_rank if trainer.strategy.root_device.type == "cuda" else None
-        self.place = RankProgress(trainer.global_rank, failures.host_name(), gpu, step=trainer.global_step)
+        self.progress = RankProgress(trainer.global_rank, failures.host_name(), gpu, step=trainer.global_step)
         self.since, self.seen = time.monotonic(), set()
         self.others: dict[int, RankProgress] = {}
         self.beaten: dict[int, float] = {}  # when a rank's heartbeat last grew, by this rank's clock
         self.verdict: str | None = None
         self.over = threading.Event()
-        work = [self.judge]
+        work = [self.watch_ranks]
         if self.world_size > 1:
-            self.store = self.meet(trainer)
-            self.tell_place()
+            self.store = self.connect(trainer)
+            self.publish_progress()
             trainer.strategy.barrier()
-            self.look()
-            work.append(self.publish)
+            self.read_progress()
+            work.append(self.publish_repeatedly)
         self.answered = time.monotonic()
-        self.inner, trainer.profiler = trainer.profiler, Marks(trainer.profiler, self.mark)
+        self.inner, trainer.profiler = trainer.profiler, ActionProfiler(trainer.profiler, self.mark)
         self.watching = True
         self.threads = [threading.Thread(target=each, name=f"watchdog-{each.__name__}", daemon=True) for each in work]
         for thread in self.threads:
@@ -120,9 +126,9 @@ class Watchdog(Callback):
         """Stop judging, since the process ends by itself; if another rank is the cause, report that first."""
         self.watching = False
         if self.threads and isinstance(exception, Exception) and not isinstance(exception, SilentExit):
-            self.lost = self.cause(exception)
+            self.lost = self.find_culprit(exception)
             if self.lost is not None:
-                self.tell(self.lost)
+                self.write_report(self.lost)
 
     def end_watch(self) -> None:
         """Stop the threads. Rank 0's store stays open, since others may still use it."""
@@ -137,12 +143,12 @@ class Watchdog(Callback):
 
     def mark(self, doing: str) -> None:
         """Record that the training thread starts an action."""
-        place = self.place
+        place = self.progress
         self.seen.add(place.doing)
         place.count, place.step, place.doing = place.count + 1, self.trainer.global_step, doing
         self.since = time.monotonic()
 
-    def meet(self, trainer: lightning.Trainer) -> dist.TCPStore:
+    def connect(self, trainer: lightning.Trainer) -> dist.TCPStore:
         """Connect to a separate store on rank 0, not the one that collectives use.
 
         Raises:
@@ -161,27 +167,28 @@ class Watchdog(Callback):
             return dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
         except RuntimeError as error:
             raise RunFailed(
-                f"rank {self.place.rank} on {self.place.host} does not reach rank 0's watchdog at {address}:{port} "
-                f"({error}): open that node's ports to the others, or give callbacks.watchdog.seconds=null"
+                f"rank {self.progress.rank} on {self.progress.host} does not reach rank 0's watchdog at "
+                f"{address}:{port} ({error}): open that node's ports to the others, "
+                "or give callbacks.watchdog.seconds=null"
             ) from error
 
-    def stalled(self) -> float:
+    def seconds_stalled(self) -> float:
         """Return the seconds since the training thread last started an action."""
         return time.monotonic() - self.since
 
     def limit(self) -> float:
         """Return the seconds that the training thread's current action may take."""
-        doing = self.place.doing
-        return self.seconds * (PATIENCE if doing in LONG or doing not in self.seen else 1)
+        doing = self.progress.doing
+        return self.seconds * (LONG_ACTION_FACTOR if doing in LONG_ACTIONS or doing not in self.seen else 1)
 
-    def publish(self) -> None:
+    def publish_repeatedly(self) -> None:
         """Publish this rank's progress in a thread, which itself hangs if rank 0 is stopped."""
         try:
             while not self.over.wait(self.interval):
-                self.place.beat += 1
-                self.tell_place()
-                if self.place.rank == 0 or self.stalled() > self.gone_after or not self.watching:
-                    self.look()
+                self.progress.beat += 1
+                self.publish_progress()
+                if self.progress.rank == 0 or self.seconds_stalled() > self.gone_after or not self.watching:
+                    self.read_progress()
                 else:
                     self.beaten.clear()  # progress that is not read is unknown
                 verdict = self.store.get("verdict").decode()
@@ -192,13 +199,13 @@ class Watchdog(Callback):
         except RuntimeError:  # torch's store: connection lost or timeout
             self.answered = float("-inf")
 
-    def tell_place(self) -> None:
+    def publish_progress(self) -> None:
         """Publish this rank's progress."""
-        self.store.set(f"rank/{self.place.rank}", json.dumps(asdict(self.place)))
+        self.store.set(f"rank/{self.progress.rank}", json.dumps(asdict(self.progress)))
 
-    def look(self) -> None:
+    def read_progress(self) -> None:
         """Read the progress of the other ranks."""
-        this_process = [rank for rank in range(self.world_size) if rank != self.place.rank]
+        this_process = [rank for rank in range(self.world_size) if rank != self.progress.rank]
         for rank, written in zip(
             this_process, self.store.multi_get([f"rank/{rank}" for rank in this_process]), strict=True
         ):
@@ -207,24 +214,24 @@ class Watchdog(Callback):
                 self.beaten[rank] = time.monotonic()
             self.others[rank] = found
 
-    def reachable(self) -> bool:
+    def is_store_reachable(self) -> bool:
         """Return whether the store has answered recently; otherwise do not query it, since it may never answer."""
         return self.store is not None and time.monotonic() - self.answered < self.gone_after
 
-    def silent(self) -> list[RankProgress]:
+    def silent_ranks(self) -> list[RankProgress]:
         """Return the ranks whose heartbeat has stopped; rank 0 if its store does not answer."""
         if self.store is None:
             return []
-        if self.place.rank != 0 and not self.reachable():
+        if self.progress.rank != 0 and not self.is_store_reachable():
             return [self.others[0]]
         now = time.monotonic()
         return [self.others[rank] for rank, at in list(self.beaten.items()) if now - at > self.gone_after]
 
-    def failed(self) -> list[RankProgress]:
+    def failed_ranks(self) -> list[RankProgress]:
         """Return other ranks that failed by themselves, for which this one may wait in vain."""
         return [p for p in self.others.values() if p.error and not BROKEN_COLLECTIVE.search(p.error)]
 
-    def judge(self) -> None:
+    def watch_ranks(self) -> None:
         """Judge in a thread, and end the process on a verdict."""
         began = time.monotonic()
         while not self.over.wait(self.interval):
@@ -233,20 +240,21 @@ class Watchdog(Callback):
                 return self.end_process(self.verdict)
             if late or not self.watching:  # late: this process was stopped; its view is outdated
                 continue
-            failed, silent = (self.failed(), self.silent()) if self.stalled() > self.gone_after else ([], [])
+            stalled = self.seconds_stalled() > self.gone_after
+            failed, silent = (self.failed_ranks(), self.silent_ranks()) if stalled else ([], [])
             if failed:
-                return self.condemn(failed[0], failed[0].error)
+                return self.end_run(failed[0], failed[0].error)
             if silent:
-                return self.condemn(silent[0], no_answer(silent))
-            if self.stalled() > self.limit():
-                return self.condemn(*furthest_behind([self.place, *self.others.values()], self.stalled()))
+                return self.end_run(silent[0], describe_silent_ranks(silent))
+            if self.seconds_stalled() > self.limit():
+                return self.end_run(*furthest_behind([self.progress, *self.others.values()], self.seconds_stalled()))
         return None
 
-    def condemn(self, culprit: RankProgress, words: str) -> None:
+    def end_run(self, culprit: RankProgress, words: str) -> None:
         """Publish a verdict, unless another rank was first, and end the process."""
         verdict = json.dumps([asdict(culprit), words])
         with contextlib.suppress(RuntimeError):
-            if self.reachable():
+            if self.is_store_reachable():
                 verdict = self.store.compare_set("verdict", "", verdict).decode()
         self.end_process(verdict)
 
@@ -255,41 +263,41 @@ class Watchdog(Callback):
         culprit, words = json.loads(verdict)
         with contextlib.suppress(OSError), open(self.folder / self.here.log, "a", encoding="utf-8") as file:
             file.write(f"rank {culprit['rank']} {words}\n")
-            file.write(f"this rank: {self.place.doing} since step {self.place.step}; its threads:\n")
+            file.write(f"this rank: {self.progress.doing} since step {self.progress.step}; its threads:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         first = restarts.is_first_to_ask(self.folder)
         if first:
-            self.tell(self.loss(words, RankProgress(**culprit)))
-        self.leave_together(first)
+            self.write_report(self.build_error(words, RankProgress(**culprit)))
+        self.wait_for_report(first)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
-    def tell(self, lost: RankLost) -> None:
+    def write_report(self, lost: RankLost) -> None:
         """Write failed.json and print the error on the terminal."""
         if self.here.alone:
             print_on_terminal(f"palimpsest: {lost}")
         else:
             failures.record_failure(self.folder, lost)
 
-    def leave_together(self, first: bool) -> None:
+    def wait_for_report(self, first: bool) -> None:
         """Wait until the first rank has requested the restart: the launcher kills the others when one ends."""
         with contextlib.suppress(RuntimeError):
-            if self.reachable() and first:
+            if self.is_store_reachable() and first:
                 self.store.set("told", "")
-            elif self.reachable():
+            elif self.is_store_reachable():
                 self.store.wait(["told"], timedelta(seconds=60))
             elif not first:
                 time.sleep(self.gone_after)
-        if self.store is not None and self.place.rank == 0:
+        if self.store is not None and self.progress.rank == 0:
             time.sleep(self.interval * 2)  # the others read "told" from the store in this process
         for process in getattr(self.trainer.strategy.launcher, "procs", []):  # Lightning's ranks; one may be stopped
             process.kill()
-        if self.here.launcher == "lightning" and self.place.rank > 0:
+        if self.here.launcher == "lightning" and self.progress.rank > 0:
             time.sleep(self.gone_after)  # this one's end makes Lightning kill rank 0, which still has to report
 
-    def loss(self, words: str, culprit: RankProgress) -> RankLost:
+    def build_error(self, words: str, culprit: RankProgress) -> RankLost:
         """Build the error that ends this rank, and request a restart.
 
         There is no restart if the culprit raised an error, which may recur.
@@ -298,31 +306,31 @@ class Watchdog(Callback):
             words = f"{words}; {restarts.restart(self.folder, self.here)}"
         return RankLost(words, culprit, self.folder)
 
-    def cause(self, error: Exception) -> RankLost | None:
+    def find_culprit(self, error: Exception) -> RankLost | None:
         """Return the rank behind an error of training if a collective broke; else None."""
         if self.store is None:
             return None
-        self.place.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if not BROKEN_COLLECTIVE.search(self.place.error):
+        self.progress.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if not BROKEN_COLLECTIVE.search(self.progress.error):
             with contextlib.suppress(RuntimeError):
-                if self.reachable():
-                    self.tell_place()
+                if self.is_store_reachable():
+                    self.publish_progress()
             return None
         deadline = time.monotonic() + 2 * self.gone_after
         while time.monotonic() < deadline and failures.first_failure(self.folder) is None:
-            failed, silent = self.failed(), self.silent()
+            failed, silent = self.failed_ranks(), self.silent_ranks()
             if failed:
                 return RankLost(failed[0].error, failed[0], self.folder)
             if silent and restarts.is_first_to_ask(self.folder):
-                return self.loss(no_answer(silent), silent[0])
+                return self.build_error(describe_silent_ranks(silent), silent[0])
             if silent:
-                return RankLost(no_answer(silent), silent[0], self.folder)
+                return RankLost(describe_silent_ranks(silent), silent[0], self.folder)
             time.sleep(self.interval / 2)
         return None
 
 
 @contextlib.contextmanager
-def naming_the_cause(trainer: lightning.Trainer) -> Iterator[None]:
+def report_culprit(trainer: lightning.Trainer) -> Iterator[None]:
     """Wrap fit and validate: stop the watch, and exit silently if the watchdog has named another rank as the cause.
 
     Raises:

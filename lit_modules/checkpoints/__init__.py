@@ -1,43 +1,43 @@
 """Checkpoints that appear atomically, are verified before loading, and restore the complete state.
 
 One format for every strategy and any number of ranks, written in the background by torch.distributed.checkpoint; see
-`folders` for its layout. `Checkpoints` decides when to write, `Checkpointed` makes a Lightning strategy write,
-`newest_whole` finds the checkpoint to resume from, `consolidated` loads the weights on one device.
+`folders` for its layout. `Checkpoints` decides when to write, `CheckpointsTensors` makes a Lightning strategy write,
+`newest_intact` finds the checkpoint to resume from, `read_unsharded_weights` loads the weights on one device.
 """
 
 from lit_modules.checkpoints.folders import (
     BEST,
     METADATA,
     TRAINER,
-    damage,
+    find_damage,
+    folder_name,
     is_checkpoint,
-    name_of,
-    newest,
-    newest_whole,
+    newest_checkpoint,
+    newest_intact,
     step_folders,
     step_of,
 )
 from lit_modules.checkpoints.random_state import RandomState
-from lit_modules.checkpoints.reading import consolidated, data_fingerprint, read_trainer
-from lit_modules.checkpoints.saving import Checkpoints, folder_of
-from lit_modules.checkpoints.strategy import Checkpointed
+from lit_modules.checkpoints.reading import data_fingerprint, read_trainer_state, read_unsharded_weights
+from lit_modules.checkpoints.saving import Checkpoints, checkpoints_folder
+from lit_modules.checkpoints.strategy import CheckpointsTensors
 
 __all__ = [
     "BEST",
     "METADATA",
     "TRAINER",
-    "Checkpointed",
     "Checkpoints",
+    "CheckpointsTensors",
     "RandomState",
-    "consolidated",
-    "damage",
+    "checkpoints_folder",
     "data_fingerprint",
-    "folder_of",
+    "find_damage",
+    "folder_name",
     "is_checkpoint",
-    "name_of",
-    "newest",
-    "newest_whole",
-    "read_trainer",
+    "newest_checkpoint",
+    "newest_intact",
+    "read_trainer_state",
+    "read_unsharded_weights",
     "step_folders",
     "step_of",
 ]

@@ -30,7 +30,7 @@ TRAINER = "trainer.pt"
 FORMAT = 1
 
 
-def name_of(step: int) -> str:
+def folder_name(step: int) -> str:
     """Return the folder name of a step's checkpoint."""
     return f"step_{step:08d}"
 
@@ -50,23 +50,24 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     return sorted((step_of(f), f) for f in Path(folder).glob("step_*") if STEP.fullmatch(f.name) and f.is_dir())
 
 
-def newest(folder: Path) -> Path | None:
+def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint in a run's `checkpoints/`, complete or damaged; None without one."""
     return next((path for _, path in reversed(step_folders(folder))), None)
 
 
-def newest_whole(folder: Path) -> Path | None:
+def newest_intact(folder: Path) -> Path | None:
     """Return the newest undamaged checkpoint in a run's `checkpoints/`; log and skip damaged ones. None without any.
 
     This reads the newest checkpoint completely, with several threads. Only one rank should call it; the strategy's
-    `load_checkpoint` broadcasts that rank's path. Other ranks can use `newest`, which is None in the same cases.
+    `load_checkpoint` broadcasts that rank's path. Other ranks can use `newest_checkpoint`, which is None in the same
+    cases.
 
     Raises:
         ValueError: there are checkpoints, but all are damaged.
     """
     found = step_folders(folder)
     for _, path in reversed(found):
-        wrong = damage(path)
+        wrong = find_damage(path)
         if wrong is None:
             return path
         log.warning(f"{path}/{wrong}: trying the checkpoint before it")
@@ -78,13 +79,13 @@ def newest_whole(folder: Path) -> Path | None:
     return None
 
 
-def damage(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """Return a checkpoint's damage, starting with the file's name; None if every file is as written."""
     try:
         files = read_manifest(path)["files"]
     except ValueError as error:
         return str(error)
-    return checksums.damage(path, files)
+    return checksums.find_damage(path, files)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -108,24 +109,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def partial_of(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Return the folder in which a checkpoint is written before it gets its name."""
     return path.with_name(f".{path.name}.partial")
 
 
 def publish(path: Path, files: dict[str, dict[str, Any]], world_size: int) -> None:
     """Write the manifest of a checkpoint whose files are complete, and give it its name."""
-    partial = partial_of(path)
+    partial = partial_path(path)
     manifest = {"format": FORMAT, "step": step_of(path), "world_size": world_size, "files": files}
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     flush_folder(partial)
     if path.exists():  # a damaged one of the same step, which the run has skipped
-        remove(path)
+        remove_checkpoint(path)
     os.replace(partial, path)
     flush_folder(path.parent)
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint; an interruption leaves nothing under a checkpoint's name."""
     aside = path.with_name(f".{path.name}.removed.partial")
     shutil.rmtree(aside, ignore_errors=True)
@@ -150,7 +151,7 @@ def link_best(path: Path) -> None:
     os.replace(beside, path.with_name(BEST))
 
 
-def best_of(folder: Path) -> str | None:
+def best_name(folder: Path) -> str | None:
     """Return the name of the checkpoint that `best` points to; None without one."""
     try:
         return os.readlink(folder / BEST)
@@ -158,15 +159,15 @@ def best_of(folder: Path) -> str | None:
         return None
 
 
-def keep_newest(folder: Path, count: int, step: int) -> None:
+def remove_older(folder: Path, count: int, step: int) -> None:
     """Remove the checkpoints up to `step` except the newest `count` and the best.
 
     Later ones are damaged: the run was resumed before them, and will overwrite them.
     """
     past = [path for number, path in step_folders(folder) if number <= step]
     for old in past[:-count]:
-        if old.name != best_of(folder):
-            remove(old)
+        if old.name != best_name(folder):
+            remove_checkpoint(old)
 
 
 def flush_folder(folder: Path) -> None:

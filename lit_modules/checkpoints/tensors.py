@@ -65,7 +65,7 @@ def restore_learning_rates(module: nn.Module, optimizers: list[torch.optim.Optim
                 group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
 
 
-def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+def rank_share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
     """Return the part of a state that this rank writes.
 
     Of each tensor that several ranks hold alike (all of the state under DDP, the shards of each copy under HSDP), one
@@ -75,7 +75,7 @@ def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, T
     chosen = {}
     for name in sorted(tensors, key=lambda name: (-tensors[name].numel() * tensors[name].element_size(), name)):
         tensor = tensors[name]
-        copies, mine = holders(tensor, rank, world_size)
+        copies, mine = count_holders(tensor, rank, world_size)
         load = loads.setdefault(copies, [0] * copies)
         writer = load.index(min(load))
         load[writer] += tensor.numel() * tensor.element_size()
@@ -84,7 +84,7 @@ def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, T
     return chosen
 
 
-def holders(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int | None]:
+def count_holders(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int | None]:
     """Return how many ranks hold the same part of a tensor, and this rank's index among them (None: it has none)."""
     if not isinstance(tensor, DTensor):
         return world_size, rank
@@ -100,13 +100,13 @@ def holders(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int | None
     return copies, number
 
 
-def packed(state: Any) -> Tensor:
+def pack(state: Any) -> Tensor:
     """Serialize plain values and tensors into one uint8 tensor."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def unpacked(tensor: Tensor) -> Any:
-    """Return the input of `packed`."""
+def unpack(tensor: Tensor) -> Any:
+    """Return the input of `pack`."""
     return torch.load(io.BytesIO(tensor.numpy().tobytes()), weights_only=True)

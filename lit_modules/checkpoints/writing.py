@@ -19,19 +19,19 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from common import atomic_files, checksums
-from lit_modules.checkpoints.folders import METADATA, TRAINER, partial_of, publish
+from lit_modules.checkpoints.folders import METADATA, TRAINER, partial_path, publish
 
 log = logging.getLogger(__name__)
 
-APPEARS_WITHIN = 60.0  # seconds; a shared disk may show another node's files late
+VISIBLE_SECONDS = 60.0  # seconds; a shared disk may show another node's files late
 
 
-class NotWritten(Exception):
+class CheckpointNotWritten(Exception):
     """Error for a checkpoint that the disk refused; the message names the rank and the reason."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WriteOutcome:
     """The outcome of writing a checkpoint; equal on every rank except for `seconds`.
 
     Attributes:
@@ -45,7 +45,7 @@ class Outcome:
     seconds: float
 
 
-class ShardWriter(FileSystemWriter):
+class TensorFileWriter(FileSystemWriter):
     """Torch's writer, but it raises the disk's own error and keeps the folder's path out of the files."""
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ class ShardWriter(FileSystemWriter):
         return None
 
 
-class Writer:
+class BackgroundWriter:
     """Writer of a training's checkpoints, one at a time, with every rank taking part.
 
     All ranks call `begin` and `wait` in the same order. In the background, ranks communicate over a separate gloo
@@ -70,9 +70,9 @@ class Writer:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # joined when the process ends
         self.stager: BlockingAsyncStager | None = None
         self.staged_shapes: dict[str, torch.Size] = {}
-        self.pending: Future[Outcome] | None = None
+        self.pending: Future[WriteOutcome] | None = None
 
-    def begin(
+    def start(
         self,
         path: Path,
         tensors: dict[str, Tensor],
@@ -95,10 +95,10 @@ class Writer:
         record = io.BytesIO()
         if self.rank == 0:
             torch.save(rest, record)
-        staged = self.stage(tensors) | copies
+        staged = self.copy_to_memory(tensors) | copies
         self.pending = self.thread.submit(self.write, path, staged, record.getvalue(), then)
 
-    def stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copy_to_memory(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy tensors to main memory; with GPUs, to pinned memory that is reused for the next checkpoint."""
         if not torch.cuda.is_available():
             return {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -107,7 +107,7 @@ class Writer:
             self.stager, self.staged_shapes = BlockingAsyncStager(cache_staged_state_dict=True), shapes
         return self.stager.stage(tensors)
 
-    def wait(self) -> Outcome | None:
+    def wait(self) -> WriteOutcome | None:
         """Wait for the pending checkpoint and return its outcome; None if none is pending.
 
         Errors of the background thread are raised here, except for disk errors.
@@ -121,29 +121,29 @@ class Writer:
     def rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
 
-    def write(self, path: Path, staged: dict[str, Tensor], record: bytes, then: Callable[[], None]) -> Outcome:
+    def write(self, path: Path, staged: dict[str, Tensor], record: bytes, then: Callable[[], None]) -> WriteOutcome:
         """Write, check and publish one checkpoint (in the background). A disk error becomes the outcome's error."""
         began = time.perf_counter()
         error = None
         try:
             self.write_parts(path, staged, record, then)
-        except (NotWritten, CheckpointException) as failure:
-            error = str(failure) if isinstance(failure, NotWritten) else refusal(failure)
+        except (CheckpointNotWritten, CheckpointException) as failure:
+            error = str(failure) if isinstance(failure, CheckpointNotWritten) else first_disk_error(failure)
             if self.rank == 0:
                 log.error(f"{path} could not be written ({error}); the checkpoints before it are intact")
         finally:
-            shutil.rmtree(partial_of(path), ignore_errors=True)
-        return Outcome(path, error, time.perf_counter() - began)
+            shutil.rmtree(partial_path(path), ignore_errors=True)
+        return WriteOutcome(path, error, time.perf_counter() - began)
 
     def write_parts(self, path: Path, staged: dict[str, Tensor], record: bytes, then: Callable[[], None]) -> None:
         """Write and publish a checkpoint in steps; all ranks complete each step before any starts the next."""
-        partial = partial_of(path)
-        together(self.group, lambda: prepare(partial, record) if self.rank == 0 else None)
-        dcp.save(staged, storage_writer=ShardWriter(partial), process_group=self.group, no_dist=self.group is None)
-        parts = together(
-            self.group, lambda: (socket.gethostname(), checksums.entries(partial, self.own_files(partial)))
+        partial = partial_path(path)
+        run_on_all_ranks(self.group, lambda: prepare(partial, record) if self.rank == 0 else None)
+        dcp.save(staged, storage_writer=TensorFileWriter(partial), process_group=self.group, no_dist=self.group is None)
+        parts = run_on_all_ranks(
+            self.group, lambda: (socket.gethostname(), checksums.manifest_entries(partial, self.own_files(partial)))
         )
-        together(self.group, lambda: finish(path, parts, then) if self.rank == 0 else None)
+        run_on_all_ranks(self.group, lambda: finish(path, parts, then) if self.rank == 0 else None)
 
     def own_files(self, partial: Path) -> list[str]:
         """Return the names of the files that this rank has written."""
@@ -164,13 +164,13 @@ def finish(path: Path, parts: list[tuple[str, dict[str, Any]]], then: Callable[[
     Raises:
         NotWritten: a rank's files do not appear here.
     """
-    partial = partial_of(path)
-    deadline = time.monotonic() + APPEARS_WITHIN
+    partial = partial_path(path)
+    deadline = time.monotonic() + VISIBLE_SECONDS
     for rank, (host, written) in enumerate(parts):
         for name, entry in written.items():
             while checksums.size_of(partial / name) != entry["bytes"]:
                 if time.monotonic() > deadline:
-                    raise NotWritten(
+                    raise CheckpointNotWritten(
                         f"rank {rank} on {host} wrote {name}, which rank 0 on {parts[0][0]} does not see: "
                         f"{path.parent} has to be on a disk that all nodes share"
                     )
@@ -182,7 +182,7 @@ def finish(path: Path, parts: list[tuple[str, dict[str, Any]]], then: Callable[[
         log.error(f"{path.parent}: {error.strerror or error}; {path.name} is written, and what it replaces stays")
 
 
-def together(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> list[Any]:
+def run_on_all_ranks(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> list[Any]:
     """Call `function` on every rank and return the results by rank. An error on one rank is raised on all.
 
     Raises:
@@ -192,10 +192,10 @@ def together(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> li
     value, refused, broken = None, None, None
     try:
         value = function()
-    except NotWritten as error:
+    except CheckpointNotWritten as error:
         refused = str(error)
     except OSError as error:
-        refused = because(error)
+        refused = system_reason(error)
     except Exception as error:
         broken = f"{type(error).__name__}: {error}"
     answers = [(value, refused, broken)] * (1 if group is None else dist.get_world_size(group))
@@ -205,11 +205,11 @@ def together(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> li
         if broken is not None:
             raise RuntimeError(f"rank {rank} could not write its part of a checkpoint: {broken}")
         if refused is not None:
-            raise NotWritten(refused if rank == 0 else f"rank {rank}: {refused}")
+            raise CheckpointNotWritten(refused if rank == 0 else f"rank {rank}: {refused}")
     return [value for value, _, _ in answers]
 
 
-def refusal(failure: CheckpointException) -> str:
+def first_disk_error(failure: CheckpointException) -> str:
     """Return the disk error of the first rank that failed.
 
     Raises:
@@ -218,9 +218,9 @@ def refusal(failure: CheckpointException) -> str:
     rank, (error, _) = min(failure.failures.items())
     if not isinstance(error, OSError):
         raise RuntimeError(f"rank {rank} could not write its part of a checkpoint: {error}") from failure
-    return because(error) if rank == 0 else f"rank {rank}: {because(error)}"
+    return system_reason(error) if rank == 0 else f"rank {rank}: {system_reason(error)}"
 
 
-def because(error: OSError) -> str:
+def system_reason(error: OSError) -> str:
     """Return the operating system's reason, as in "No space left on device"."""
     return error.strerror or str(error)

@@ -19,11 +19,11 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from lit_modules.generation.fused_layers import Product, fused_head, fused_layer_step, fused_layers
+from lit_modules.generation.fused_layers import FusedProduct, fused_head, fused_layer_step, fused_layers
 from lit_modules.networks.linearized import LinearizedForCausalLM
 from lit_modules.networks.positions import Positions, locate
 
-LOOK_EVERY = 16
+STEPS_BETWEEN_CHECKS = 16
 """Tokens between two points at which the host prints and checks whether all rows have ended."""
 
 WARM_UP = 3
@@ -74,7 +74,7 @@ def generate_captured(
         eos_token_ids: tokens that end a row.
         pad_token_id: fills a row after its end.
         generator: random generator on the model's device; None for torch's own.
-        streamer: of transformers, for a batch of 1; receives new tokens, `LOOK_EVERY` at a time.
+        streamer: of transformers, for a batch of 1; receives new tokens, `STEPS_BETWEEN_CHECKS` at a time.
         fused: run layers as in `lit_modules.generation.fused_layers`, where possible; moves weights in memory, once.
         compile: compile the layers' step, which takes a minute and fuses the remaining small kernels.
 
@@ -94,7 +94,7 @@ def generate_captured(
         input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1
     ).logits
     positions = locate(batch, length, 0, input_ids.device, attention_mask)
-    choose = chooser(temperature, top_k, top_p, generator)
+    choose = make_token_choice(temperature, top_k, top_p, generator)
     output = Output(batch, max_new_tokens, eos_token_ids, pad_token_id, input_ids.device)
     step = DecodingStep(model, cache, positions, choose, output, fused=fused, compile=compile)
     step.take(choose(logits[:, -1].float()))
@@ -103,7 +103,7 @@ def generate_captured(
         streamer.put(input_ids.cpu())
     shown = 0
     for made in range(1, max_new_tokens + 1):
-        if made == max_new_tokens or made % LOOK_EVERY == 0:
+        if made == max_new_tokens or made % STEPS_BETWEEN_CHECKS == 0:
             shown = _show(output, shown, made, streamer)
             if bool(output.ended.all()):
                 break
@@ -114,7 +114,9 @@ def generate_captured(
     return torch.cat((input_ids, output.tokens[:, : output.longest()]), dim=1)
 
 
-def chooser(temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None) -> Choice:
+def make_token_choice(
+    temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Choice:
     """Return the function that chooses a token; arguments as in `generate_captured`."""
     if temperature == 0:
         return lambda logits: logits.argmax(-1)
@@ -332,7 +334,7 @@ def _layer_step(
     )
 
 
-def _head_step(model: Any, norm_and_head: Product | None, hidden: Tensor) -> Tensor:
+def _head_step(model: Any, norm_and_head: FusedProduct | None, hidden: Tensor) -> Tensor:
     """Return logits `[B, vocabulary]` float32."""
     if norm_and_head is not None:
         return norm_and_head(hidden[:, 0]).float()

@@ -21,7 +21,7 @@ GATED = (("gate_up_proj",), ("gate_proj", "up_proj"))
 """Names of projections that read the same input, in order; some model families have them merged."""
 
 
-class Product(NamedTuple):
+class FusedProduct(NamedTuple):
     """One or several concatenated linear layers, and the norm before them."""
 
     weight: Tensor
@@ -40,10 +40,10 @@ class FusedLayer(NamedTuple):
     """The parts of a layer's fused step."""
 
     attention: SubstitutedAttention
-    qkv: Product
-    out: Product
-    gate_up: Product
-    down: Product
+    qkv: FusedProduct
+    out: FusedProduct
+    gate_up: FusedProduct
+    down: FusedProduct
 
 
 def fused_layers(model: Any, batch: int) -> list[FusedLayer | None]:
@@ -58,13 +58,13 @@ def fused_layers(model: Any, batch: int) -> list[FusedLayer | None]:
     return [_fused(layer, dtype) if usual else None for layer in model.model.layers]
 
 
-def fused_head(model: Any, batch: int) -> Product | None:
+def fused_head(model: Any, batch: int) -> FusedProduct | None:
     """Return the final norm and the head fused, or None as in `fused_layers`."""
     head, norm = model.lm_head, model.model.norm
     dtype = model.model.embed_tokens.weight.dtype
     if batch > MAX_ROWS or not (_are_plain([head], dtype) and _is_rms_norm(norm, dtype)):
         return None
-    return Product(head.weight, head.bias, norm.weight, norm.variance_epsilon)
+    return FusedProduct(head.weight, head.bias, norm.weight, norm.variance_epsilon)
 
 
 def fused_layer_step(
@@ -97,9 +97,9 @@ def _fused(layer: nn.Module, dtype: torch.dtype) -> FusedLayer | None:
     if not all(_is_rms_norm(norm, dtype) and _have_equal_biases(linears) for norm, linears in norms):
         return None
     before_qkv, before_gate_up = (
-        Product(*_side_by_side(linears), norm.weight, norm.variance_epsilon) for norm, linears in norms
+        FusedProduct(*_side_by_side(linears), norm.weight, norm.variance_epsilon) for norm, linears in norms
     )
-    out, down = (Product(linear.weight, linear.bias) for linear in (attention.o_proj, mlp.down_proj))
+    out, down = (FusedProduct(linear.weight, linear.bias) for linear in (attention.o_proj, mlp.down_proj))
     return FusedLayer(attention, before_qkv, out, before_gate_up, down)
 
 

@@ -32,7 +32,7 @@ def run(cfg: DictConfig) -> None:
     planned_parameters(config)  # refuse a model that cannot be counted, since it cannot be planned
     planner = Planner(config)
     if cfg.strategy._target_ is None:
-        setup = planner.chosen(setup)
+        setup = planner.with_default_strategy(setup)
     plan = planner.plan(setup, cfg.max_tokens)
     print(as_text(plan), flush=True)
     if cfg.output is not None:

@@ -9,14 +9,14 @@ import lightning
 
 from common.quantities import count
 from data_pipeline.mixtures.card import draw_held_out
-from lit_modules.callbacks.pictures import ignore_disk_errors, show
+from lit_modules.callbacks.pictures import ignore_disk_errors, log_picture
 from lit_modules.language_modelling import Training
 from lit_modules.launching import run_folder
 
 log = logging.getLogger(__name__)
 
 
-def measured(trainer: lightning.Trainer, module: Training, data: Any) -> dict[str, Any]:
+def measured_values(trainer: lightning.Trainer, module: Training, data: Any) -> dict[str, Any]:
     """Return the entries of summary.json for any training: lengths, sizes, and the loss on the held-out text."""
     found = module.validation
     summary: dict[str, Any] = {
@@ -34,11 +34,11 @@ def measured(trainer: lightning.Trainer, module: Training, data: Any) -> dict[st
         bits = found.loss * found.tokens / math.log(2) / data.validation_bytes
         summary |= {"bits_per_byte": bits, "validation_bytes": data.validation_bytes, **data.yardsticks()}
     if found.components:
-        summary["validation_by_component"] = by_component(found.components, data.component_bytes)
+        summary["validation_by_component"] = loss_by_component(found.components, data.component_bytes)
     return summary
 
 
-def by_component(found: dict[str, tuple[float, int]], held_out: dict[str, int]) -> dict[str, dict[str, float]]:
+def loss_by_component(found: dict[str, tuple[float, int]], held_out: dict[str, int]) -> dict[str, dict[str, float]]:
     """Return the loss, tokens, held-out bytes and bits per byte of each component of a mixture."""
     return {
         name: {
@@ -51,10 +51,10 @@ def by_component(found: dict[str, tuple[float, int]], held_out: dict[str, int]) 
     }
 
 
-def conclude(trainer: lightning.Trainer, summary: dict[str, Any], folder: Path, closing: list[str]) -> None:
+def write_and_print(trainer: lightning.Trainer, summary: dict[str, Any], folder: Path, closing: list[str]) -> None:
     """Log a training's final numbers, write summary.json, and print the results, `closing` lines last."""
     if "validation_by_component" in summary:
-        picture(trainer, summary, folder / "figures" / "validation_by_component.png")
+        draw_component_bits(trainer, summary, folder / "figures" / "validation_by_component.png")
     for logger in trainer.loggers:
         logger.log_metrics({f"final/{k}": v for k, v in summary.items() if isinstance(v, float)}, trainer.global_step)
     run_folder.write_summary(folder, summary)
@@ -62,11 +62,11 @@ def conclude(trainer: lightning.Trainer, summary: dict[str, Any], folder: Path, 
 
 
 @ignore_disk_errors()
-def picture(trainer: lightning.Trainer, summary: dict[str, Any], path: Path) -> None:
+def draw_component_bits(trainer: lightning.Trainer, summary: dict[str, Any], path: Path) -> None:
     """Draw the bits per byte of each component."""
     bits = {name: found["bits_per_byte"] for name, found in summary["validation_by_component"].items()}
     draw_held_out(list(bits), list(bits.values()), summary["bits_per_byte"], path)
-    show(trainer, "validation_by_component", path)
+    log_picture(trainer, "validation_by_component", path)
 
 
 def held_out_lines(summary: dict[str, Any], trainer: lightning.Trainer) -> list[str]:
@@ -84,13 +84,13 @@ def held_out_lines(summary: dict[str, Any], trainer: lightning.Trainer) -> list[
     if "validation_by_component" in summary:
         lines.append("of this model, by component:")
         lines += [f"  {n:<26}{found['bits_per_byte']:.3f}" for n, found in summary["validation_by_component"].items()]
-    samples = sample_of(trainer)
+    samples = sample_text(trainer)
     if samples:
         lines += ["", "a sample of its writing:", *(f"  | {line}" for line in samples.splitlines())]
     return lines
 
 
-def sample_of(trainer: lightning.Trainer) -> str | None:
+def sample_text(trainer: lightning.Trainer) -> str | None:
     """Return the run's last sample, with its prompt."""
     for callback in trainer.callbacks:
         if getattr(callback, "texts", None):

@@ -20,7 +20,7 @@ OF_NAMES = ("stages", "corpus.categories", "rewrite.styles", "benchmark.num_fews
 WITHOUT_TARGET = {  # the class whose arguments are the keys of such a node
     "trainer": "lightning.Trainer",
     "corpus": "data_pipeline.corpus.recipe.Recipe",
-    "stages.*": "lit_modules.linearization.stages.Stage",
+    "stages.*": "lit_modules.linearization.stages.TrainingStage",
     "rewrite.styles.*": "data_pipeline.rewriting.styles.Style",
 }
 OF_TRAINER = {  # Lightning's arguments that other keys determine, and those keys

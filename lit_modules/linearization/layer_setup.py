@@ -16,8 +16,8 @@ from lit_modules.launching.process import this_process
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM
 from lit_modules.networks.linearized.calibration import fit_clusters
 from lit_modules.networks.linearized.conversion import with_softmax_layers
-from lit_modules.networks.linearized.sensitivity import choose_layers, every, sensitivity
-from lit_modules.parallel.choosing import device_of
+from lit_modules.networks.linearized.sensitivity import choose_layers, every_nth_layer, sensitivity
+from lit_modules.parallel.choosing import single_device
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def set_up_layers(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, fold
     if chosen.is_file():
         model = with_softmax_layers(model, read_choice(chosen))
     elif "every" in asked:
-        kept = every(model.config.num_hidden_layers, asked["every"])
+        kept = every_nth_layer(model.config.num_hidden_layers, asked["every"])
         model = with_softmax_layers(model, kept)
         if this_process().rank == 0:
             keep_choice(chosen, kept)
@@ -126,7 +126,7 @@ def first_batches(
     cfg: DictConfig, model: LinearizedForCausalLM, data: Any, number: int
 ) -> list[dict[str, torch.Tensor]]:
     """Return the model's arguments for the first train micro-batches; move both to the trainer's device."""
-    device = device_of(cfg.trainer.accelerator, cfg.trainer.devices)
+    device = single_device(cfg.trainer.accelerator, cfg.trainer.devices)
     model.to(device)
     names = {"input_ids": "input_ids", "shift_labels": "targets", "cu_seqlens": "cu_seqlens"}
     batches = itertools.islice(data.train_dataloader(), number)

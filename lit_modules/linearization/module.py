@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from common.settings import SettingError
 from lit_modules.language_modelling import Training
 from lit_modules.launching.run_folder import RunFailed
-from lit_modules.linearization.stages import CHANGES_BASE, OBJECTIVES, Stage, check_groups, plan_stages, schedule_over
+from lit_modules.linearization.stages import (
+    CHANGES_BASE,
+    OBJECTIVES,
+    TrainingStage,
+    check_groups,
+    plan_stages,
+    schedule_over,
+)
 from lit_modules.linearization.teacher_store import TeacherStore
 from lit_modules.networks import count_parameters
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
@@ -33,7 +40,7 @@ log = logging.getLogger(__name__)
 COMPILATIONS = 64
 
 
-class Linearization(Training):
+class LinearizationTraining(Training):
     """Training of a linearized model towards the text and its teacher, the original model.
 
     Args:
@@ -53,7 +60,7 @@ class Linearization(Training):
     def __init__(
         self,
         *,
-        stages: dict[str, Stage],
+        stages: dict[str, TrainingStage],
         max_tokens: int,
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer],
         schedule: Any,
@@ -155,7 +162,7 @@ class Linearization(Training):
                     self.groups.append(kind)
         return groups
 
-    def factor(self, group: int, tokens: int) -> float:
+    def gradient_factor(self, group: int, tokens: int) -> float:
         """Return the factor on a group's optimizer.lr after `tokens`; 0 in stages that do not train it."""
         number = self.stage_at(tokens // self.batch_tokens)
         first, stage = self.stages[number].first, self.stages[number].stage
@@ -202,7 +209,7 @@ class Linearization(Training):
         self.eval()
         with self.trainer.precision_plugin.forward_context():
             for batch in itertools.islice(data.val_dataloader(), batches):
-                batch = self.own_part({name: tensor.to(self.device) for name, tensor in batch.items()})
+                batch = self.rank_part({name: tensor.to(self.device) for name, tensor in batch.items()})
                 sums[0] += self.token_losses(batch, mode).double().sum()
                 sums[1] += (batch["targets"] != IGNORE_INDEX).sum()
         self.train(was_training)

@@ -60,7 +60,7 @@ class TeacherStore:
             "sequences": hashlib.sha256(self.read.tobytes()).hexdigest(),
             "length": self.length,
             "k": self.k,
-            "base": files_of(base),
+            "base": teacher_files(base),
             "config": base_values(model.config),
             "teacher": [fingerprint(model), str(model.dtype), precision],
         }
@@ -71,7 +71,7 @@ class TeacherStore:
                 self._write(model, folder)
             return {"sequences": len(self.read), "base": base}
 
-        earlier = {**made_of, "base": files_of(base, EARLIER)}
+        earlier = {**made_of, "base": teacher_files(base, EARLIER)}
         folder = prepared_folder(self.data.data_dir, "teacher", made_of, build, earlier)
         shape = (len(self.read), self.length, self.k)
         self._stored = (
@@ -118,7 +118,7 @@ class TeacherStore:
         return log_probabilities.to(device), indices.to(device)
 
 
-def files_of(base: str, by: str = WHOLE) -> list[str]:
+def teacher_files(base: str, by: str = WHOLE) -> list[str]:
     """Identify the weights of a base model, a folder or a name on the Hub.
 
     Args:

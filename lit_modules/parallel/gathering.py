@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from lit_modules.networks import PalimpsestForCausalLM
 
 
-def gathered(model: PalimpsestForCausalLM, strategy: Any) -> PalimpsestForCausalLM | None:
+def gather_model(model: PalimpsestForCausalLM, strategy: Any) -> PalimpsestForCausalLM | None:
     """Return the model with all weights: itself if unsharded, else a copy in main memory on rank 0 and None elsewhere.
 
     Every rank must call it.
@@ -28,7 +28,7 @@ def gathered(model: PalimpsestForCausalLM, strategy: Any) -> PalimpsestForCausal
     return copy
 
 
-def of_all_ranks(own: Tensor, world_size: int) -> list[Tensor]:
+def all_gather_tensors(own: Tensor, world_size: int) -> list[Tensor]:
     """All-gather one tensor per rank, all of the same shape. Every rank must call it."""
     if world_size == 1:
         return [own]

@@ -17,18 +17,18 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
     by_mesh = defaultdict(list)
     for gradient in gradients:
         by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
-    norms = [whole(nn.utils.get_total_norm(group)) for group in by_mesh.values()]
+    norms = [gather_full(nn.utils.get_total_norm(group)) for group in by_mesh.values()]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+    torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)
     return norm
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """Return the tensor, gathered from all ranks if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, or the tensor if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

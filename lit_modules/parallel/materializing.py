@@ -29,16 +29,16 @@ def materialize(model: PalimpsestForCausalLM, device: torch.device) -> None:
     model.to_empty(device=device)
     model.tie_weights()
     parameters = dict(model.named_parameters())
-    with torch.device("meta"), _DrawnForNothing():
+    with torch.device("meta"), _DrawAndDrop():
         stack = PalimpsestModel(config)
     for name, part in _parts(stack):
         _fill(parameters, f"model.{name}", part, stack)
-    with torch.device("meta"), _DrawnForNothing():
+    with torch.device("meta"), _DrawAndDrop():
         head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     _fill(parameters, "lm_head", head, stack)  # `parameters` lacks it if it shares the embedding
 
 
-class _DrawnForNothing(TorchDispatchMode):
+class _DrawAndDrop(TorchDispatchMode):
     """Draw and drop the numbers that constructors would draw on the CPU, because they precede the initial weights."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -63,11 +63,11 @@ def _fill(parameters: dict[str, Tensor], prefix: str, part: nn.Module, stack: Pa
         if name in parameters:
             target = parameters[name]
             target = target.to_local() if isinstance(target, DTensor) else target
-            target.copy_(own_part(whole, parameters[name]))
+            target.copy_(rank_part(whole, parameters[name]))
     part.to("meta")
 
 
-def own_part(whole: Tensor, spread: Tensor) -> Tensor:
+def rank_part(whole: Tensor, spread: Tensor) -> Tensor:
     """Return this rank's shard of `whole`, placed like `spread`: FSDP shards inside tensor parallelism's parts."""
     if not isinstance(spread, DTensor):
         return whole

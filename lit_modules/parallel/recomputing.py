@@ -54,7 +54,7 @@ def check_policy(policy: str | int, layers: int | None = None) -> None:
     raise SettingError("activation_checkpointing", policy, fix, "is not a policy")
 
 
-def recompute(model: PalimpsestForCausalLM, policy: str | int) -> None:
+def apply_recomputation(model: PalimpsestForCausalLM, policy: str | int) -> None:
     """Let the blocks of `model` recompute activations in the backward pass by `policy`; gradients do not change.
 
     This wraps `block.forward`, inside the block's hooks, so that FSDP gathers a block's weights once for both

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lit_modules.networks import PalimpsestForCausalLM
 
 
-def shard(
+def shard_model(
     model: PalimpsestForCausalLM,
     mesh: DeviceMesh,
     rest_mesh: DeviceMesh,

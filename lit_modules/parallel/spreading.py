@@ -6,13 +6,13 @@ import torch
 
 from lit_modules.networks import PalimpsestForCausalLM
 from lit_modules.parallel.context import ContextParallel, split_context
-from lit_modules.parallel.recomputing import recompute
-from lit_modules.parallel.sharding import shard
+from lit_modules.parallel.recomputing import apply_recomputation
+from lit_modules.parallel.sharding import shard_model
 from lit_modules.parallel.strategies import Sharded
 from lit_modules.parallel.tensor import split_tensors
 
 
-def spread(
+def distribute(
     model: PalimpsestForCausalLM, strategy: Any, *, compile: bool, activation_checkpointing: str | int
 ) -> ContextParallel | None:
     """Change `model` in place: split heads, recompute and compile blocks, split sequences, shard weights.
@@ -31,7 +31,7 @@ def spread(
     sharded = isinstance(strategy, Sharded)
     if sharded and strategy.layout.tensor > 1:
         split_tensors(model, strategy.device_mesh["tensor"])
-    recompute(model, activation_checkpointing)
+    apply_recomputation(model, activation_checkpointing)
     group = getattr(strategy, "context_group", None)
     context = None if group is None else split_context(model, group)
     if compile:
@@ -39,7 +39,7 @@ def spread(
             block.forward = torch.compile(block.forward)
     if sharded:
         dimensions = ("replicate", "shard") if strategy.layout.replicate > 1 else "shard"
-        shard(
+        shard_model(
             model,
             strategy.device_mesh[dimensions],
             strategy.rest_mesh[dimensions],

@@ -6,7 +6,7 @@ card (speed.py, common/gpus.py).
 """
 
 from common.gpus import Gpu, find_gpu
-from lit_modules.planning.estimating import Change, Estimate, Plan, Planner, estimate
+from lit_modules.planning.estimating import Change, Estimate, Planner, RunPlan, estimate
 from lit_modules.planning.setup import Setup
 
-__all__ = ["Change", "Estimate", "Gpu", "Plan", "Planner", "Setup", "estimate", "find_gpu"]
+__all__ = ["Change", "Estimate", "Gpu", "Planner", "RunPlan", "Setup", "estimate", "find_gpu"]

@@ -66,7 +66,7 @@ def trace_compiled(function: Callable[..., Tensor], module: nn.Module, inputs: S
         decompositions=select_decomp_table(),
     )(*inputs, *weights)
     torch.autograd.grad(out, [inputs[0], *weights], torch.empty_like(out))
-    return read(graphs["forward"], graphs["backward"], first_weight)
+    return read_graphs(graphs["forward"], graphs["backward"], first_weight)
 
 
 def mark(graph: fx.Graph, policy: str) -> None:
@@ -85,7 +85,7 @@ def mark(graph: fx.Graph, policy: str) -> None:
             node.meta["ac_graph_id"] = 0
 
 
-def read(forward: fx.Graph, backward: fx.Graph, first_weight: int) -> Traced:
+def read_graphs(forward: fx.Graph, backward: fx.Graph, first_weight: int) -> Traced:
     """Count the cost of the two graphs. `first_weight` is the number of forward inputs before the weights."""
     first, last = Graph(forward), Graph(backward)
     saved = [node for node in first.end.args[0][1:] if isinstance(node, fx.Node)]

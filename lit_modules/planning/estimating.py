@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from common.gpus import Gpu, find_gpu
 from lit_modules.networks import PalimpsestConfig, flops_per_token
-from lit_modules.parallel.choosing import simplest
+from lit_modules.parallel.choosing import simplest_strategy
 from lit_modules.planning.memory import USABLE, Memory, peak_memory
 from lit_modules.planning.network import Network
 from lit_modules.planning.setup import Setup
@@ -12,7 +12,7 @@ from lit_modules.planning.speed import Speed, speed_of
 
 NODE, MOST_NODES = 8, 64
 STEP_COUNT = 4  # bytes of AdamW's step counter per tensor
-WORTH = 1.01  # minimum speedup of a proposed change
+LEAST_SPEEDUP = 1.01  # minimum speedup of a proposed change
 # Configuration key of each setting that a plan may propose to change, in display order.
 OVERRIDES = {
     "fused_optimizer": "+optimizer.fused",
@@ -50,7 +50,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """The result of `job=plan`.
 
     Attributes:
@@ -97,11 +97,11 @@ class Planner:
         memory = peak_memory(self.network, parts, setup)
         return Estimate(setup, gpu, memory, speed_of(self.network, parts, setup, gpu, flops))
 
-    def plan(self, setup: Setup, tokens: int) -> Plan:
+    def plan(self, setup: Setup, tokens: int) -> RunPlan:
         """Make the whole plan for a run over `tokens` tokens."""
         found = self.estimate(setup)
         export = self.network.parameters * setup.weight_bytes
-        return Plan(
+        return RunPlan(
             parameters=self.network.parameters,
             ends=self.network.others,
             flops_per_token=flops_per_token(self.config, setup.sequence_length),
@@ -110,16 +110,16 @@ class Planner:
             export=export,
             estimate=found,
             strategies=self.strategies(setup),
-            changes=self.faster(setup) if found.fits else self.mend(setup),
+            changes=self.changes_to_speed_up(setup) if found.fits else self.changes_to_fit(setup),
         )
 
-    def chosen(self, setup: Setup) -> Setup:
+    def with_default_strategy(self, setup: Setup) -> Setup:
         """Return the setup with the strategy that training chooses if none is configured."""
         gpu = find_gpu(setup.gpu)
-        name = simplest(self.network.parameters, setup.devices_per_node, setup.nodes, gpu.memory)
+        name = simplest_strategy(self.network.parameters, setup.devices_per_node, setup.nodes, gpu.memory)
         return replace(setup, strategy=name)
 
-    def mend(self, setup: Setup) -> list[Change]:
+    def changes_to_fit(self, setup: Setup) -> list[Change]:
         """Return cumulative changes until the setup fits, the cheapest first.
 
         If the last one does not fit, no change does.
@@ -127,20 +127,20 @@ class Planner:
         made: list[Change] = []
         now = self.estimate(setup)
         for step in (
-            fused,
-            fewer_sequences,
-            more_recomputation,
-            spread_weights,
-            more_gpus,
+            with_fused_optimizer,
+            with_fewer_sequences,
+            with_more_recomputation,
+            with_sharded_weights,
+            with_more_gpus,
             self.shared_sequences,
-            more_nodes,
+            with_more_nodes,
         ):
             while not now.fits and (changed := step(now.setup)) is not None:
                 found = self.estimate(changed)
                 if found.memory.peak >= now.memory.peak:
                     break
                 now = found
-                made.append(Change(difference(setup, changed), found))
+                made.append(Change(changed_overrides(setup, changed), found))
         return made
 
     def shared_sequences(self, setup: Setup) -> Setup | None:
@@ -150,18 +150,18 @@ class Planner:
             return None
         return replace(setup, context=more)
 
-    def faster(self, setup: Setup) -> list[Change]:
+    def changes_to_speed_up(self, setup: Setup) -> list[Change]:
         """Return cumulative changes that make the setup faster and still fit."""
         made: list[Change] = []
         now = self.estimate(setup)
-        for step in (compiled, fused, no_recomputation, less_recomputation):
+        for step in (with_compilation, with_fused_optimizer, without_recomputation, with_less_recomputation):
             changed = step(now.setup)
             if changed is None:
                 continue
             found = self.estimate(changed)
-            if found.fits and found.speed.tokens_per_second > WORTH * now.speed.tokens_per_second:
+            if found.fits and found.speed.tokens_per_second > LEAST_SPEEDUP * now.speed.tokens_per_second:
                 now = found
-                made.append(Change(difference(setup, changed), found))
+                made.append(Change(changed_overrides(setup, changed), found))
         return made
 
     def strategies(self, setup: Setup) -> list[Estimate]:
@@ -175,59 +175,59 @@ class Planner:
         return found
 
 
-def fused(setup: Setup) -> Setup | None:
+def with_fused_optimizer(setup: Setup) -> Setup | None:
     """Return the setup with a fused optimizer step, which needs no temporaries; None if it has one."""
     return None if setup.fused_optimizer else replace(setup, fused_optimizer=True)
 
 
-def compiled(setup: Setup) -> Setup | None:
+def with_compilation(setup: Setup) -> Setup | None:
     """Return the setup with compiled blocks; None if they are compiled."""
     return None if setup.compile else replace(setup, compile=True)
 
 
-def no_recomputation(setup: Setup) -> Setup | None:
+def without_recomputation(setup: Setup) -> Setup | None:
     """Return the setup without recomputation; None if there is none."""
     return None if setup.recomputation == "none" else replace(setup, recomputation="none")
 
 
-def less_recomputation(setup: Setup) -> Setup | None:
+def with_less_recomputation(setup: Setup) -> Setup | None:
     """Return the setup that does not recompute products and attention; None if it does not already."""
     return None if setup.recomputation in ("none", "selective") else replace(setup, recomputation="selective")
 
 
-def fewer_sequences(setup: Setup) -> Setup | None:
+def with_fewer_sequences(setup: Setup) -> Setup | None:
     """Return the setup with half the micro-batch; None for a single sequence."""
     return replace(setup, micro_batch_size=setup.micro_batch_size // 2) if setup.micro_batch_size > 1 else None
 
 
-def more_recomputation(setup: Setup) -> Setup | None:
+def with_more_recomputation(setup: Setup) -> Setup | None:
     """Return the setup with the next policy, which keeps less; None if there is none."""
     after = {"selective": "full", "full": None}.get(setup.recomputation, "selective")
     return None if after is None else replace(setup, recomputation=after)
 
 
-def spread_weights(setup: Setup) -> Setup | None:
+def with_sharded_weights(setup: Setup) -> Setup | None:
     """Return the setup with weights sharded over all GPUs; None if they are."""
     if setup.ranks == 1 or setup.shards * setup.tensor == setup.ranks:
         return None
     return replace(setup, strategy="fsdp", shard_size=None)
 
 
-def more_gpus(setup: Setup) -> Setup | None:
+def with_more_gpus(setup: Setup) -> Setup | None:
     """Return the setup with twice the GPUs per node, up to 8, and weights sharded over all."""
     if setup.devices_per_node >= NODE:
         return None
     return replace(setup, devices_per_node=2 * setup.devices_per_node, strategy="fsdp", shard_size=None)
 
 
-def more_nodes(setup: Setup) -> Setup | None:
+def with_more_nodes(setup: Setup) -> Setup | None:
     """Return the setup with twice the nodes and weights sharded over all."""
     if setup.nodes >= MOST_NODES:
         return None
     return replace(setup, nodes=2 * setup.nodes, strategy="fsdp", shard_size=None)
 
 
-def difference(setup: Setup, changed: Setup) -> str:
+def changed_overrides(setup: Setup, changed: Setup) -> str:
     """Return the overrides that turn one setup into another."""
     keys = {name: key for name, key in OVERRIDES.items() if getattr(setup, name) != getattr(changed, name)}
     given = [(key, getattr(changed, name)) for name, key in keys.items()]

@@ -15,7 +15,7 @@ from lit_modules.networks.counting import count_parameters
 from lit_modules.networks.linear_cross_entropy import linear_cross_entropy
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
-from lit_modules.parallel.recomputing import recompute
+from lit_modules.parallel.recomputing import apply_recomputation
 from lit_modules.planning.compiled import trace_compiled
 from lit_modules.planning.eager import on_gpu, trace_eager
 from lit_modules.planning.setup import Setup
@@ -85,7 +85,7 @@ def _trace_block(
 ) -> Traced:
     with torch.device("meta"):
         block = Block(config, mixer)
-    hollow(block, weights)
+    on_meta_device(block, weights)
     hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
     index, bounds = torch.empty(1, tokens, dtype=torch.int64), torch.empty(2, dtype=torch.int32)
     tables = [torch.empty(1, tokens, config.head_dim) for _ in range(2 * config.rope)]
@@ -102,7 +102,7 @@ def _trace_block(
     if compile:
         return trace_compiled(run, block, inputs, policy)
     block.forward = on_gpu(block.forward, fused=True)
-    recompute(SimpleNamespace(model=SimpleNamespace(layers=[block])), policy)
+    apply_recomputation(SimpleNamespace(model=SimpleNamespace(layers=[block])), policy)
     return trace_eager(run, inputs, list(block.parameters()))
 
 
@@ -115,7 +115,7 @@ def _trace_embedding(config: PalimpsestConfig, tokens: int, dtype: torch.dtype) 
 def _trace_loss(config: PalimpsestConfig, tokens: int, dtype: torch.dtype) -> Traced:
     with torch.device("meta"):
         norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-    hollow(norm, dtype)
+    on_meta_device(norm, dtype)
     weight = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, requires_grad=True)
     hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
     targets = torch.empty(1, tokens, dtype=torch.int64)
@@ -126,7 +126,7 @@ def _trace_loss(config: PalimpsestConfig, tokens: int, dtype: torch.dtype) -> Tr
     return trace_eager(on_gpu(loss, fused=True), [hidden], [*norm.parameters(), weight])
 
 
-def hollow(module: nn.Module, dtype: torch.dtype) -> None:
+def on_meta_device(module: nn.Module, dtype: torch.dtype) -> None:
     """Replace the parameters of a module on the meta device by fake tensors of the surrounding FakeTensorMode."""
     for part in module.modules():
         for name, parameter in part._parameters.items():

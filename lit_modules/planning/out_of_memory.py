@@ -10,14 +10,14 @@ import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-ASKED = re.compile(r"allocate ([\d.]+) ?([KMGTP]iB|bytes)")
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+REQUESTED = re.compile(r"allocate ([\d.]+) ?([KMGTP]iB|bytes)")
 GIB = 2**30
-FALLS = 0.95  # target share of the estimated peak, because an estimate that fits was too low
+LOWERABLE = 0.95  # target share of the estimated peak, because an estimate that fits was too low
 
 
 @contextlib.contextmanager
-def in_one_line(cfg: DictConfig, lower: str | None = None) -> Iterator[None]:
+def explain_out_of_memory(cfg: DictConfig, lower: str | None = None) -> Iterator[None]:
     """Turn an out-of-memory error within into a ValueError that says what to lower.
 
     Args:
@@ -26,27 +26,27 @@ def in_one_line(cfg: DictConfig, lower: str | None = None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = explained(cfg, error, lower)
+        said = explain_error(cfg, error, lower)
         if said is error:
             raise
         raise said from error
 
 
-def explained(cfg: DictConfig, error: BaseException, lower: str | None = None) -> BaseException:
+def explain_error(cfg: DictConfig, error: BaseException, lower: str | None = None) -> BaseException:
     """Return the ValueError for an out-of-memory error; any other error itself."""
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if not known and not (isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)):
+    if not known and not (isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)):
         return error
     if not hasattr(error, "said"):  # cache: a plan takes seconds, and a rank calls this twice
-        error.said = ValueError(line(cfg, str(error), lower))
+        error.said = ValueError(error_line(cfg, str(error), lower))
     return error.said
 
 
-def line(cfg: DictConfig, message: str, lower: str | None) -> str:
+def error_line(cfg: DictConfig, message: str, lower: str | None) -> str:
     """Format the error line for an allocator's message."""
     on_gpu = "CUDA" in message or "CUBLAS" in message
     where, total, others = gpu_memory() if on_gpu else host_memory()
-    asked = ASKED.search(message)
+    asked = REQUESTED.search(message)
     more = f"{in_gib(asked[1], asked[2])} more asked for, " if asked else ""
     held = f", {others / GIB:.1f} GiB of them held by other processes" if others > GIB / 10 else ""
     lower = lower or advice(cfg, total - others, on_gpu)
@@ -74,14 +74,14 @@ def advice(cfg: DictConfig, available: float, on_gpu: bool) -> str:
     """Say what to lower, by the plan if one can be made."""
     sizes = f"data.micro_batch_size={cfg.data.micro_batch_size} x data.sequence_length={cfg.data.sequence_length}"
     try:
-        peak, overrides = planned(cfg, available, on_gpu)
+        peak, overrides = planned_memory(cfg, available, on_gpu)
     except Exception:  # a failing plan must not hide the out-of-memory error
         return f"lower {sizes}, or give activation_checkpointing=full"
     estimate = f"job=plan estimates {peak / GIB:,.1f} GiB for {sizes}"
     return f"{estimate}: give {overrides}" if overrides else f"{estimate}: take a smaller model"
 
 
-def planned(cfg: DictConfig, available: float, on_gpu: bool) -> tuple[float, str | None]:
+def planned_memory(cfg: DictConfig, available: float, on_gpu: bool) -> tuple[float, str | None]:
     """Return the estimated peak in bytes, and the cheapest overrides that fit `available` bytes, or None."""
     from common.gpus import find_gpu
     from lit_modules.planning.estimating import Planner
@@ -92,10 +92,10 @@ def planned(cfg: DictConfig, available: float, on_gpu: bool) -> tuple[float, str
     setup = setup_of(OmegaConf.create(given))
     planner = Planner(hydra.utils.instantiate(cfg.model, _convert_="all"))
     if cfg.strategy._target_ is None:
-        setup = planner.chosen(setup)
+        setup = planner.with_default_strategy(setup)
     peak = planner.estimate(setup).memory.peak
-    card = replace(find_gpu(setup.gpu), memory=min(available, FALLS * peak / USABLE))
-    for change in planner.mend(replace(setup, gpu=card)):
+    card = replace(find_gpu(setup.gpu), memory=min(available, LOWERABLE * peak / USABLE))
+    for change in planner.changes_to_fit(replace(setup, gpu=card)):
         if change.estimate.fits and (on_gpu or "trainer." not in change.overrides):
             return peak, change.overrides
     return peak, None

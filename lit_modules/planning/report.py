@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from common.atomic_files import write_figure
 from common.quantities import count, duration
-from lit_modules.planning.estimating import Change, Estimate, Plan
+from lit_modules.planning.estimating import Change, Estimate, RunPlan
 from lit_modules.planning.memory import CONTEXT, PARTS, USABLE
 
 GIB = 2**30
@@ -16,7 +16,7 @@ COLORS = ("#4c72b0", "#8172b3", "#55a868", "#64b5cd", "#dd8452", "#c44e52", "#93
 NAMES = {"one": "one device", "ddp": "DDP", "hsdp": "HSDP", "fsdp": "FSDP"}
 
 
-def as_text(plan: Plan) -> str:
+def as_text(plan: RunPlan) -> str:
     """Format the plan for a terminal."""
     found, setup = plan.estimate, plan.estimate.setup
     parts = [
@@ -24,7 +24,7 @@ def as_text(plan: Plan) -> str:
         rows(
             [
                 ("parameters", count(plan.parameters), f"{count(plan.ends)} of them beside the blocks"),
-                ("arithmetic", f"{plan.flops_per_token / 1e9:.2f} GFLOP a token", f"{of_run(plan):.3g} in all"),
+                ("arithmetic", f"{plan.flops_per_token / 1e9:.2f} GFLOP a token", f"{run_line(plan):.3g} in all"),
                 ("checkpoint", size(plan.checkpoint), f"export {size(plan.export)}"),
                 ("step", f"{count(setup.batch_tokens)} tokens", batches(found)),
             ]
@@ -59,7 +59,7 @@ def batches(found: Estimate) -> str:
     )
 
 
-def of_run(plan: Plan) -> float:
+def run_line(plan: RunPlan) -> float:
     """Return the floating point operations of the run."""
     return float(plan.flops_per_token) * plan.tokens
 
@@ -86,7 +86,7 @@ def verdict(found: Estimate) -> str:
     return f"it does NOT fit: {over}"
 
 
-def speed_lines(plan: Plan) -> list[str]:
+def speed_lines(plan: RunPlan) -> list[str]:
     """Format tokens per second, the step's time by part, and the run's time."""
     speed = plan.estimate.speed
     total = sum(speed.parts.values())
@@ -101,7 +101,7 @@ def speed_lines(plan: Plan) -> list[str]:
     )
 
 
-def change_lines(plan: Plan) -> list[str]:
+def change_lines(plan: RunPlan) -> list[str]:
     """Format the proposed changes."""
     fits, changes = plan.estimate.fits, plan.changes
     lines = [
@@ -137,23 +137,23 @@ def size(number: float) -> str:
     return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:.2f} MiB"
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: RunPlan) -> dict[str, Any]:
     """Return the plan as plain values: bytes, seconds, tokens."""
     return {
         "parameters": plan.parameters,
         "flops_per_token": plan.flops_per_token,
-        "flops": of_run(plan),
+        "flops": run_line(plan),
         "tokens": plan.tokens,
         "checkpoint_bytes": plan.checkpoint,
         "export_bytes": plan.export,
         "seconds": plan.seconds,
-        **of_estimate(plan.estimate),
-        "strategies": {x.setup.strategy: of_estimate(x) for x in plan.strategies},
-        "changes": [of_change(x) for x in plan.changes],
+        **estimate_as_json(plan.estimate),
+        "strategies": {x.setup.strategy: estimate_as_json(x) for x in plan.strategies},
+        "changes": [change_as_json(x) for x in plan.changes],
     }
 
 
-def of_estimate(found: Estimate) -> dict[str, Any]:
+def estimate_as_json(found: Estimate) -> dict[str, Any]:
     """Return an estimate as plain values."""
     return {
         "setup": vars(found.setup),
@@ -168,7 +168,7 @@ def of_estimate(found: Estimate) -> dict[str, Any]:
     }
 
 
-def of_change(change: Change) -> dict[str, Any]:
+def change_as_json(change: Change) -> dict[str, Any]:
     """Return a change as plain values."""
     found = change.estimate
     rate = found.speed.tokens_per_second
@@ -180,7 +180,7 @@ def of_change(change: Change) -> dict[str, Any]:
     }
 
 
-def draw(plan: Plan, path: Path) -> Path:
+def draw(plan: RunPlan, path: Path) -> Path:
     """Draw memory by part: a bar per strategy and per change, and a line at the GPU's memory."""
     bars = [(NAMES[x.setup.strategy], x) for x in plan.strategies]
     bars += [(change.overrides.replace(" ", "\n"), change.estimate) for change in plan.changes]

@@ -48,7 +48,7 @@ class Speed(NamedTuple):
 
 def speed_of(network: Network, parts: Parts, setup: Setup, gpu: Gpu, flops_per_token: int) -> Speed:
     """Estimate the speed of training the network with `setup` on this card."""
-    clock = Clock(gpu, setup)
+    clock = OperationTimer(gpu, setup)
     seconds: Counter[str] = Counter()
     for traced in parts.blocks:
         for one in (traced.forward, traced.backward):
@@ -60,7 +60,7 @@ def speed_of(network: Network, parts: Parts, setup: Setup, gpu: Gpu, flops_per_t
     whole = {name: value * setup.accumulation for name, value in seconds.items()}
     owned = network.parameters / (setup.shards * setup.tensor)
     whole["optimizer"] = optimizer_seconds(setup, owned) / gpu.bandwidth
-    whole["communication"] = exposed(network, setup, gpu, sum(seconds.values()))
+    whole["communication"] = exposed_seconds(network, setup, gpu, sum(seconds.values()))
     total = sum(whole.values()) * (1 + GAPS)
     rate = setup.accumulation * setup.micro_tokens * setup.readers / total
     return Speed(whole, rate, rate * flops_per_token / (gpu.flops * setup.ranks))
@@ -73,7 +73,7 @@ def optimizer_seconds(setup: Setup, parameters: float) -> float:
     return parameters * (step + CLIP_BYTES + added) / OPTIMIZER
 
 
-class Clock:
+class OperationTimer:
     """The time of passes on one card."""
 
     def __init__(self, gpu: Gpu, setup: Setup) -> None:
@@ -112,7 +112,7 @@ class Clock:
         return flops * (1 + half / length) / (self.gpu.flops * (backward if mixing.backward else forward))
 
 
-def exposed(network: Network, setup: Setup, gpu: Gpu, micro_batch: float) -> float:
+def exposed_seconds(network: Network, setup: Setup, gpu: Gpu, micro_batch: float) -> float:
     """Return the seconds per step that the GPU waits for other ranks; `micro_batch` is the arithmetic time of one.
 
     Transfers of weights and gradients overlap with arithmetic; those of tensor and context parallelism do not.
@@ -120,7 +120,7 @@ def exposed(network: Network, setup: Setup, gpu: Gpu, micro_batch: float) -> flo
     inside = gpu.link * LINKS
     across = inside if setup.nodes == 1 else min(inside, setup.network * LINKS)
     blocks = sum(network.block_parameters) / setup.tensor
-    waits = in_the_way(network, setup, gpu.link * LINKS) * setup.accumulation
+    waits = blocking_seconds(network, setup, gpu.link * LINKS) * setup.accumulation
     if setup.strategy == "ddp":
         # All GPUs of a node send to the other nodes at the same time.
         rate = inside if setup.nodes == 1 else min(inside, setup.network * setup.devices_per_node * LINKS)
@@ -142,7 +142,7 @@ def share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def in_the_way(network: Network, setup: Setup, rate: float) -> float:
+def blocking_seconds(network: Network, setup: Setup, rate: float) -> float:
     """Return the seconds per micro-batch of tensor parallelism's all-reduces and context parallelism's exchanges."""
     config, layers = network.config, network.config.num_layers
     stream = 2 * setup.rank_tokens * config.hidden_size

@@ -7,7 +7,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from evaluation import places, run_log
+from evaluation import result_folder, run_log
 from evaluation.harness import published
 from evaluation.harness.model import CheckpointLM
 from evaluation.harness.scoring import averages, rows
@@ -120,21 +120,21 @@ def make_run(folder):
 def test_results_of_a_run_its_checkpoints_and_its_export_go_to_the_run(tmp_path):
     run = make_run(tmp_path / "run")
     for path in (run, run / "export", run / "checkpoints" / "step_00000004"):
-        assert places.place(str(path), None).folder == run / "evaluation"
-    assert places.place(str(run), str(tmp_path / "other")).folder == tmp_path / "other" / "evaluation"
+        assert result_folder.result_folder(str(path), None).folder == run / "evaluation"
+    assert result_folder.result_folder(str(run), str(tmp_path / "other")).folder == tmp_path / "other" / "evaluation"
     with pytest.raises(ValueError, match="output=FOLDER"):
-        places.place(str(tmp_path), None)
+        result_folder.result_folder(str(tmp_path), None)
     with pytest.raises(ValueError, match="output=FOLDER"):
-        places.place("meta-llama/Llama-3.2-1B", None)
+        result_folder.result_folder("meta-llama/Llama-3.2-1B", None)
 
 
 def test_weights_that_are_written_anew_have_another_name(tmp_path):
     run = make_run(tmp_path / "run")
-    before = places.weights(str(run))
+    before = result_folder.weights_identity(str(run))
     (run / "metrics.csv").write_text("step,loss\n")
-    assert places.weights(str(run)) == before
+    assert result_folder.weights_identity(str(run)) == before
     (run / "export" / "model.safetensors").write_bytes(b"other weights")
-    assert places.weights(str(run)) != before
+    assert result_folder.weights_identity(str(run)) != before
 
 
 def test_values_go_to_the_wandb_run_at_its_last_step_unless_it_is_going_on(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_an_export_in_plain_transformers_writes_what_the_job_writes(tmp_path, sw
     assert {*(named if isinstance(named, list) else [named])} == {start, 1 if "eos_token" in names else start}
     written = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=0)
     plain = tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert job.write_on(model, tokenizer, ["the gate"], 24, {"do_sample": False}) == [plain]
+    assert job.continue_prompts(model, tokenizer, ["the gate"], 24, {"do_sample": False}) == [plain]
 
 
 @pytest.mark.parametrize("switches", [{}, LLAMA], ids=["FoX", "stock Llama"])

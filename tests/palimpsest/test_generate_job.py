@@ -165,16 +165,16 @@ def test_a_damaged_checkpoint_is_named_with_its_file(run, trained, tmp_path):
 def test_without_a_bos_prompts_begin_with_the_eos_that_training_put_before_documents(trained):
     from transformers import AutoTokenizer
 
-    from lit_modules.generation.job import load, write_on
+    from lit_modules.generation.job import continue_prompts, load
 
     model, tokenizer = load(str(trained))
-    expected = write_on(model, tokenizer, ["a", "the kernel"], 8, {"do_sample": False})
+    expected = continue_prompts(model, tokenizer, ["a", "the kernel"], 8, {"do_sample": False})
     bare = AutoTokenizer.from_pretrained(trained / "tokenizer")
     bare.bos_token = bare.pad_token = None
     assert bare.bos_token_id is None
     assert bare.pad_token_id is None
-    assert write_on(model, bare, ["a", "the kernel"], 8, {"do_sample": False}) == expected
-    assert len(write_on(model, bare, [""], 8, {"do_sample": False})) == 1
+    assert continue_prompts(model, bare, ["a", "the kernel"], 8, {"do_sample": False}) == expected
+    assert len(continue_prompts(model, bare, [""], 8, {"do_sample": False})) == 1
 
 
 def test_an_output_that_is_there_stays_until_there_is_something_to_put_in_its_place(run, trained, tmp_path):

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lit_modules import checkpoints
-from lit_modules.jobs.training_job import start_of
+from lit_modules.jobs.training_job import describe_start
 from lit_modules.launching import run_folder
 from tests.conftest import PICTURES, Command
 
@@ -211,7 +211,7 @@ def test_resume_after_the_model_was_changed_is_refused_by_name_and_changes_nothi
 
 def test_a_truncated_checkpoint_is_said_and_the_previous_one_taken_and_the_end_is_the_same(run, command, unbroken):
     folder = stop_early(run, command)
-    last = checkpoints.newest(folder / "checkpoints")
+    last = checkpoints.newest_checkpoint(folder / "checkpoints")
     shard = last / "__0_0.distcp"
     os.truncate(shard, shard.stat().st_size // 2)
     found = run("resume=auto")
@@ -305,11 +305,11 @@ def test_the_best_checkpoint_stays_the_best_after_a_resume(run, command, monkeyp
     monkeypatch.setattr(Validation, "__post_init__", lambda self: self.__dict__.update(loss=3.0, tokens=1))
     folder = stop_early(run, command, "checkpoint_every_tokens=5120", at=11)
     best = folder / "checkpoints" / "best"
-    assert checkpoints.read_trainer(best)["global_step"] == 10
+    assert checkpoints.read_trainer_state(best)["global_step"] == 10
     monkeypatch.setattr(Validation, "__post_init__", lambda self: self.__dict__.update(loss=3.5, tokens=1))
     found = run("checkpoint_every_tokens=5120", "resume=auto")
     assert found.status == 0, found.err
-    assert checkpoints.read_trainer(best)["global_step"] == 10
+    assert checkpoints.read_trainer_state(best)["global_step"] == 10
     assert checkpoints.step_folders(best.parent)[0] == (10, best.resolve()), "and is spared when older ones go"
 
 
@@ -322,7 +322,7 @@ def test_ctrl_c_saves_a_checkpoint_and_one_line_says_how_to_resume(command):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     (folder,) = command.runs()
-    last = checkpoints.newest_whole(folder / "checkpoints")
+    last = checkpoints.newest_intact(folder / "checkpoints")
     said = f"after step {checkpoints.step_of(last)}: the checkpoint is {last}; resume=auto goes on from there"
     assert [line for line in out.splitlines() if "resume=auto" in line] == [f"interrupted (SIGINT) {said}"]
     assert "Traceback" not in out
@@ -366,7 +366,9 @@ def test_the_summary_is_of_all_the_held_out_text_when_the_last_validation_read_o
 
 
 def test_a_run_whose_checkpoints_are_gone_says_that_it_starts_from_step_0(tmp_path):
-    assert start_of(tmp_path, None) == "", "a new run"
+    assert describe_start(tmp_path, None) == "", "a new run"
     (tmp_path / run_folder.CONFIG).touch()
-    assert start_of(tmp_path, tmp_path / "checkpoints" / "step_00000020") == ", resumed from step_00000020"
-    assert start_of(tmp_path, None) == f", which has no checkpoint in {tmp_path}/checkpoints: it starts from step 0"
+    assert describe_start(tmp_path, tmp_path / "checkpoints" / "step_00000020") == ", resumed from step_00000020"
+    assert (
+        describe_start(tmp_path, None) == f", which has no checkpoint in {tmp_path}/checkpoints: it starts from step 0"
+    )

@@ -173,7 +173,7 @@ def test_sharding_lets_each_gpu_hold_its_part_of_a_model(composed, monkeypatch):
     with torch.device("meta"):
         whole = 16 * count_parameters(PalimpsestForCausalLM(config)).total
     monkeypatch.setattr(choosing, "count_devices", lambda *_: 8)
-    monkeypatch.setattr(choosing, "memory_of_a_device", lambda _: whole / 4)
+    monkeypatch.setattr(choosing, "device_memory", lambda _: whole / 4)
     choosing.check_memory(config, cfg, choosing.Sharded())
     with pytest.raises(ValueError, match="and a GPU here has 0 GiB"):
         choosing.check_memory(config, cfg, choosing.DataParallel())

@@ -48,9 +48,9 @@ def run(name: str, overrides: list[str], seed: int) -> dict[str, Any]:
         folder = Path(temporary)
         lightning.seed_everything(seed, verbose=False)
         quieten_libraries()
-        trainer, module, data = linearize.build_and_read(cfg, folder)
+        trainer, module, data = linearize.build_and_check_base(cfg, folder)
         data.prepare()
-        linearize.adopt(cfg, module, data, folder)
+        linearize.prepare_training(cfg, module, data, folder)
         if name == TEACHER:
             module.model = with_softmax_layers(module.model, range(module.model.config.num_hidden_layers))
         if name == variants.DRAWN:

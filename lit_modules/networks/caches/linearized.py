@@ -9,7 +9,7 @@ from torch import Tensor
 from lit_modules.networks.caches.recurrent import RecurrentCacheLayer
 
 
-def later(x: Tensor, tokens: int) -> Tensor:
+def delay_tokens(x: Tensor, tokens: int) -> Tensor:
     """Delay `x` `[B, T, ...]` by `tokens`, with zeros at the start."""
     return F.pad(x, (*(0, 0) * (x.ndim - 2), tokens, 0))[:, : x.shape[1]]
 
@@ -110,7 +110,7 @@ class LinearizedCacheLayer(RecurrentCacheLayer):
         """
         ring = getattr(self, name)
         if ring is None:
-            return later(new, self.window)
+            return delay_tokens(new, self.window)
         return self._earlier(ring, self.sinks + self.time(new.shape[1]) % self.window, new)
 
     def _earlier(self, ring: Tensor, slots: Tensor, new: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ PARAMETERS = "linearization.safetensors"
 LORA_CONFIG, LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 PEFT_PREFIX = "base_model.model."  # prefix of the names in LORA_WEIGHTS: the model's attribute path in a PeftModel
 FORMAT = 2
-READABLE = (1, FORMAT)  # 1: without base_dtype and ADAPTER_PREFIX
+READABLE_FORMATS = (1, FORMAT)  # 1: without base_dtype and ADAPTER_PREFIX
 
 IDENTITY = (
     "hidden_size",
@@ -94,7 +94,7 @@ def save_adapter(model: LinearizedForCausalLM, folder: str | Path, *, base: str)
             "format": FORMAT,
             "base": base,
             "base_dtype": str(model.dtype).removeprefix("torch."),
-            "base_identity": {**identity(model.config), "weights": fingerprint(model)},
+            "base_identity": {**config_identity(model.config), "weights": fingerprint(model)},
             "linearization": model.linearization.to_dict(),
             "files": sorted(file.name for file in partial.iterdir()),
         }
@@ -102,7 +102,7 @@ def save_adapter(model: LinearizedForCausalLM, folder: str | Path, *, base: str)
     return Path(folder)
 
 
-def put_on(model: LinearizedForCausalLM, folder: str | Path) -> LinearizedForCausalLM:
+def apply_adapter(model: LinearizedForCausalLM, folder: str | Path) -> LinearizedForCausalLM:
     """Load an adapter onto a linearized model without LoRA, in place; its LoRA is trainable as after `add_lora`.
 
     Raises:
@@ -152,8 +152,10 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is not an adapter of a linearized model: it has no {RECORD}")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        if record["format"] not in READABLE:
-            raise ValueError(f"its format is {record['format']}, and this version reads {READABLE[0]} to {FORMAT}")
+        if record["format"] not in READABLE_FORMATS:
+            raise ValueError(
+                f"its format is {record['format']}, and this version reads {READABLE_FORMATS[0]} to {FORMAT}"
+            )
         record.setdefault("base_dtype", "auto")
         record["linearization"] = Linearization(**record["linearization"])
         missing = [name for name in record["files"] if not (folder / name).is_file()]
@@ -184,7 +186,7 @@ def base_config(source: str, folder: Path) -> PreTrainedConfig:
         ) from error
 
 
-def identity(config: PreTrainedConfig) -> dict[str, Any]:
+def config_identity(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the parts of a configuration that an adapter depends on; linearization does not change them."""
     return {
         "family": config.model_type.removeprefix(PREFIX),
@@ -205,7 +207,7 @@ def check_identity(record: dict[str, Any], config: PreTrainedConfig, name: str, 
     Raises:
         ValueError: with the first difference.
     """
-    found = identity(config)
+    found = config_identity(config)
     for key, value in record["base_identity"].items():
         if key != "weights" and found.get(key) != value:
             raise ValueError(

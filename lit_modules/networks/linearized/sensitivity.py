@@ -64,6 +64,6 @@ def choose_layers(sensitivities: Tensor | Sequence[float], count: int) -> tuple[
     return tuple(sorted(sensitivities.sort(descending=True, stable=True).indices[:count].tolist()))
 
 
-def every(layers: int, n: int = 8) -> tuple[int, ...]:
+def every_nth_layer(layers: int, n: int = 8) -> tuple[int, ...]:
     """Return the softmax layers of a hybrid, the last of every `n`: one after 7 linearized ones (arXiv 2503.01496)."""
     return tuple(range(n - 1, layers, n))

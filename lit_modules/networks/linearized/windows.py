@@ -55,7 +55,7 @@ def window_attention(
     return out.flatten(2, 3).to(q.dtype)
 
 
-class Blocks:
+class WindowBlocks:
     """Queries `[B, T, Hq, D]` cut into blocks, each with the keys `[B, T, Hk, D]` that its windows may reach.
 
     A block is at least as long as the window, so it reads its own keys and the previous block's, and a mask selects

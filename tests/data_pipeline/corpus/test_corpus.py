@@ -33,7 +33,7 @@ def test_documents_come_out_once_masked_and_in_both_splits(texts, tmp_path):
     assert sum(found[split]["documents"] for split in ("train", "validation")) == 60
     assert found["sources"]["text_files"]["bytes"] == sum(len(row["text"].encode()) for row in rows.values())
     written = {file["file"]: file["written"] for file in manifest["files"]}
-    assert checksums.damage(tmp_path / "out", written) is None
+    assert checksums.find_damage(tmp_path / "out", written) is None
     assert len(written) == len(list((tmp_path / "out").rglob("*.parquet")))
     assert sum(file["bytes"] for file in manifest["files"]) == sum(row["length"] for row in rows.values())
 

@@ -31,7 +31,7 @@ def gathered(folder, data_dir):
 def test_damaged_shards_of_a_corpus_are_named(make_mixture, tmp_path):
     corpus = write_corpus(tmp_path / "corpus", {"debug": (60, 8), "design": (30, 5)})
     names = [path.relative_to(corpus).as_posix() for path in corpus.rglob("*.parquet")]
-    files = [{"file": name, "written": entry} for name, entry in checksums.entries(corpus, names).items()]
+    files = [{"file": name, "written": entry} for name, entry in checksums.manifest_entries(corpus, names).items()]
     (corpus / "manifest.json").write_text(json.dumps({"files": files}))
     shard = "documents/debug/train-00001-00000.parquet"
     for how, words in (

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 
-from lit_modules.callbacks.watchdog import Watchdog, naming_the_cause
-from lit_modules.jobs.training_job import first_failure
+from lit_modules.callbacks.watchdog import Watchdog, report_culprit
+from lit_modules.jobs.training_job import failure_recorder
 from lit_modules.launching import failures
 from lit_modules.launching.run_folder import SilentExit
 
@@ -83,7 +83,7 @@ def be(rank: int, case: str, folder: Path, port: int) -> None:
                 devices=2,
                 strategy=DDPStrategy(process_group_backend="gloo"),
                 max_steps=500 if case != "slow" else 2 * AT,
-                callbacks=[Watchdog(SECONDS), first_failure(OmegaConf.create(), folder)],
+                callbacks=[Watchdog(SECONDS), failure_recorder(OmegaConf.create(), folder)],
                 default_root_dir=folder,
                 logger=False,
                 enable_checkpointing=False,
@@ -91,7 +91,7 @@ def be(rank: int, case: str, folder: Path, port: int) -> None:
                 enable_model_summary=False,
                 use_distributed_sampler=False,
             )
-            with naming_the_cause(trainer):
+            with report_culprit(trainer):
                 trainer.fit(Network(case), torch.utils.data.DataLoader(Text(case, rank), batch_size=2))
     except SilentExit as said:
         os._exit(said.status)

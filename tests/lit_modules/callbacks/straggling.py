@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import Logger
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lit_modules.callbacks.device_stats import DeviceStats, OwnPace
+from lit_modules.callbacks.device_stats import DeviceStats, RankTimer
 
 STEPS = 8
 
@@ -57,7 +57,7 @@ class Module(lightning.LightningModule):
         for block in self.layers:
             block.seconds = seconds
 
-    def steps_of(self, tokens: int) -> int:
+    def steps_for_tokens(self, tokens: int) -> int:
         return tokens
 
     def ends_step(self, batch_idx: int) -> bool:
@@ -117,15 +117,15 @@ def train(rank: int, computing: float, reading: float) -> dict[str, object]:
 def sharded(rank: int) -> dict[str, float]:
     """Return the pace that rank 0 measures for a sharded block whose weights rank 1 sends late."""
     block = fully_shard(Block(), mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
-    pace = OwnPace([block], torch.device("cpu"), every=1)
+    pace = RankTimer([block], torch.device("cpu"), every=1)
     began = time.perf_counter()
     for _ in range(4):
         time.sleep(0.1 * rank)
-        pace.begin()
+        pace.start_batch()
         block(torch.ones(1, 4))
         pace.end_forward()
-        pace.wait(ends_step=True)
-    return {"forward_seconds": pace.take()[0], "step_seconds": (time.perf_counter() - began) / 4}
+        pace.start_wait(ends_step=True)
+    return {"forward_seconds": pace.take_times()[0], "step_seconds": (time.perf_counter() - began) / 4}
 
 
 def main(rank: int, port: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lit_modules.callbacks import device_stats
-from lit_modules.callbacks.device_stats import Device, DeviceStats, OwnPace
+from lit_modules.callbacks.device_stats import Device, DeviceStats, RankTimer
 from lit_modules.loggers.csv import MetricsCsv
 from tests.conftest import ROOT
 
@@ -66,7 +66,7 @@ def test_wandbs_settings_name_the_device_of_each_rank_by_host(two_ranks):
 
 
 def reading(**told: float) -> dict[str, float]:
-    return {name: told.get(name, math.nan) for name in (*device_stats.GPU, *device_stats.HOST, *device_stats.PACE)}
+    return {name: told.get(name, math.nan) for name in (*device_stats.GPU, *device_stats.HOST, *device_stats.TIMES)}
 
 
 def test_each_gpu_and_host_has_its_own_metrics_and_what_is_not_told_has_none():
@@ -76,7 +76,7 @@ def test_each_gpu_and_host_has_its_own_metrics_and_what_is_not_told_has_none():
         reading(utilization=70, cpu_percent=11),
         reading(temperature=60, cpu_percent=50),
     ]
-    assert device_stats.by_host(places, found) == {
+    assert device_stats.host_metrics(places, found) == {
         "system/a/gpu0_utilization": 90,
         "system/a/gpu0_memory_gib": 80,
         "system/a/gpu1_utilization": 70,
@@ -100,16 +100,16 @@ def test_the_slowdown_is_over_the_median_rank_and_of_two_ranks_over_the_faster()
 
 def test_the_first_step_is_not_timed_and_later_ones_are_sampled():
     block = torch.nn.Linear(2, 2)
-    pace = OwnPace([block], torch.device("cpu"), every=3)
+    pace = RankTimer([block], torch.device("cpu"), every=3)
     for _ in range(8):
-        pace.begin()
+        pace.start_batch()
         block(torch.ones(2))
         pace.end_forward()
         block(torch.ones(2))  # as when it is recomputed in the backward pass
-        pace.wait(ends_step=True)
+        pace.start_wait(ends_step=True)
     assert len(pace.timed) == 2, "of 8 micro-batches the fourth and the seventh"
     assert all(len(marks) == 2 for marks in pace.timed)
-    forward, waited = pace.take()
+    forward, waited = pace.take_times()
     assert 0 < forward < 1
     assert 0 < waited < 1
     pace.remove()
@@ -120,16 +120,16 @@ def test_the_first_step_is_not_timed_and_later_ones_are_sampled():
 def test_a_validation_or_a_checkpoint_between_two_batches_is_no_wait_for_data(monkeypatch):
     clock = iter((0.0, 0.5, 10.0, 90.0, 100.0, 100.25))
     monkeypatch.setattr(device_stats, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    pace = OwnPace([], torch.device("cpu"), every=100)
-    pace.wait(ends_step=False)  # 0.0
-    pace.begin()  # 0.5
-    pace.wait(ends_step=False)  # 10.0
-    pace.interrupt()
-    pace.begin()
+    pace = RankTimer([], torch.device("cpu"), every=100)
+    pace.start_wait(ends_step=False)  # 0.0
+    pace.start_batch()  # 0.5
+    pace.start_wait(ends_step=False)  # 10.0
+    pace.cancel_wait()
+    pace.start_batch()
     next(clock)
-    pace.wait(ends_step=False)  # 100.0
-    pace.begin()  # 100.25
-    assert pace.take()[1] == pytest.approx((0.5 + 0.25) / 2)
+    pace.start_wait(ends_step=False)  # 100.0
+    pace.start_batch()  # 100.25
+    assert pace.take_times()[1] == pytest.approx((0.5 + 0.25) / 2)
 
 
 def test_the_table_has_the_summary_and_not_a_column_for_each_gpu_of_the_cluster(tmp_path, monkeypatch):
@@ -139,8 +139,8 @@ def test_the_table_has_the_summary_and_not_a_column_for_each_gpu_of_the_cluster(
     other.path.parent.mkdir()
     trainer = SimpleNamespace(world_size=1, is_global_zero=True, global_step=4, loggers=[table, other_logger])
     callback = DeviceStats(every_tokens=4)
-    callback.places = [Device("a", "gpu0", "H200")]
-    callback.pace = OwnPace([], torch.device("cpu"), every=1)
+    callback.rank_devices = [Device("a", "gpu0", "H200")]
+    callback.timer = RankTimer([], torch.device("cpu"), every=1)
     callback.report(trainer, SimpleNamespace(device=torch.device("cpu")))
     assert table.columns == [
         "step",

@@ -143,7 +143,7 @@ def listening(monkeypatch):
     """The signals noted, as in a run: the module that they are noted in."""
     connector, loop = SimpleNamespace(), SimpleNamespace(epoch_loop=SimpleNamespace())
     trainer, module = SimpleNamespace(_signal_connector=connector, fit_loop=loop), SimpleNamespace()
-    with Preemption().listening(trainer, module):
+    with Preemption().handle_signals(trainer, module):
         yield module
 
 
@@ -160,7 +160,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(listening, monkeypatch, capfd) -> 
     assert capfd.readouterr().err == (
         "palimpsest: interrupted: the run saves a checkpoint and ends; a second Ctrl-C ends it without one\n"
     )
-    monkeypatch.setattr(preemption, "SAME_INTERRUPT", -1.0)
+    monkeypatch.setattr(preemption, "SAME_INTERRUPT_SECONDS", -1.0)
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -193,19 +193,19 @@ def scontrol(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_the_warning_before_the_time_limit_has_the_job_queued_again(scontrol: Path) -> None:
-    assert preemption.next_steps(signal.SIGUSR1).startswith("SLURM job 12 is queued again")
+    assert preemption.requeue_if_needed(signal.SIGUSR1).startswith("SLURM job 12 is queued again")
     assert scontrol.read_text() == "requeue 12\n"
 
 
 def test_a_task_of_an_array_is_queued_again_by_itself(scontrol: Path, monkeypatch) -> None:
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    preemption.next_steps(signal.SIGUSR1)
+    preemption.requeue_if_needed(signal.SIGUSR1)
     assert scontrol.read_text() == "requeue 7_3\n"
 
 
 def test_sigterm_leaves_the_job_to_whoever_sent_it(scontrol: Path) -> None:
-    assert "where SLURM queues job 12 again" in preemption.next_steps(signal.SIGTERM)
+    assert "where SLURM queues job 12 again" in preemption.requeue_if_needed(signal.SIGTERM)
     assert not scontrol.exists()
 
 
@@ -215,5 +215,5 @@ def test_a_requeue_that_is_refused_is_said_with_slurms_words(scontrol: Path) -> 
 
 def test_outside_of_slurm_nobody_is_asked(scontrol: Path, monkeypatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert preemption.next_steps(signal.SIGUSR1) == "resume=auto goes on from there"
+    assert preemption.requeue_if_needed(signal.SIGUSR1) == "resume=auto goes on from there"
     assert not scontrol.exists()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lit_modules.callbacks.progress import Progress, reports_after
+from lit_modules.callbacks.progress import Progress, is_report_due
 
 GIB = 2.0**30
 
@@ -53,10 +53,10 @@ def test_throughput_is_the_whole_runs_and_mfu_and_tokens_for_each_gpu_count_ever
 
 
 def test_a_report_follows_the_first_step_each_interval_and_the_last_step_and_no_micro_batch_between():
-    module = SimpleNamespace(ends_step=lambda batch_idx: batch_idx % 2 == 1, steps_of=lambda tokens: tokens // 100)
+    module = SimpleNamespace(ends_step=lambda batch_idx: batch_idx % 2 == 1, steps_for_tokens=lambda tokens: tokens // 100)
 
     def reports(batch_idx: int) -> bool:
         trainer = SimpleNamespace(global_step=(batch_idx + 1) // 2, max_steps=7)
-        return reports_after(trainer, module, batch_idx, every_tokens=300)
+        return is_report_due(trainer, module, batch_idx, every_tokens=300)
 
     assert [(i + 1) / 2 for i in range(14) if reports(i)] == [1, 3, 6, 7]

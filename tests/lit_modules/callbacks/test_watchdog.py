@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from common.settings import SettingError, shown
-from lit_modules.callbacks.rank_progress import RankProgress, furthest_behind, no_answer
-from lit_modules.callbacks.watchdog import PATIENCE, Watchdog
+from lit_modules.callbacks.rank_progress import RankProgress, describe_silent_ranks, furthest_behind
+from lit_modules.callbacks.watchdog import LONG_ACTION_FACTOR, Watchdog
 from lit_modules.launching import restarts
 from lit_modules.launching.process import ProcessInfo
 from tests.conftest import ROOT
@@ -124,7 +124,7 @@ def test_a_single_process_that_hangs_says_what_it_was_doing(watched) -> None:
 
 
 def test_the_first_step_may_take_longer_than_the_others(watched) -> None:
-    assert PATIENCE * 1.0 > 2.0
+    assert LONG_ACTION_FACTOR * 1.0 > 2.0
     assert watched({0: 2.0}) == []
 
 
@@ -153,7 +153,9 @@ def test_the_ranks_furthest_behind_are_named_with_their_gpus() -> None:
 
 
 def test_ranks_that_no_longer_answer_are_all_named() -> None:
-    words = no_answer([RankProgress(2, "node2", None, step=3, doing="validates"), RankProgress(3, "node2", None)])
+    words = describe_silent_ranks(
+        [RankProgress(2, "node2", None, step=3, doing="validates"), RankProgress(3, "node2", None)]
+    )
     assert words.endswith("its node is down (so with rank 3 on node2); last seen: validates since step 3")
 
 

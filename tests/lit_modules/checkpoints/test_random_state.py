@@ -13,7 +13,7 @@ def test_random_state_comes_back_in_every_generator():
     kept = checkpoints.RandomState()
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
     random.gauss(0, 1)
-    state = tensors.unpacked(tensors.packed(kept.state_dict()))
+    state = tensors.unpack(tensors.pack(kept.state_dict()))
     drawn = torch.rand(4), np.random.rand(4), random.random(), random.gauss(0, 1)
     torch.rand(7), np.random.rand(7), random.random()
     kept.load_state_dict(state)

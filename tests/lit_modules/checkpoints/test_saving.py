@@ -21,7 +21,7 @@ def names(folder) -> list[str]:
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_what_is_written_is_of_its_step(tmp_path, monkeypatch):
     at_step_4, kept = threading.Event(), {}
-    real = writing.ShardWriter.write_data
+    real = writing.TensorFileWriter.write_data
 
     def slow(self, *args, **kwargs):
         assert at_step_4.wait(timeout=60), "training waits for the disk"
@@ -31,18 +31,18 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_what_is_written_is_o
         kept["names"] = names(tmp_path)
         at_step_4.set()
 
-    monkeypatch.setattr(writing.ShardWriter, "write_data", slow)
+    monkeypatch.setattr(writing.TensorFileWriter, "write_data", slow)
     recorder = training.Recorder(step_2=lambda module: kept.update(training.weights(module)), step_4=look)
     _, module = training.train(tmp_path, OneDevice("cpu"), 5, every=2, recorder=recorder)
     assert kept.pop("names") == [".step_00000002.partial"]
     assert names(tmp_path) == ["step_00000002", "step_00000004", "step_00000005"]
-    written = checkpoints.consolidated(tmp_path / "checkpoints" / "step_00000002")
+    written = checkpoints.read_unsharded_weights(tmp_path / "checkpoints" / "step_00000002")
     assert all(torch.equal(written[name], weight) for name, weight in kept.items())
     assert not any(torch.equal(written[name], weight) for name, weight in training.weights(module).items())
 
 
 def test_an_interrupted_training_ends_after_its_checkpoint_is_written(tmp_path, monkeypatch):
-    real = writing.ShardWriter.write_data
+    real = writing.TensorFileWriter.write_data
 
     def slow(self, *args, **kwargs):
         threading.Event().wait(0.5)
@@ -52,7 +52,7 @@ def test_an_interrupted_training_ends_after_its_checkpoint_is_written(tmp_path, 
         assert names(tmp_path) == [".step_00000002.partial"]
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(writing.ShardWriter, "write_data", slow)
+    monkeypatch.setattr(writing.TensorFileWriter, "write_data", slow)
     with pytest.raises(RuntimeError, match="broken"):
         training.train(tmp_path, OneDevice("cpu"), every=2, recorder=training.Recorder(step_3=stop))
     assert names(tmp_path) == ["step_00000002"]
@@ -60,7 +60,7 @@ def test_an_interrupted_training_ends_after_its_checkpoint_is_written(tmp_path, 
 
 def test_a_full_disk_leaves_the_checkpoint_that_was_there_says_so_and_training_goes_on(tmp_path, monkeypatch, caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    real = writing.ShardWriter.write_data
+    real = writing.TensorFileWriter.write_data
 
     def on_a_small_disk(self, *args, **kwargs):
         small = 10_000 if "step_00000004" in str(self.path) else soft
@@ -68,7 +68,7 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there_says_so_and_training_g
         return real(self, *args, **kwargs)
 
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    monkeypatch.setattr(writing.ShardWriter, "write_data", on_a_small_disk)
+    monkeypatch.setattr(writing.TensorFileWriter, "write_data", on_a_small_disk)
     try:
         recorder, _ = training.train(tmp_path, OneDevice("cpu"), every=2)
     finally:
@@ -96,7 +96,7 @@ def test_what_a_kill_has_left_is_no_checkpoint_and_is_cleared_at_the_next_start(
     (folder / ".step_00000006.partial").mkdir()
     (folder / ".step_00000006.partial" / "__0_0.distcp").write_bytes(b"half")
     (folder / ".best.partial").symlink_to("step_00000003")
-    last = checkpoints.newest_whole(folder)
+    last = checkpoints.newest_intact(folder)
     assert last == folder / "step_00000003"
     recorder = training.Recorder(step_4=lambda module: seen.extend(names(tmp_path)))
     seen: list[str] = []
@@ -108,8 +108,8 @@ def test_a_damaged_checkpoint_is_replaced_when_the_run_comes_to_its_step_again(t
     training.train(tmp_path, OneDevice("cpu"), 6)
     last = tmp_path / "checkpoints" / "step_00000006"
     (last / "trainer.pt").unlink()
-    training.train(tmp_path, OneDevice("cpu"), 6, resume=checkpoints.newest_whole(last.parent))
-    assert checkpoints.damage(last) is None
+    training.train(tmp_path, OneDevice("cpu"), 6, resume=checkpoints.newest_intact(last.parent))
+    assert checkpoints.find_damage(last) is None
     assert names(tmp_path) == ["step_00000003", "step_00000006"]
 
 
@@ -140,10 +140,10 @@ def train_with_losses(folder, monkeypatch, losses, curve=False, **settings):
 def test_the_best_is_spared_and_moves_only_to_a_better_one(tmp_path, monkeypatch):
     train_with_losses(tmp_path / "first", monkeypatch, [2.0, 3.0, 2.5])
     assert names(tmp_path / "first") == ["best", "step_00000002", "step_00000006"]
-    assert folders.best_of(tmp_path / "first" / "checkpoints") == "step_00000002"
+    assert folders.best_name(tmp_path / "first" / "checkpoints") == "step_00000002"
     train_with_losses(tmp_path / "last", monkeypatch, [3.0, 2.0, 1.0])
     assert names(tmp_path / "last") == ["best", "step_00000006"]
-    state = checkpoints.read_trainer(tmp_path / "last" / "checkpoints" / "best")["callbacks"]["Checkpoints"]
+    state = checkpoints.read_trainer_state(tmp_path / "last" / "checkpoints" / "best")["callbacks"]["Checkpoints"]
     assert state == {"best_loss": 1.0, "best_step": 6}, "it knows of itself"
 
 
@@ -157,8 +157,8 @@ def test_one_that_could_not_be_written_is_not_the_best(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writing, "publish", full)
     train_with_losses(tmp_path, monkeypatch, [3.0, 1.0, 2.0])
-    assert folders.best_of(tmp_path / "checkpoints") == "step_00000006"
-    assert checkpoints.read_trainer(tmp_path / "checkpoints" / "best")["global_step"] == 6
+    assert folders.best_name(tmp_path / "checkpoints") == "step_00000006"
+    assert checkpoints.read_trainer_state(tmp_path / "checkpoints" / "best")["global_step"] == 6
 
 
 def test_what_each_checkpoint_took_is_logged(tmp_path, monkeypatch):

@@ -181,9 +181,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_tensor(tmp_pa
 
 
 def test_weights_are_consolidated_from_any_number_of_ranks(place):
-    one = checkpoints.consolidated(place / "one" / "checkpoints" / "step_00000003")
+    one = checkpoints.read_unsharded_weights(place / "one" / "checkpoints" / "step_00000003")
     assert one.keys() == training.make().state_dict().keys()
     for case in ("sharded", "replicated", "copies_of_shards"):
-        weights = checkpoints.consolidated(place / case / "checkpoints" / "step_00000003")
+        weights = checkpoints.read_unsharded_weights(place / case / "checkpoints" / "step_00000003")
         for name, weight in weights.items():
             torch.testing.assert_close(weight, one[name], rtol=1e-4, atol=1e-5)

@@ -35,8 +35,8 @@ case("sharded_from_copies", Sharded(), resume="copies_of_shards")
 case("sharded_from_one", Sharded(), resume="one")
 case("sharded_again", Sharded(), resume="sharded")
 
-writing.APPEARS_WITHIN = 0.2
-real_write, real_partial = writing.ShardWriter.write_data, folders.partial_of
+writing.VISIBLE_SECONDS = 0.2
+real_write, real_partial = writing.TensorFileWriter.write_data, folders.partial_path
 
 
 def refuse(self, *args, **kwargs):
@@ -45,15 +45,15 @@ def refuse(self, *args, **kwargs):
     return real_write(self, *args, **kwargs)
 
 
-writing.ShardWriter.write_data = refuse
+writing.TensorFileWriter.write_data = refuse
 case("full_disk", Sharded())
-writing.ShardWriter.write_data = real_write
+writing.TensorFileWriter.write_data = real_write
 
 
 def elsewhere(path: Path) -> Path:
     return real_partial(path if rank == 0 else folder / "disk_of_another_node" / "checkpoints" / path.name)
 
 
-writing.partial_of = elsewhere
+writing.partial_path = elsewhere
 case("not_shared", Sharded())
 (folder / f"rank_{rank}.json").write_text(json.dumps(found))

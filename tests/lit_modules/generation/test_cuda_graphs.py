@@ -6,7 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from lit_modules.generation.cuda_graphs import DecodingStep, Output, can_be_captured, chooser, generate_captured
+from lit_modules.generation.cuda_graphs import (
+    DecodingStep,
+    Output,
+    can_be_captured,
+    generate_captured,
+    make_token_choice,
+)
 from lit_modules.networks.linearized import Linearization, linearize
 from lit_modules.networks.positions import locate
 
@@ -79,7 +85,7 @@ def test_nothing_of_a_step_moves_and_no_count_of_the_host_decides(name):
     logits = model(ids, attention_mask=mask, past_key_values=cache).logits
     output = Output(3, 12, (), 0, ids.device)
     positions = locate(3, 9, 0, ids.device, mask)
-    step = DecodingStep(model, cache, positions, chooser(0, None, None, None), output)
+    step = DecodingStep(model, cache, positions, make_token_choice(0, None, None, None), output)
 
     def places():
         own = (step.token, step.positions.index, *vars(output).values())
@@ -149,7 +155,11 @@ def test_sampling_from_one_token_is_greedy(options):
 
 def test_samples_follow_the_probabilities_that_are_left():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).log_softmax(-1).expand(20000, 4)
-    draw = lambda *settings: chooser(*settings, torch.Generator().manual_seed(0))(logits).bincount(minlength=4) / 20000  # noqa: E731
+
+    def draw(*settings):
+        choose = make_token_choice(*settings, torch.Generator().manual_seed(0))
+        return choose(logits).bincount(minlength=4) / 20000
+
     for settings, right in (
         ((1.0, None, None), logits[0].softmax(-1)),
         ((2.0, None, None), (logits[0] / 2).softmax(-1)),

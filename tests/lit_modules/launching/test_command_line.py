@@ -232,7 +232,7 @@ def test_arguments_are_read_in_folders_without_an_init_file(tmp_path, monkeypatc
         "torch.optim.AdamW",
         "lightning.Trainer",
         "lit_modules.schedules.WarmupStableDecay",
-        "lit_modules.linearization.stages.Stage",
+        "lit_modules.linearization.stages.TrainingStage",
         "data_pipeline.rewriting.backends.served.Served",
         "data_pipeline.tokens.datamodule.TextData",
     ],

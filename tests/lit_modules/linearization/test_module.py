@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_pipeline.tokens.batches import Sequence, collate
 from lit_modules.linearization import module as linearization
-from lit_modules.linearization.module import Linearization as Training
-from lit_modules.linearization.stages import Stage, plan_stages
+from lit_modules.linearization.module import LinearizationTraining as Training
+from lit_modules.linearization.stages import TrainingStage, plan_stages
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, fingerprints, linearize
 from lit_modules.networks.linearized.lora import add_lora
 from lit_modules.schedules import Plateau, WarmupCosine
@@ -47,9 +47,9 @@ def with_lora(**settings) -> LinearizedForCausalLM:
     return model
 
 
-def training(model: LinearizedForCausalLM | None = None, schedule=None, **stages: Stage) -> Training:
+def training(model: LinearizedForCausalLM | None = None, schedule=None, **stages: TrainingStage) -> Training:
     module = Training(
-        stages=stages or {"finetuning": Stage()},
+        stages=stages or {"finetuning": TrainingStage()},
         max_tokens=10 * BATCH,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
         schedule=schedule or Plateau(),
@@ -69,7 +69,9 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def test_stages_are_whole_steps_and_one_takes_the_rest():
-    planned = plan_stages({"a": Stage(tokens=250), "b": Stage(), "c": Stage(tokens=100)}, 1000, BATCH)
+    planned = plan_stages(
+        {"a": TrainingStage(tokens=250), "b": TrainingStage(), "c": TrainingStage(tokens=100)}, 1000, BATCH
+    )
     assert [(first, name, stage.tokens) for first, name, stage in planned] == [
         (0, "a", 300),
         (3, "b", 600),
@@ -81,21 +83,24 @@ def test_stages_are_whole_steps_and_one_takes_the_rest():
     ("stages", "said"),
     [
         ({}, "stages is empty"),
-        ({"a": Stage(tokens=400)}, "max_tokens=1000"),
-        ({"a": Stage(tokens=1000), "b": Stage()}, "max_tokens=1000"),
-        ({"a": Stage(), "b": Stage()}, "stages a and b have no tokens"),
-        ({"a": Stage(tokens="many")}, "stages.a.tokens=many"),
-        ({"a": Stage(tokens=-5), "b": Stage()}, "stages.a.tokens=-5"),
-        ({"a": Stage(tokens=1), "b": Stage(tokens=1), "c": Stage()}, "stages.b.tokens=1 makes no step"),
-        ({"a": Stage(kl="much")}, "stages.a.kl=much"),
-        ({"a": Stage(kl=float("nan"))}, "stages.a.kl=NaN"),
-        ({"a": Stage(kl=True)}, "stages.a.kl=true"),
-        ({"a": Stage(cross_entropy=-1)}, "stages.a.cross_entropy=-1"),
-        ({"a": Stage(cross_entropy=0)}, "are all 0"),
-        ({"a": Stage(lr="fast")}, "stages.a.lr=fast"),
-        ({"a": Stage(lr=0)}, "stages.a.lr=0"),
-        ({"a": Stage(train=())}, "stages.a.train is empty"),
-        ({"a": Stage(train=("all",), attention_transfer=1)}, "stages.a: train=\\['all'\\]"),
+        ({"a": TrainingStage(tokens=400)}, "max_tokens=1000"),
+        ({"a": TrainingStage(tokens=1000), "b": TrainingStage()}, "max_tokens=1000"),
+        ({"a": TrainingStage(), "b": TrainingStage()}, "stages a and b have no tokens"),
+        ({"a": TrainingStage(tokens="many")}, "stages.a.tokens=many"),
+        ({"a": TrainingStage(tokens=-5), "b": TrainingStage()}, "stages.a.tokens=-5"),
+        (
+            {"a": TrainingStage(tokens=1), "b": TrainingStage(tokens=1), "c": TrainingStage()},
+            "stages.b.tokens=1 makes no step",
+        ),
+        ({"a": TrainingStage(kl="much")}, "stages.a.kl=much"),
+        ({"a": TrainingStage(kl=float("nan"))}, "stages.a.kl=NaN"),
+        ({"a": TrainingStage(kl=True)}, "stages.a.kl=true"),
+        ({"a": TrainingStage(cross_entropy=-1)}, "stages.a.cross_entropy=-1"),
+        ({"a": TrainingStage(cross_entropy=0)}, "are all 0"),
+        ({"a": TrainingStage(lr="fast")}, "stages.a.lr=fast"),
+        ({"a": TrainingStage(lr=0)}, "stages.a.lr=0"),
+        ({"a": TrainingStage(train=())}, "stages.a.train is empty"),
+        ({"a": TrainingStage(train=("all",), attention_transfer=1)}, "stages.a: train=\\['all'\\]"),
     ],
 )
 def test_stages_that_cannot_work_are_refused_by_name(stages, said):
@@ -117,8 +122,8 @@ def test_the_teacher_predicts_as_the_stock_model_does_document_by_document(batch
 def test_a_stage_trains_its_own_groups_and_no_others():
     module = training(
         with_lora(mixer="lolcats", feature_map="learned"),
-        alignment=Stage(tokens=300, train=("feature_maps",), cross_entropy=0, attention_transfer=1),
-        finetuning=Stage(lr=1e-4),
+        alignment=TrainingStage(tokens=300, train=("feature_maps",), cross_entropy=0, attention_transfer=1),
+        finetuning=TrainingStage(lr=1e-4),
     )
     for stage, part in ((0, "feature_map"), (1, "lora_")):
         module.enter(stage)
@@ -128,35 +133,36 @@ def test_a_stage_trains_its_own_groups_and_no_others():
         assert wanted < module.trained
     module.parameter_groups()
     rates = {
-        kind: [module.factor(number, 100 * step) for step in (0, 2, 3, 9)] for number, kind in enumerate(module.groups)
+        kind: [module.gradient_factor(number, 100 * step) for step in (0, 2, 3, 9)]
+        for number, kind in enumerate(module.groups)
     }
     assert rates == {"feature_maps": [1, 1, 0, 0], "lora": [0, 0, pytest.approx(0.1), pytest.approx(0.1)]}
 
 
 def test_each_stage_runs_through_the_schedule_anew():
-    alignment = Stage(tokens=400, cross_entropy=0, attention_transfer=1)
-    module = training(schedule=WarmupCosine(100, 1000), alignment=alignment, finetuning=Stage())
+    alignment = TrainingStage(tokens=400, cross_entropy=0, attention_transfer=1)
+    module = training(schedule=WarmupCosine(100, 1000), alignment=alignment, finetuning=TrainingStage())
     module.parameter_groups()
-    assert [round(module.factor(0, tokens), 3) for tokens in (0, 50, 100, 399, 400, 450, 500)] == [
+    assert [round(module.gradient_factor(0, tokens), 3) for tokens in (0, 50, 100, 399, 400, 450, 500)] == [
         *(0, 0.5, 1),
         pytest.approx(0, abs=1e-4),
         *(0, 0.5, 1),
     ]
-    module = training(schedule=Plateau(factor=0.5, patience=0), alignment=alignment, finetuning=Stage())
+    module = training(schedule=Plateau(factor=0.5, patience=0), alignment=alignment, finetuning=TrainingStage())
     module.parameter_groups()
     module.enter(0)
     for loss in (1.0, 2.0):
         module.schedule.observe(loss)
-    assert [module.factor(0, tokens) for tokens in (399, 400)] == [0.5, 1]
+    assert [module.gradient_factor(0, tokens) for tokens in (399, 400)] == [0.5, 1]
     module.enter(1)
     module.schedule.observe(3.0)  # higher than the first stage's best, and the best of this one
-    assert module.factor(0, 500) == 1
+    assert module.gradient_factor(0, 500) == 1
 
 
 def test_a_stage_shorter_than_the_schedules_warmup_is_named():
     schedule = WarmupCosine(max_tokens=1000, warmup_tokens=500)
     with pytest.raises(ValueError, match=r"^stages\.alignment: schedule\.warmup_tokens=500"):
-        training(schedule=schedule, alignment=Stage(tokens=300), finetuning=Stage())
+        training(schedule=schedule, alignment=TrainingStage(tokens=300), finetuning=TrainingStage())
 
 
 def gradients(module: Training, batch) -> dict[str, torch.Tensor]:
@@ -166,10 +172,10 @@ def gradients(module: Training, batch) -> dict[str, torch.Tensor]:
 
 
 OBJECTIVES = {
-    "cross_entropy": Stage(),
-    "kl": Stage(cross_entropy=0, kl=1),
-    "attention_transfer": Stage(cross_entropy=0, attention_transfer=1),
-    "all": Stage(cross_entropy=0.3, kl=0.5, attention_transfer=2),
+    "cross_entropy": TrainingStage(),
+    "kl": TrainingStage(cross_entropy=0, kl=1),
+    "attention_transfer": TrainingStage(cross_entropy=0, attention_transfer=1),
+    "all": TrainingStage(cross_entropy=0.3, kl=0.5, attention_transfer=2),
 }
 
 
@@ -234,7 +240,9 @@ def test_every_target_of_a_step_weighs_the_same_whichever_micro_batch_it_comes_t
 
 
 def test_where_all_weights_are_trained_the_teacher_of_kl_stays_as_it_was(batch):
-    module = training(linearize(small_llama(), Linearization(window=4)), a=Stage(train=("all",), kl=1, cross_entropy=0))
+    module = training(
+        linearize(small_llama(), Linearization(window=4)), a=TrainingStage(train=("all",), kl=1, cross_entropy=0)
+    )
     assert module.has_teacher
     before = module.token_losses(batch, "teacher")
     module.enter(0)
@@ -352,7 +360,7 @@ def test_the_teachers_held_out_loss_is_the_stock_models_over_all_tokens_alike(ba
 def test_the_divergence_from_the_teacher_is_of_the_tokens_to_be_learned_and_no_others(
     answers, teacher, cross_entropy_weight
 ):
-    module = training(a=Stage(cross_entropy=cross_entropy_weight, kl=1))
+    module = training(a=TrainingStage(cross_entropy=cross_entropy_weight, kl=1))
     module.enter(0)
     targets, log_p = answers["targets"][0], stock_logits(answers).log_softmax(-1)
     if teacher == "stored":
@@ -370,7 +378,7 @@ def test_the_divergence_from_the_teacher_is_of_the_tokens_to_be_learned_and_no_o
 def test_weight_decay_shrinks_matrices_and_leaves_norms_biases_and_scalars():
     settings = Linearization(window=4, learned_weights="head", learned_gate_shift=True, output_norm=True)
     model = linearize(small_llama(attention_bias=True), settings)
-    module = training(model, a=Stage(train=("scalars", "norms", "all")))
+    module = training(model, a=TrainingStage(train=("scalars", "norms", "all")))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)  # a bias of 0 would stay 0

@@ -76,9 +76,9 @@ def test_the_wandb_run_of_a_folder_keeps_its_id_and_no_two_folders_share_one(tmp
 
 
 def test_samples_on_a_wandb_page_are_shown_as_they_were_written():
-    from lit_modules.loggers.wandb import page_of
+    from lit_modules.loggers.wandb import table_page
 
-    page = page_of(["step", "text"], [[3, "a < b\n<script>"], [4, "c"]])
+    page = table_page(["step", "text"], [[3, "a < b\n<script>"], [4, "c"]])
     assert page.count("<tr>") == 3
     assert "<th>text</th>" in page
     assert "<td>3</td><td>a &lt; b\n&lt;script&gt;</td>" in page

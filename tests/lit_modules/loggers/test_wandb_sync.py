@@ -118,7 +118,7 @@ def test_a_preempted_run_is_said_to_go_on(server, tmp_path):
 def test_a_server_that_answers_but_begins_no_run_leaves_the_run_offline_with_a_line(
     server, tmp_path, caplog, monkeypatch
 ):
-    monkeypatch.setattr(wandb, "BEGIN_SECONDS", 2.0)
+    monkeypatch.setattr(wandb, "START_SECONDS", 2.0)
     server.silent.set()
     logger = part(tmp_path, 1)
     assert "wandb could not begin" in caplog.text
@@ -128,7 +128,7 @@ def test_a_server_that_answers_but_begins_no_run_leaves_the_run_offline_with_a_l
 
 
 def test_mode_online_is_not_quietly_something_else(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(wandb, "BEGIN_SECONDS", 2.0)
+    monkeypatch.setattr(wandb, "START_SECONDS", 2.0)
     server.silent.set()
     with pytest.raises(ValueError, match=r"logger\.wandb\.mode=online, and wandb could not begin"):
         part(tmp_path, 1, mode="online")
@@ -219,7 +219,7 @@ def test_training_goes_on_when_the_server_goes_away(server, run, command, monkey
 def test_the_log_says_why_a_run_is_kept_offline(server, caplog):
     caplog.set_level(logging.INFO)
     server.down = True
-    assert wandb.found_mode() == "offline"
+    assert wandb.resolve_mode() == "offline"
     assert "503" in caplog.text
     assert "job=sync" in caplog.text
 
@@ -233,5 +233,5 @@ def test_the_environments_mode_holds_where_the_configuration_leaves_it_open(serv
 
 def test_the_ranks_settings_name_the_strategy_and_the_world():
     strategy = SimpleNamespace(root_device=SimpleNamespace(type="cpu"))
-    found = device_stats.ranks(SimpleNamespace(world_size=16, num_nodes=2, strategy=strategy))
+    found = device_stats.describe_ranks(SimpleNamespace(world_size=16, num_nodes=2, strategy=strategy))
     assert found == {"world_size": 16, "nodes": 2, "strategy": "SimpleNamespace", "gpu": None}

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from lit_modules.language_modelling import Validation
 from lit_modules.networks import PalimpsestForCausalLM
 from lit_modules.parallel.context import ContextParallel, split_context
-from lit_modules.parallel.recomputing import recompute
+from lit_modules.parallel.recomputing import apply_recomputation
 from lit_modules.pretraining import Pretraining
 from tests.lit_modules.networks.conftest import ABLATION, RECURRENT, build
 
@@ -116,7 +116,7 @@ def equal_one_device(cases: list[tuple[str, str]]) -> dict[str, dict]:
 
 def recomputed() -> dict:
     whole, split, context = pair(**ABLATION["fox_pro"])
-    recompute(split, "full")
+    apply_recomputation(split, "full")
     return compare(whole, split, context, HARDEST)
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.parallel.gradients import clip_gradients
-from lit_modules.parallel.recomputing import recompute
+from lit_modules.parallel.recomputing import apply_recomputation
 from lit_modules.parallel.tensor import split_tensors
 
 SIZES = {"vocab_size": 61, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "intermediate_size": 96}
@@ -144,7 +144,7 @@ def sharded(name: str, mesh: DeviceMesh, everyone: DeviceMesh, compiled: bool = 
     one, split, steps = fresh(**NETWORKS[name]), fresh(**NETWORKS[name]), batches()
     split_tensors(split, mesh["tensor"])
     if compiled:
-        recompute(split, "selective")
+        apply_recomputation(split, "selective")
         for block in split.model.layers:
             block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
     for block in split.model.layers:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_modules.parallel import choosing
-from lit_modules.parallel.layout import lay_out
+from lit_modules.parallel.layout import make_layout
 from lit_modules.parallel.strategies import DataParallel, OneDevice, Sharded
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
@@ -14,15 +14,15 @@ SIZES = st.sampled_from([1, 2, 3, 4, 8])
 
 @given(copies=SIZES, shards=SIZES, context=SIZES, tensor=SIZES)
 def test_sizes_that_divide_the_ranks_account_for_every_rank(copies, shards, context, tensor):
-    layout = lay_out(copies * shards * context * tensor, shard=shards * context, context=context, tensor=tensor)
+    layout = make_layout(copies * shards * context * tensor, shard=shards * context, context=context, tensor=tensor)
     assert (layout.replicate, layout.shard) == (copies, shards * context)
     assert layout.data * layout.context * layout.tensor == copies * shards * context * tensor
     assert layout.data == copies * shards
 
 
 def test_without_a_size_the_weights_are_spread_over_all_ranks_that_tensor_parallelism_leaves():
-    assert lay_out(16, shard=None, context=2, tensor=4).shard == 4
-    assert lay_out(16, shard=None, context=1, tensor=1).replicate == 1
+    assert make_layout(16, shard=None, context=2, tensor=4).shard == 4
+    assert make_layout(16, shard=None, context=1, tensor=1).replicate == 1
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_without_a_size_the_weights_are_spread_over_all_ranks_that_tensor_parall
 )
 def test_sizes_that_do_not_fit_are_refused_by_their_key(sizes, words):
     with pytest.raises(ValueError, match=words) as raised:
-        lay_out(8, **{"shard": None, "context": 1, "tensor": 1, **sizes})
+        make_layout(8, **{"shard": None, "context": 1, "tensor": 1, **sizes})
     assert "\n" not in str(raised.value)
 
 
@@ -93,8 +93,8 @@ def test_a_setting_that_ddp_does_not_have_is_refused_with_the_nearest():
     ],
 )
 def test_the_default_is_the_simplest_that_the_devices_hold(monkeypatch, devices, nodes, parameters, expected):
-    monkeypatch.setattr(choosing, "memory_of_a_device", lambda accelerator: 80 * 2**30)
-    strategy = choosing.choose("cpu", devices, nodes, int(parameters))
+    monkeypatch.setattr(choosing, "device_memory", lambda accelerator: 80 * 2**30)
+    strategy = choosing.choose_strategy("cpu", devices, nodes, int(parameters))
     if isinstance(strategy, Sharded):
         name = "hsdp" if strategy.shard_size == "node" else "fsdp"
     else:

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.settings import shown
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
-from lit_modules.parallel.recomputing import EXPENSIVE, check_policy, recompute
+from lit_modules.parallel.recomputing import EXPENSIVE, apply_recomputation, check_policy
 
 IDS = torch.randint(0, 61, (2, 32), generator=torch.Generator().manual_seed(1))
 PRO = {"qk_norm": True, "output_gate": True, "output_norm": True, "kv_shift": True}
@@ -23,7 +23,7 @@ def fresh(policy="none", **switches) -> PalimpsestForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "intermediate_size": 64}
     model = PalimpsestForCausalLM(PalimpsestConfig(**sizes | switches))
-    recompute(model, policy)
+    apply_recomputation(model, policy)
     return model
 
 

@@ -29,7 +29,7 @@ def cfg() -> DictConfig:
 
 
 def said(cfg: DictConfig, error: Exception) -> str:
-    with pytest.raises(ValueError, match="out of memory") as raised, out_of_memory.in_one_line(cfg):
+    with pytest.raises(ValueError, match="out of memory") as raised, out_of_memory.explain_out_of_memory(cfg):
         raise error
     assert raised.value.__cause__ is error
     assert "\n" not in str(raised.value)
@@ -45,7 +45,7 @@ def test_a_gpu_without_memory_is_told_with_what_the_plan_would_lower(cfg, monkey
         "out of memory on NVIDIA A100-SXM4-40GB: 2.50 GiB more asked for, 12.0 GiB in all, 3.0 GiB of them held by "
         "other processes; job=plan estimates "
     )
-    peak, overrides = out_of_memory.planned(cfg, 9 * GIB, on_gpu=True)
+    peak, overrides = out_of_memory.planned_memory(cfg, 9 * GIB, on_gpu=True)
     assert peak > 9 * GIB
     assert f"estimates {peak / GIB:.1f} GiB for data.micro_batch_size=4096 x data.sequence_length=64: give " in line
     assert line.endswith(f": give {overrides}")
@@ -53,7 +53,7 @@ def test_a_gpu_without_memory_is_told_with_what_the_plan_would_lower(cfg, monkey
 
 
 def test_something_is_lowered_even_where_the_plan_said_that_it_fits(cfg):
-    _, overrides = out_of_memory.planned(cfg, 10_000 * GIB, on_gpu=True)
+    _, overrides = out_of_memory.planned_memory(cfg, 10_000 * GIB, on_gpu=True)
     assert overrides is not None
 
 
@@ -72,7 +72,7 @@ def test_main_memory_that_runs_out_is_told_without_gpus_to_add(cfg, error):
 
 
 def test_without_a_plan_the_sizes_are_named(cfg, monkeypatch):
-    monkeypatch.setattr(out_of_memory, "planned", lambda *_: cfg.nothing)
+    monkeypatch.setattr(out_of_memory, "planned_memory", lambda *_: cfg.nothing)
     assert said(cfg, MemoryError()).endswith(
         "; lower data.micro_batch_size=4096 x data.sequence_length=64, or give activation_checkpointing=full"
     )
@@ -80,12 +80,15 @@ def test_without_a_plan_the_sizes_are_named(cfg, monkeypatch):
 
 def test_a_job_that_trains_nothing_says_its_own_settings():
     lower = "give a smaller batch_size"
-    with pytest.raises(ValueError, match="memory") as raised, out_of_memory.in_one_line(DictConfig({}), lower):
+    with (
+        pytest.raises(ValueError, match="memory") as raised,
+        out_of_memory.explain_out_of_memory(DictConfig({}), lower),
+    ):
         raise MemoryError
     assert str(raised.value).startswith("out of memory on the CPU: ")
     assert str(raised.value).endswith("; give a smaller batch_size")
 
 
 def test_another_error_stays_what_it_is(cfg):
-    with pytest.raises(RuntimeError, match="something else"), out_of_memory.in_one_line(cfg):
+    with pytest.raises(RuntimeError, match="something else"), out_of_memory.explain_out_of_memory(cfg):
         raise RuntimeError("something else")

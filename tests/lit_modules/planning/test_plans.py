@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from common.gpus import SHEETS, peak_flops
+from common.gpus import DATA_SHEETS, peak_flops
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, export_pretrained
 from lit_modules.planning import Planner, Setup, find_gpu
-from lit_modules.planning.speed import Clock
+from lit_modules.planning.speed import OperationTimer
 from lit_modules.planning.work import Product, product_of
 
 CONFIG = {"vocab_size": 4096, "hidden_size": 512, "num_layers": 4, "num_heads": 8, "intermediate_size": 1408}
@@ -94,7 +94,7 @@ def test_a_faster_card_is_faster_and_recomputation_slower(planner):
 
 def test_products_of_rows_that_are_not_aligned_are_slower():
     aligned, not_aligned = (Product(1, 4096, 1024, 50000, 2, aligned) for aligned in (True, False))
-    clock = Clock(find_gpu("h200"), setup())
+    clock = OperationTimer(find_gpu("h200"), setup())
     assert clock.product(not_aligned) > 3 * clock.product(aligned)
     left = torch.empty(64, 32, dtype=torch.bfloat16)
     for columns, expected in ((48, True), (49, False)):
@@ -139,14 +139,14 @@ def test_what_fits_is_told_what_would_be_faster(planner):
 def test_without_a_strategy_the_plan_is_of_the_one_that_training_takes():
     given = {"sequence_length": 512, "micro_batch_size": 1, "batch_tokens": 2**20, "gpu": "l4"}
     small, large = (Planner(PalimpsestConfig(**CONFIG | {"vocab_size": size})) for size in (1024, 2_000_000))
-    assert small.chosen(setup(**given)).strategy == "one"
-    assert small.chosen(setup(**given, devices_per_node=8, nodes=2)).strategy == "ddp"
-    assert large.chosen(setup(**given, devices_per_node=8, nodes=2)).strategy == "hsdp"
-    assert large.chosen(setup(**given, devices_per_node=1, nodes=8)).strategy == "fsdp"
+    assert small.with_default_strategy(setup(**given)).strategy == "one"
+    assert small.with_default_strategy(setup(**given, devices_per_node=8, nodes=2)).strategy == "ddp"
+    assert large.with_default_strategy(setup(**given, devices_per_node=8, nodes=2)).strategy == "hsdp"
+    assert large.with_default_strategy(setup(**given, devices_per_node=1, nodes=8)).strategy == "fsdp"
 
 
 def test_every_card_whose_peak_is_known_can_be_planned_for():
-    assert all(find_gpu(name).name == name and find_gpu(name).flops == peak_flops(name) for name in SHEETS)
+    assert all(find_gpu(name).name == name and find_gpu(name).flops == peak_flops(name) for name in DATA_SHEETS)
     assert find_gpu("NVIDIA H200").name == find_gpu("h200").name == "H200"
     assert find_gpu("rtx_4090").name == "RTX 4090"
     assert find_gpu("NVIDIA H100 80GB HBM3").name == "H100"

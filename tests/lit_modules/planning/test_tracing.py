@@ -13,7 +13,7 @@ from lit_modules.networks.positions import Positions, locate
 from lit_modules.networks.swiglu import SwiGLU
 from lit_modules.planning.compiled import trace_compiled
 from lit_modules.planning.eager import trace_eager
-from lit_modules.planning.network import Network, hollow
+from lit_modules.planning.network import Network, on_meta_device
 from lit_modules.planning.setup import Setup
 
 TOKENS, WIDTH = 96, 32
@@ -59,7 +59,7 @@ def test_a_block_keeps_what_autograd_saves(switches):
     with torch.device("meta"):
         block = Block(given, "attention")
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
-        hollow(block, torch.float32)
+        on_meta_device(block, torch.float32)
         fakes = [torch.empty(x.shape, dtype=x.dtype, requires_grad=x.requires_grad) for x in inputs]
         traced = trace_eager(partial(forward, block), fakes, list(block.parameters()))
     assert traced.kept == real
@@ -74,7 +74,7 @@ def test_a_compiled_module_keeps_what_the_compiler_saves():
     with torch.device("meta"):
         module = SwiGLU(WIDTH, 48)
     with FakeTensorMode():
-        hollow(module, torch.float32)
+        on_meta_device(module, torch.float32)
         traced = trace_compiled(module, module, [torch.empty(1, TOKENS, WIDTH, requires_grad=True)], "none")
     assert traced.kept == real
 

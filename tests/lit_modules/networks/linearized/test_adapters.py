@@ -151,7 +151,7 @@ def fingerprint_of_an_earlier_version(base):
 def test_a_stock_model_takes_no_adapter(saved, bases):
     stock = AutoModelForCausalLM.from_pretrained(bases["llama"])
     with pytest.raises(ValueError, match="belongs on a linearized model, and this is a LlamaForCausalLM: give"):
-        adapters.put_on(stock, saved)
+        adapters.apply_adapter(stock, saved)
 
 
 def test_an_export_generates_in_a_fresh_process_after_one_import(bases, tmp_path, tokenizer):
@@ -243,13 +243,13 @@ def test_another_base_model_is_refused(saved, bases, tmp_path):
 def test_an_adapter_for_other_settings_names_the_first_that_differs(saved, bases):
     model = load_pretrained(str(bases["llama"]), SETTINGS, torch.float32)
     with pytest.raises(ValueError, match=r"linearization\.gate_source=random, and the model has .*=keys"):
-        adapters.put_on(model, saved)
+        adapters.apply_adapter(model, saved)
     assert not any(".lora_" in name for name, _ in model.named_parameters())
 
 
 def test_an_adapter_is_not_put_onto_lora(saved, bases):
     with pytest.raises(ValueError, match="has LoRA: merge it before"):
-        adapters.put_on(adapted(bases["llama"], LEARNED), saved)
+        adapters.apply_adapter(adapted(bases["llama"], LEARNED), saved)
 
 
 @pytest.mark.parametrize("name", [adapters.RECORD, adapters.PARAMETERS, adapters.LORA_CONFIG, adapters.LORA_WEIGHTS])
@@ -345,9 +345,9 @@ def test_no_prompt_at_all_is_written_on_from_the_token_that_begins_a_document(ru
 
 def test_an_unfinished_run_says_that_it_has_nothing_to_load_yet(run_of_linearize, monkeypatch):
     config = {"model_type": "linearized_llama", "hidden_size": 32}
-    monkeypatch.setattr(job.checkpoints, "read_trainer", lambda path: {"palimpsest": {"model_config": config}})
+    monkeypatch.setattr(job.checkpoints, "read_trainer_state", lambda path: {"palimpsest": {"model_config": config}})
     with pytest.raises(ValueError, match="there to go on linearizing from"):
-        job.from_checkpoint(run_of_linearize / "checkpoints" / "step_1")
+        job.load_training_checkpoint(run_of_linearize / "checkpoints" / "step_1")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from lit_modules.networks.linearized.conversion import linearize
 from lit_modules.networks.linearized.families import FAMILIES
 from lit_modules.networks.linearized.lora import add_lora
-from lit_modules.networks.linearized.sensitivity import choose_layers, every, sensitivity
+from lit_modules.networks.linearized.sensitivity import choose_layers, every_nth_layer, sensitivity
 from lit_modules.networks.linearized.settings import Linearization
 
 
@@ -77,10 +77,10 @@ def test_the_most_sensitive_layers_are_chosen_in_order():
 
 
 def test_the_papers_rule_keeps_one_after_every_seven():
-    assert every(16) == (7, 15)
-    assert every(28, 8) == (7, 15, 23)
-    assert every(4) == ()
-    assert every(4, 1) == (0, 1, 2, 3)
+    assert every_nth_layer(16) == (7, 15)
+    assert every_nth_layer(28, 8) == (7, 15, 23)
+    assert every_nth_layer(4) == ()
+    assert every_nth_layer(4, 1) == (0, 1, 2, 3)
 
 
 def test_of_layers_that_lose_the_same_the_first_are_chosen():
