@@ -43,8 +43,8 @@ def split_context(model: PalimpsestForCausalLM, group: dist.ProcessGroup) -> "Co
         mixer = block.self_attn
         mixer.operation = functools.partial(plan.over_heads, mixer.operation, mixer.look_back)
         # before the hooks of a tensor plan, which turn hidden states into DTensors
-        mixer.register_forward_pre_hook(plan.look_back, with_kwargs=True, prepend=True)
-        mixer.register_forward_hook(plan.drop_what_was_looked_back_at)
+        mixer.register_forward_pre_hook(plan.prepend_earlier_tokens, with_kwargs=True, prepend=True)
+        mixer.register_forward_hook(plan.drop_earlier_tokens)
     return plan
 
 
