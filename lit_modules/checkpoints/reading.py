@@ -46,7 +46,7 @@ class MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
 
 
-class Reader(FileSystemReader):
+class SafeReader(FileSystemReader):
     """Torch's reader of a checkpoint's folder, restricted to metadata that names tensors only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -67,7 +67,7 @@ class Reader(FileSystemReader):
         return metadata
 
 
-def sizes(path: Path) -> dict[str, torch.Size]:
+def tensor_shapes(path: Path) -> dict[str, torch.Size]:
     """Return the shape of every tensor of a checkpoint.
 
     Raises:
@@ -77,8 +77,8 @@ def sizes(path: Path) -> dict[str, torch.Size]:
 
 
 def tensor_entries(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shape and dtype of every tensor of a checkpoint, which has nothing but tensors; raises as `sizes`."""
-    entries = Reader(path).read_metadata().state_dict_metadata
+    """Return shape and dtype of every tensor of a checkpoint, which has nothing but tensors; raises as `tensor_shapes`."""
+    entries = SafeReader(path).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -92,13 +92,13 @@ def read_into(tensors: dict[str, Tensor], path: Path, *, alone: bool = False) ->
         ValueError: a file cannot be read.
     """
     try:
-        dcp.load(tensors, storage_reader=Reader(path), no_dist=alone)
+        dcp.load(tensors, storage_reader=SafeReader(path), no_dist=alone)
     except CheckpointException as failure:  # not an Exception subclass; its text is every rank's traceback
         rank, (error, _) = min(failure.failures.items())
         raise ValueError(f"{path} cannot be read by rank {rank}: {str(error).splitlines()[0]}") from failure
 
 
-def read_trainer(path: Path) -> dict[str, Any]:
+def read_trainer_state(path: Path) -> dict[str, Any]:
     """Read Lightning's part of a checkpoint: loops, callbacks, schedulers, and the module's own entries.
 
     Raises:
@@ -118,13 +118,13 @@ def data_fingerprint(folder: Path) -> str | None:
     """
     for _, path in step_folders(folder):
         try:
-            return read_trainer(path)["palimpsest"]["data_fingerprint"]
+            return read_trainer_state(path)["palimpsest"]["data_fingerprint"]
         except (ValueError, KeyError):  # damaged: the next one has the same fingerprint
             continue
     return None
 
 
-def consolidated(path: Path) -> dict[str, Tensor]:
+def read_unsharded_weights(path: Path) -> dict[str, Tensor]:
     """Return the unsharded weights of a checkpoint in main memory, by the trained module's names.
 
     Args:

@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from common.settings import check_whole
-from lit_modules.checkpoints.folders import clear_partials, keep_newest, link_best, name_of
-from lit_modules.checkpoints.strategy import Checkpointed
-from lit_modules.checkpoints.writing import Outcome
+from lit_modules.checkpoints.folders import clear_partials, folder_name, link_best, remove_older
+from lit_modules.checkpoints.strategy import CheckpointsTensors
+from lit_modules.checkpoints.writing import WriteOutcome
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Checkpoints(Checkpoint):
 
     Training continues while a checkpoint is written, and waits only if the next one is due earlier. An older checkpoint
     is removed only after a newer one is complete. If one cannot be written (a full disk), an error is logged, earlier
-    ones remain, and training continues. The strategy must be a `Checkpointed`.
+    ones remain, and training continues. The strategy must be a `CheckpointsTensors`.
 
     Args:
         every_tokens: tokens between two checkpoints; rounded to whole steps, at least one.
@@ -58,7 +58,7 @@ class Checkpoints(Checkpoint):
 
     def on_fit_start(self, trainer: lightning.Trainer, module: Any) -> None:
         if trainer.is_global_zero:
-            clear_partials(folder_of(trainer))
+            clear_partials(checkpoints_folder(trainer))
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -66,7 +66,7 @@ class Checkpoints(Checkpoint):
         if not module.ends_step(batch_idx):
             return
         step = trainer.global_step
-        self.due = self.due or step % module.steps_of(self.every_tokens) == 0 or step == trainer.max_steps
+        self.due = self.due or step % module.steps_for_tokens(self.every_tokens) == 0 or step == trainer.max_steps
         assert trainer.val_check_batch is not None
         if self.due and (batch_idx + 1) % trainer.val_check_batch != 0:
             self.save(trainer)  # else after the validation, which a run killed during it repeats
@@ -109,8 +109,8 @@ class Checkpoints(Checkpoint):
         if best:  # set before saving: the checkpoint itself records that it is the best
             self.best_loss, self.best_step = loss, trainer.global_step
         self.saved_step = trainer.global_step
-        path = folder_of(trainer) / name_of(trainer.global_step)
-        trainer.save_checkpoint(path, storage_options=partial(self.tidy, path, trainer.global_step, best))
+        path = checkpoints_folder(trainer) / folder_name(trainer.global_step)
+        trainer.save_checkpoint(path, storage_options=partial(self.remove_unneeded, path, trainer.global_step, best))
         self._waited = time.perf_counter() - began
 
     def wait(self, trainer: lightning.Trainer) -> Path | None:
@@ -120,17 +120,17 @@ class Checkpoints(Checkpoint):
             Its path; None if none was pending or it could not be written.
         """
         began = time.perf_counter()
-        assert isinstance(trainer.strategy, Checkpointed)
+        assert isinstance(trainer.strategy, CheckpointsTensors)
         outcome = trainer.strategy.wait_for_checkpoint()
         if outcome is None:
             return None
         if outcome.error is not None:
             self.saved_step = None
             self.best_loss, self.best_step = self._best_before
-        self.account(trainer, outcome, self._waited + time.perf_counter() - began)
+        self.log_duration(trainer, outcome, self._waited + time.perf_counter() - began)
         return outcome.path if outcome.error is None else None
 
-    def account(self, trainer: lightning.Trainer, outcome: Outcome, waited: float) -> None:
+    def log_duration(self, trainer: lightning.Trainer, outcome: WriteOutcome, waited: float) -> None:
         """Log the time that a checkpoint took."""
         self.checkpoint_seconds += waited
         module: Any = trainer.lightning_module
@@ -142,13 +142,13 @@ class Checkpoints(Checkpoint):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, trainer.global_step)
 
-    def tidy(self, path: Path, step: int, best: bool) -> None:
+    def remove_unneeded(self, path: Path, step: int, best: bool) -> None:
         """Link a complete checkpoint as the best if it is, and remove those that are no longer kept."""
         if best:
             link_best(path)
-        keep_newest(path.parent, self.keep_last, step)
+        remove_older(path.parent, self.keep_last, step)
 
 
-def folder_of(trainer: lightning.Trainer) -> Path:
+def checkpoints_folder(trainer: lightning.Trainer) -> Path:
     """Return the run's `checkpoints/`."""
     return Path(trainer.default_root_dir) / "checkpoints"

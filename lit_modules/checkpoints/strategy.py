@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from lit_modules.checkpoints import tensors
 from lit_modules.checkpoints.folders import read_manifest
 from lit_modules.checkpoints.random_state import RandomState
-from lit_modules.checkpoints.reading import OPTIMIZER, RANDOM, WEIGHTS, read_into, read_trainer, sizes
-from lit_modules.checkpoints.writing import Outcome, Writer
+from lit_modules.checkpoints.reading import OPTIMIZER, RANDOM, WEIGHTS, read_into, read_trainer_state, tensor_shapes
+from lit_modules.checkpoints.writing import BackgroundWriter, WriteOutcome
 
 RATES = "learning_rates"
 RANDOM_STATE = RandomState().state_key
 
 
-class Checkpointed(Strategy):
+class CheckpointsTensors(Strategy):
     """Mixin for a Lightning strategy of one device, DDP or FSDP2; put it before the strategy in the bases.
 
     A checkpoint stores tensors by name, independent of sharding. Optimizer hyperparameters come from the configuration,
@@ -32,13 +32,13 @@ class Checkpointed(Strategy):
 
     restore_checkpoint_after_setup = True  # tensors are read in place
     lightning_restore_optimizer = False  # already restored by then
-    _writer: Writer | None = None
+    _writer: BackgroundWriter | None = None
 
     @property
-    def checkpoint_writer(self) -> Writer:
+    def checkpoint_writer(self) -> BackgroundWriter:
         """The writer of this strategy's checkpoints, created on first access."""
         if self._writer is None:
-            self._writer = Writer()
+            self._writer = BackgroundWriter()
         return self._writer
 
     @property
@@ -61,19 +61,19 @@ class Checkpointed(Strategy):
             checkpoint: Lightning's checkpoint, with tensors as this class returns them.
             storage_options: called on rank 0, in the background, once the checkpoint is complete.
         """
-        rank, world_size = ranks()
+        rank, world_size = rank_and_world_size()
         state = {WEIGHTS + name: tensor for name, tensor in checkpoint.pop("state_dict").items()}
         for optimizer in checkpoint.pop("optimizer_states", []):
             state |= {OPTIMIZER + name: tensor for name, tensor in optimizer.items()}
         callbacks = checkpoint.get("callbacks", {})
         random = {}
         if RANDOM_STATE in callbacks:
-            random[f"{RANDOM}{rank:05d}"] = tensors.packed(callbacks.pop(RANDOM_STATE))
+            random[f"{RANDOM}{rank:05d}"] = tensors.pack(callbacks.pop(RANDOM_STATE))
         checkpoint[RATES] = tensors.learning_rates(self._trained, self.optimizers)
-        mine = tensors.share(state, rank, world_size)
-        self.checkpoint_writer.begin(Path(filepath), mine, random, checkpoint, storage_options or (lambda: None))
+        mine = tensors.rank_share(state, rank, world_size)
+        self.checkpoint_writer.start(Path(filepath), mine, random, checkpoint, storage_options or (lambda: None))
 
-    def wait_for_checkpoint(self) -> Outcome | None:
+    def wait_for_checkpoint(self) -> WriteOutcome | None:
         """Wait for the pending checkpoint and return its outcome; None if none is pending."""
         return self.checkpoint_writer.wait()
 
@@ -90,18 +90,18 @@ class Checkpointed(Strategy):
         path = Path(self.broadcast(str(checkpoint_path)))
         module = self._trained
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        found, checkpoint = sizes(path), read_trainer(path)
+        found, checkpoint = tensor_shapes(path), read_trainer_state(path)
         state = {WEIGHTS + name: tensor for name, tensor in self.lightning_module_state_dict().items()}
         if fitting:
             state |= self._made_optimizer_states(found)
-        check_shapes(state, found, path)
-        rank, world_size = ranks()
+        check_tensor_shapes(state, found, path)
+        rank, world_size = rank_and_world_size()
         own = f"{RANDOM}{rank if read_manifest(path)['world_size'] == world_size else 0:05d}"
         if own in found:
             state[own] = torch.empty(found[own], dtype=torch.uint8)
         read_into(state, path)
         if own in found:
-            checkpoint.setdefault("callbacks", {})[RANDOM_STATE] = tensors.unpacked(state[own])
+            checkpoint.setdefault("callbacks", {})[RANDOM_STATE] = tensors.unpack(state[own])
         if fitting:
             tensors.restore_learning_rates(module, self.optimizers, checkpoint[RATES])
             for config, schedule in zip(module.trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
@@ -139,12 +139,12 @@ class Checkpointed(Strategy):
         super().teardown()
 
 
-def ranks() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return this rank's number and the world size."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def check_shapes(state: dict[str, Tensor], found: dict[str, torch.Size], path: Path) -> None:
+def check_tensor_shapes(state: dict[str, Tensor], found: dict[str, torch.Size], path: Path) -> None:
     """Raise ValueError for the first tensor that a checkpoint lacks or has in another shape."""
     for name, tensor in state.items():
         if name not in found:

@@ -15,20 +15,20 @@ from lit_modules.parallel.strategies import DataParallel, OneDevice, Sharded
 
 # Bytes per parameter in float32 training: the weight, its gradient, AdamW's two moments, and autocast's copy.
 TRAINING_BYTES = 4 + 4 + 8 + 2
-ROOM = 0.5  # share of a device's memory for these; the rest is for activations
+MEMORY_SHARE = 0.5  # share of a device's memory for these; the rest is for activations
 
 
-def choose(accelerator: str, devices: Any, num_nodes: int, parameters: int) -> Strategy:
-    """Create the strategy that `simplest` names for this machine's devices and as many on each other node."""
-    name = simplest(parameters, count_devices(accelerator, devices), num_nodes, memory_of_a_device(accelerator))
+def choose_strategy(accelerator: str, devices: Any, num_nodes: int, parameters: int) -> Strategy:
+    """Create the strategy that `simplest_strategy` names for this machine's devices and as many on each other node."""
+    name = simplest_strategy(parameters, count_devices(accelerator, devices), num_nodes, device_memory(accelerator))
     if name == "one":
-        return OneDevice(device_of(accelerator, devices))
+        return OneDevice(single_device(accelerator, devices))
     if name == "ddp":
         return DataParallel(gradient_as_bucket_view=True)
     return Sharded(shard_size="node" if name == "hsdp" else None)
 
 
-def simplest(parameters: int, devices: int, num_nodes: int, memory: float | None) -> str:
+def simplest_strategy(parameters: int, devices: int, num_nodes: int, memory: float | None) -> str:
     """Return the simplest strategy: "one", "ddp", "hsdp" or "fsdp".
 
     "one" is for a single device. "ddp" needs a device that holds the training of all `parameters`. "hsdp", shards
@@ -40,9 +40,9 @@ def simplest(parameters: int, devices: int, num_nodes: int, memory: float | None
     needed = TRAINING_BYTES * parameters
     if devices * num_nodes == 1:
         return "one"
-    if memory is None or needed <= ROOM * memory:
+    if memory is None or needed <= MEMORY_SHARE * memory:
         return "ddp"
-    return "hsdp" if num_nodes > 1 and needed / devices <= ROOM * memory else "fsdp"
+    return "hsdp" if num_nodes > 1 and needed / devices <= MEMORY_SHARE * memory else "fsdp"
 
 
 def check_memory(config: PalimpsestConfig, cfg: DictConfig, strategy: Strategy) -> None:
@@ -59,7 +59,7 @@ def check_memory(config: PalimpsestConfig, cfg: DictConfig, strategy: Strategy) 
     held = 4 if "Adam" in cfg.optimizer._target_ else 2
     parameters = planned_parameters(config)
     needed = parameters * each * held / (here * num_nodes if isinstance(strategy, Sharded) else 1)
-    memory, where = memory_of_a_device(accelerator), "a GPU here"
+    memory, where = device_memory(accelerator), "a GPU here"
     if memory is None:
         memory, where, needed = psutil.virtual_memory().total, "this machine", needed * here
     if needed > memory:
@@ -70,7 +70,7 @@ def check_memory(config: PalimpsestConfig, cfg: DictConfig, strategy: Strategy) 
         )
 
 
-def on_gpu(accelerator: str) -> bool:
+def uses_gpu(accelerator: str) -> bool:
     """Return whether the trainer's `accelerator` means GPUs on this machine."""
     return accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
 
@@ -81,7 +81,7 @@ def count_devices(accelerator: str, devices: Any) -> int:
     return len(found) if isinstance(found, list) else found
 
 
-def device_of(accelerator: str, devices: Any) -> torch.device:
+def single_device(accelerator: str, devices: Any) -> torch.device:
     """Return the first device that the trainer's `accelerator` and `devices` mean."""
     found = devices_here(accelerator, devices)
     return torch.device("cuda", found[0]) if isinstance(found, list) else torch.device("cpu")
@@ -93,7 +93,7 @@ def devices_here(accelerator: str, devices: Any) -> int | list[int]:
     Raises:
         ValueError: this machine does not have them.
     """
-    kind, every = (CUDAAccelerator, -1) if on_gpu(accelerator) else (CPUAccelerator, 1)
+    kind, every = (CUDAAccelerator, -1) if uses_gpu(accelerator) else (CPUAccelerator, 1)
     try:
         found = kind.parse_devices(every if devices in ("auto", -1, "-1") else devices)
     except (MisconfigurationException, TypeError):
@@ -105,6 +105,6 @@ def devices_here(accelerator: str, devices: Any) -> int | list[int]:
     return found
 
 
-def memory_of_a_device(accelerator: str) -> int | None:
+def device_memory(accelerator: str) -> int | None:
     """Return the bytes of a GPU of this machine; None for CPU devices, which share one memory."""
-    return torch.cuda.get_device_properties(0).total_memory if on_gpu(accelerator) else None
+    return torch.cuda.get_device_properties(0).total_memory if uses_gpu(accelerator) else None

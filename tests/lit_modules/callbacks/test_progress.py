@@ -53,7 +53,9 @@ def test_throughput_is_the_whole_runs_and_mfu_and_tokens_for_each_gpu_count_ever
 
 
 def test_a_report_follows_the_first_step_each_interval_and_the_last_step_and_no_micro_batch_between():
-    module = SimpleNamespace(ends_step=lambda batch_idx: batch_idx % 2 == 1, steps_for_tokens=lambda tokens: tokens // 100)
+    module = SimpleNamespace(
+        ends_step=lambda batch_idx: batch_idx % 2 == 1, steps_for_tokens=lambda tokens: tokens // 100
+    )
 
     def reports(batch_idx: int) -> bool:
         trainer = SimpleNamespace(global_step=(batch_idx + 1) // 2, max_steps=7)
