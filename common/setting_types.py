@@ -69,7 +69,9 @@ def describe_hint(hint: Any) -> str:
         return " or ".join(map(shown, arguments))
     if kind in LISTS:
         if kind is tuple and Ellipsis not in arguments:
-            return f"a list of {len(arguments)} values, each {' or '.join(dict.fromkeys(map(in_words, arguments)))}"
+            return (
+                f"a list of {len(arguments)} values, each {' or '.join(dict.fromkeys(map(describe_hint, arguments)))}"
+            )
         return "a list of text, as [a, b]" if str in arguments else "a list, as [1, 2]"
     if kind is Path:
         return PLAIN[str]

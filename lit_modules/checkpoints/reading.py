@@ -77,7 +77,7 @@ def tensor_shapes(path: Path) -> dict[str, torch.Size]:
 
 
 def tensor_entries(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shape and dtype of every tensor of a checkpoint, which has nothing but tensors; raises as `tensor_shapes`."""
+    """Return shape and dtype of every tensor of a checkpoint, which holds only tensors; raises as `tensor_shapes`."""
     entries = SafeReader(path).read_metadata().state_dict_metadata
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
