@@ -112,7 +112,7 @@ def test_the_first_step_is_not_timed_and_later_ones_are_sampled():
     forward, waited = pace.take_times()
     assert 0 < forward < 1
     assert 0 < waited < 1
-    pace.remove()
+    pace.remove_hooks()
     assert not block._forward_hooks
     assert not block._forward_pre_hooks
 
