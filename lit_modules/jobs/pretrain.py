@@ -11,14 +11,14 @@ from omegaconf import DictConfig
 from common.atomic_files import replace_atomically
 from common.settings import SettingError
 from data_pipeline.tokens.tokenizer import add_document_start, document_start
-from lit_modules.jobs.summary import conclude, measured
-from lit_modules.jobs.training_job import TrainingParts, build_trainer, rehearse, set_lengths, train
+from lit_modules.jobs.summary import measured_values, write_and_print
+from lit_modules.jobs.training_job import TrainingParts, build_trainer, check_on_other_machine, set_lengths, train
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, export_pretrained
 from lit_modules.networks.counting import planned_parameters
-from lit_modules.parallel.choosing import check_memory, choose
+from lit_modules.parallel.choosing import check_memory, choose_strategy
 from lit_modules.parallel.context import check_heads, check_tokens
-from lit_modules.parallel.gathering import gathered
-from lit_modules.parallel.layout import Layout
+from lit_modules.parallel.gathering import gather_model
+from lit_modules.parallel.layout import RankLayout
 from lit_modules.parallel.recomputing import check_policy
 from lit_modules.parallel.strategies import Sharded
 from lit_modules.parallel.tensor import check_split
@@ -28,13 +28,13 @@ from lit_modules.pretraining import Pretraining
 
 def run(cfg: DictConfig) -> None:
     """Train (or resume training), and write an evaluated model; see lit_modules.jobs.training_job.train."""
-    with out_of_memory.in_one_line(cfg):
-        train(cfg, build, adopt_tokenizer, finish)
+    with out_of_memory.explain_out_of_memory(cfg):
+        train(cfg, build, adopt_tokenizer, write_results)
 
 
 def check_run(cfg: DictConfig, folder: Path) -> None:
     """Raise ValueError for settings that `run` would refuse, without its devices, data and memory."""
-    rehearse(cfg, folder, functools.partial(build, weights=False))
+    check_on_other_machine(cfg, folder, functools.partial(build, weights=False))
 
 
 def build(cfg: DictConfig, folder: Path, weights: bool = True) -> TrainingParts:
@@ -71,7 +71,7 @@ def build(cfg: DictConfig, folder: Path, weights: bool = True) -> TrainingParts:
     return TrainingParts(trainer, module, data)
 
 
-def check_spread(config: PalimpsestConfig, data: Any, layout: Layout) -> None:
+def check_spread(config: PalimpsestConfig, data: Any, layout: RankLayout) -> None:
     """Raise ValueError if heads or tokens cannot be split as `layout` says; the line names the key."""
     if layout.tensor > 1:
         check_split(config, layout.tensor)
@@ -90,7 +90,7 @@ def build_strategy(cfg: DictConfig, config: PalimpsestConfig) -> Strategy:
     if cfg.strategy._target_:
         return hydra.utils.instantiate(cfg.strategy)
     parameters = planned_parameters(config)
-    return choose(cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes, parameters)
+    return choose_strategy(cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes, parameters)
 
 
 def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Path) -> None:
@@ -116,10 +116,10 @@ def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Pat
     generation.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
-def finish(cfg: DictConfig, parts: TrainingParts, folder: Path) -> None:
+def write_results(cfg: DictConfig, parts: TrainingParts, folder: Path) -> None:
     """Export the trained model, write summary.json, and print the results."""
     trainer, module, data = parts
-    trained = gathered(module.model, trainer.strategy)
+    trained = gather_model(module.model, trainer.strategy)
     if not trainer.is_global_zero:
         return
     export(trained, data.hf_tokenizer, folder / "export")
@@ -127,7 +127,7 @@ def finish(cfg: DictConfig, parts: TrainingParts, folder: Path) -> None:
         f"model:    {folder}/export/ (Hugging Face format)",
         f'write on: palimpsest job=generate checkpoint={folder} prompt="Returns the"',
     ]
-    conclude(trainer, measured(trainer, module, data), folder, closing)
+    write_and_print(trainer, measured_values(trainer, module, data), folder, closing)
 
 
 def export(model: PalimpsestForCausalLM, tokenizer: Any, folder: Path) -> None:

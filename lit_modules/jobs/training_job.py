@@ -25,9 +25,9 @@ from common.quantities import count
 from common.setting_types import check_type
 from common.settings import SettingError, check_choice, check_number, check_switch, check_whole
 from lit_modules import checkpoints
-from lit_modules.callbacks.device_stats import ranks
-from lit_modules.callbacks.preemption import listening
-from lit_modules.callbacks.watchdog import naming_the_cause
+from lit_modules.callbacks.device_stats import describe_ranks
+from lit_modules.callbacks.preemption import handle_signals
+from lit_modules.callbacks.watchdog import report_culprit
 from lit_modules.language_modelling import Training, check_optimizer
 from lit_modules.launching import failures, run_folder
 from lit_modules.launching import process as launched
@@ -84,7 +84,7 @@ def train(
     find = checkpoints.newest_whole if trainer.is_global_zero else checkpoints.newest  # newest_whole reads all of it
     checkpoint = find(folder / "checkpoints")
     add_loggers(trainer, cfg, folder, config, checkpoint)
-    log.info(f"run: {folder}{start_of(folder, checkpoint)}")
+    log.info(f"run: {folder}{describe_start(folder, checkpoint)}")
 
     data.resumed = checkpoints.data_fingerprint(folder / "checkpoints")
     data.prepare()
@@ -92,13 +92,13 @@ def train(
         adopt(cfg, module, data, folder)
     module.data_fingerprint = data.fingerprint
     module.components = tuple(data.component_bytes)
-    module.phase_starts = together(module.phase_starts, data.phase_starts)
+    module.phase_starts = stages_and_phases(module.phase_starts, data.phase_starts)
     if trainer.is_global_zero:
         save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
-    log.info(describe(trainer, module, data))
+    log.info(describe_training(trainer, module, data))
     exit_code = 1
     try:
-        with listening(trainer, module):
+        with handle_signals(trainer, module):
             fit_and_measure(trainer, module, data, checkpoint)
             finish(cfg, parts, folder)
         exit_code = 0
@@ -112,7 +112,7 @@ def train(
             lock.close()
 
 
-def start_of(folder: Path, checkpoint: Path | None) -> str:
+def describe_start(folder: Path, checkpoint: Path | None) -> str:
     """Describe where a resumed run starts; empty for a new run."""
     if checkpoint is not None:
         return f", resumed from {checkpoint.name}"
@@ -120,7 +120,7 @@ def start_of(folder: Path, checkpoint: Path | None) -> str:
     return f", which has no checkpoint in {folder}/checkpoints: it starts from step 0" if began else ""
 
 
-def together(stages: dict[int, str], phases: dict[int, str]) -> dict[int, str]:
+def stages_and_phases(stages: dict[int, str], phases: dict[int, str]) -> dict[int, str]:
     """Return the names of the stages and phases that start at each optimizer step."""
     steps = sorted({*stages, *phases})
     return {step: ", ".join(name for part in (stages, phases) if (name := part.get(step))) for step in steps}
@@ -135,7 +135,7 @@ def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, che
         SilentExit: another rank caused this one's end, and has reported it.
         RunFailed: the held-out loss is not a number.
     """
-    with naming_the_cause(trainer):
+    with report_culprit(trainer):
         try:
             trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
         except SystemExit:
@@ -203,7 +203,7 @@ def build_trainer(cfg: DictConfig, module: Training, strategy: Strategy, folder:
             max_steps=math.ceil(cfg.max_tokens / module.batch_tokens),
             max_epochs=-1,
             check_val_every_n_epoch=None,
-            callbacks=[*callbacks, checkpoints.RandomState(), first_failure(cfg, folder)],
+            callbacks=[*callbacks, checkpoints.RandomState(), failure_recorder(cfg, folder)],
             plugins=[environment] if environment else None,
             logger=False,
             default_root_dir=folder,
@@ -230,7 +230,7 @@ def refuse_local_sweep(trainer: lightning.Trainer) -> None:
         raise SettingError("trainer.devices", trainer.num_devices, "give 1, or -m hydra/launcher=slurm", problem)
 
 
-def rehearse(cfg: DictConfig, folder: Path, build: Callable[[DictConfig, Path], TrainingParts]) -> None:
+def check_on_other_machine(cfg: DictConfig, folder: Path, build: Callable[[DictConfig, Path], TrainingParts]) -> None:
     """Raise ValueError for settings that `train` would refuse on the run's own machines.
 
     Args:
@@ -254,17 +254,17 @@ def set_lengths(cfg: DictConfig, trainer: lightning.Trainer, module: Training, d
     trainer.accumulate_grad_batches = data.accumulation(readers)
     if cfg.validation_tokens is not None:
         trainer.limit_val_batches = math.ceil(cfg.validation_tokens / data.validation_batch_tokens(readers))
-    trainer.val_check_interval = module.steps_of(cfg.validate_every_tokens) * trainer.accumulate_grad_batches
+    trainer.val_check_interval = module.steps_for_tokens(cfg.validate_every_tokens) * trainer.accumulate_grad_batches
 
 
-def first_failure(cfg: DictConfig, folder: Path) -> LambdaCallback:
+def failure_recorder(cfg: DictConfig, folder: Path) -> LambdaCallback:
     """Return a callback that records a training error at once.
 
     Lightning then ends the other ranks, which would otherwise appear to have failed first.
     """
 
     def record(trainer: lightning.Trainer, module: Training, error: BaseException) -> None:
-        failures.record_failure(folder, out_of_memory.explained(cfg, error))
+        failures.record_failure(folder, out_of_memory.explain_error(cfg, error))
 
     return LambdaCallback(on_exception=record)
 
@@ -285,13 +285,13 @@ def add_loggers(
     metrics = MetricsCsv(folder)
     step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
     metrics.resume_from(step)
-    settings = {**config, "commit": run_folder.code_commit(), "ranks": ranks(trainer)}
+    settings = {**config, "commit": run_folder.code_commit(), "ranks": describe_ranks(trainer)}
     # passed after instantiation: Hydra must not build the targets that the settings name
     others = [hydra.utils.instantiate(logger, _partial_=True) for logger in cfg.logger.values()]
     trainer.loggers = [metrics, *(logger(folder=folder, settings=settings) for logger in others)]
 
 
-def describe(trainer: lightning.Trainer, module: Training, data: Any) -> str:
+def describe_training(trainer: lightning.Trainer, module: Training, data: Any) -> str:
     """Describe the training in three lines."""
     tokens = trainer.max_steps * module.batch_tokens
     passes = tokens / (data.train_sequences * data.sequence_length)

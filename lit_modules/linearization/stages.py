@@ -15,7 +15,7 @@ OBJECTIVES = ("cross_entropy", "kl", "attention_transfer")
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """A part of a linearization's training: which parameters, how many tokens, and which objectives.
 
     The loss is the weighted sum of the objectives; one of weight 0 is not computed. Next-token objectives are means
@@ -65,10 +65,10 @@ class PlannedStage(NamedTuple):
 
     first: int
     name: str
-    stage: Stage
+    stage: TrainingStage
 
 
-def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) -> list[PlannedStage]:
+def plan_stages(stages: dict[str, TrainingStage], max_tokens: int, batch_tokens: int) -> list[PlannedStage]:
     """Return the stages in order, each with its first optimizer step and its `tokens` rounded to whole steps.
 
     Raises:
@@ -98,7 +98,7 @@ def plan_stages(stages: dict[str, Stage], max_tokens: int, batch_tokens: int) ->
     return planned
 
 
-def check_groups(model: LinearizedForCausalLM, stages: dict[str, Stage]) -> None:
+def check_groups(model: LinearizedForCausalLM, stages: dict[str, TrainingStage]) -> None:
     """Raise ValueError, naming the key, if a stage trains parameters that the model with its LoRA lacks."""
     for name, stage in stages.items():
         with under(f"stages.{name}"):

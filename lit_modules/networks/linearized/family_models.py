@@ -20,7 +20,7 @@ class LinearizedFamily(LinearizedForCausalLM):
         from lit_modules.networks.linearized import adapters  # imports this module
 
         if peft_model_id is not None and (Path(peft_model_id) / adapters.RECORD).is_file():
-            return adapters.put_on(self, peft_model_id)
+            return adapters.apply_adapter(self, peft_model_id)
         return super().load_adapter(None if peft_model_id is None else str(peft_model_id), *args, **options)
 
 

@@ -14,7 +14,7 @@ from kernels.gated_recurrence import (
     windowed_step,
 )
 from kernels.gated_recurrence.forms import Recurrence, SlotRecurrence
-from lit_modules.networks.caches.linearized import LinearizedCacheLayer, later
+from lit_modules.networks.caches.linearized import LinearizedCacheLayer, delay_tokens
 from lit_modules.networks.linearized.base import Rotary, StockAttention, SubstitutedAttention
 from lit_modules.networks.linearized.feature_maps import make_feature_map
 from lit_modules.networks.linearized.gates import (
@@ -159,7 +159,9 @@ class LigerAttention(SubstitutedAttention):
         if cache is not None:
             return type(inputs)(inputs.q, *cache.delay(inputs[1:]))
         early = positions.index < window  # no such token in its document
-        late = (later(x, window).masked_fill(early.view(*early.shape, *(1,) * (x.ndim - 2)), 0) for x in inputs[1:])
+        late = (
+            delay_tokens(x, window).masked_fill(early.view(*early.shape, *(1,) * (x.ndim - 2)), 0) for x in inputs[1:]
+        )
         return type(inputs)(inputs.q, *late)
 
     def _window(

@@ -22,13 +22,13 @@ from transformers import PreTrainedConfig
 
 from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step
 from kernels.gated_recurrence.forms import Recurrence
-from lit_modules.networks.caches.linearized import LinearizedCacheLayer, later
+from lit_modules.networks.caches.linearized import LinearizedCacheLayer, delay_tokens
 from lit_modules.networks.linearized.base import Rotary, StockAttention, SubstitutedAttention
 from lit_modules.networks.linearized.clusters import ClusterKeys, ClusterQueries
 from lit_modules.networks.linearized.feature_maps import make_feature_map
 from lit_modules.networks.linearized.gates import GateProjection, GateShift, gate_width, gated, pool
 from lit_modules.networks.linearized.settings import Linearization
-from lit_modules.networks.linearized.windows import Blocks, first_tokens, sink_scores, weighted_sinks
+from lit_modules.networks.linearized.windows import WindowBlocks, first_tokens, sink_scores, weighted_sinks
 from lit_modules.networks.mixers.recurrent import takes_steps
 from lit_modules.networks.positions import Positions
 
@@ -212,9 +212,11 @@ class LolcatsAttention(SubstitutedAttention):
         waiting: tuple[Tensor, ...] = (k,) if pooled or not turned else ()
         if self.gate_proj is not None:
             waiting = (*waiting, self.gate_proj(hidden))
-        late = cache.delay(waiting) if cache is not None and waiting else tuple(later(x, window) for x in waiting)
-        late_v = _late(v, "ring_values", window, ring)
-        late_k = _late(turned_k, "ring_keys", window, ring) if turned else late[0]
+        late = (
+            cache.delay(waiting) if cache is not None and waiting else tuple(delay_tokens(x, window) for x in waiting)
+        )
+        late_v = _delay_by_window(v, "ring_values", window, ring)
+        late_k = _delay_by_window(turned_k, "ring_keys", window, ring) if turned else late[0]
         logits = None
         if self.gate_width:
             logits = pool(late[0], self.gate_width) if pooled else late[-1]
@@ -302,7 +304,7 @@ def window_sums(
     Returns:
         The sums, float32 at least.
     """
-    blocks = Blocks(k.shape[2], window, index)
+    blocks = WindowBlocks(k.shape[2], window, index)
     scores = blocks.scores(q, k, scale)
     largest = scores.amax(-1, keepdim=True)
     if sinks is None:
@@ -346,6 +348,6 @@ def _places(positions: Positions, ring: LinearizedCacheLayer | None, tokens: int
     return (time - first).expand(len(positions.index), tokens)
 
 
-def _late(x: Tensor, name: str, window: int, ring: LinearizedCacheLayer | None) -> Tensor:
+def _delay_by_window(x: Tensor, name: str, window: int, ring: LinearizedCacheLayer | None) -> Tensor:
     """Delay `x` `[B, T, ...]` by `window` tokens, starting with the content of the named ring, or with zeros."""
-    return later(x, window) if ring is None else ring.leaving(name, x)
+    return delay_tokens(x, window) if ring is None else ring.leaving(name, x)
