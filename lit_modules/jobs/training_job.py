@@ -81,7 +81,8 @@ def train(
     refuse_local_sweep(trainer)
     lock = run_folder.lock_folder(folder) if trainer.is_global_zero else None
     config = run_folder.resolved_config(folder, cfg)
-    find = checkpoints.newest_whole if trainer.is_global_zero else checkpoints.newest  # newest_whole reads all of it
+    # newest_intact reads the whole checkpoint
+    find = checkpoints.newest_intact if trainer.is_global_zero else checkpoints.newest_checkpoint
     checkpoint = find(folder / "checkpoints")
     add_loggers(trainer, cfg, folder, config, checkpoint)
     log.info(f"run: {folder}{describe_start(folder, checkpoint)}")

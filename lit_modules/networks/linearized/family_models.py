@@ -16,7 +16,7 @@ class LinearizedFamily(LinearizedForCausalLM):
     """A linearized model that loads its own adapters through Hugging Face's `load_adapter`."""
 
     def load_adapter(self, peft_model_id: str | Path | None = None, *args: Any, **options: Any) -> Any:
-        """Load an adapter: folders of `save_adapter` by `put_on`, with its checks; others by Hugging Face's method."""
+        """Load an adapter: one of `save_adapter` by `apply_adapter`, with its checks; others as Hugging Face does."""
         from lit_modules.networks.linearized import adapters  # imports this module
 
         if peft_model_id is not None and (Path(peft_model_id) / adapters.RECORD).is_file():
