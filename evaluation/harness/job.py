@@ -61,13 +61,13 @@ def run(cfg: DictConfig) -> None:
         ValueError: if a setting is invalid, a task or its data is not available, or there is no checkpoint.
     """
     # Imported here so that a missing extra is named: Hydra hides import errors of this module.
-    from evaluation.harness.tasks import load_suite, quiet
+    from evaluation.harness.tasks import load_suite, silence_loggers
     from lit_modules.generation import job
 
     settings = settings_of(cfg)
-    job.check_there(str(cfg.checkpoint))
-    place = places.place(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
-    with quiet():
+    job.check_is_folder(str(cfg.checkpoint))
+    place = places.result_folder(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
+    with silence_loggers():
         suite = load_suite(
             settings.tasks, settings.num_fewshot, folder(cfg.benchmark.tasks_folder), datasets_folder(cfg)
         )
@@ -108,7 +108,7 @@ def datasets_folder(cfg: DictConfig) -> Path | None:
     return found
 
 
-def measured(cfg: DictConfig, settings: Settings, suite: Any, place: places.Place) -> dict[str, Any]:
+def measured(cfg: DictConfig, settings: Settings, suite: Any, place: places.ResultFolder) -> dict[str, Any]:
     """Return the values and the conditions of their measurement."""
     import torch
 
@@ -118,7 +118,7 @@ def measured(cfg: DictConfig, settings: Settings, suite: Any, place: places.Plac
     device = job.choose_device(cfg.device)
     commit, versions = run_folder.code_commit(), {name: importlib.metadata.version(name) for name in PACKAGES}
     identity = {
-        "weights": places.weights(str(cfg.checkpoint)),
+        "weights": places.weights_identity(str(cfg.checkpoint)),
         "commit": commit,
         "versions": versions,
         "dtype": settings.dtype,
@@ -147,19 +147,19 @@ def load(cfg: DictConfig, settings: Settings, device: Any) -> Any:
     import transformers
 
     from evaluation.harness.model import CheckpointLM
-    from evaluation.harness.tasks import quiet
+    from evaluation.harness.tasks import silence_loggers
     from lit_modules.generation import job
     from lit_modules.planning import out_of_memory
 
     transformers.logging.disable_progress_bar()
-    with out_of_memory.in_one_line(cfg, "give dtype=bfloat16, or device=cpu"):
+    with out_of_memory.explain_out_of_memory(cfg, "give dtype=bfloat16, or device=cpu"):
         model, tokenizer = job.load(str(cfg.checkpoint))
         model.to(device=device, dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype)).eval()
-    with quiet():
+    with silence_loggers():
         return CheckpointLM(model, tokenizer, settings.batch_size, settings.max_length)
 
 
-def write(report: dict[str, Any], place: places.Place) -> None:
+def write(report: dict[str, Any], place: places.ResultFolder) -> None:
     """Write the three files, log to the run's wandb run, and print the table."""
     from evaluation.harness.report import as_markdown, draw
     from evaluation.run_log import log_to_run

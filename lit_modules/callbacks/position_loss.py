@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from common.atomic_files import write_atomic
 from common.settings import SettingError, check_whole
-from lit_modules.callbacks.pictures import ignore_disk_errors, show
+from lit_modules.callbacks.pictures import ignore_disk_errors, log_picture
 from lit_modules.loggers.figures import draw_loss, draw_position_loss
 
 
@@ -49,10 +49,10 @@ class PositionLoss(Callback):
         draw_position_loss(
             found.position_loss, found.position_tokens, self.window, trainer.datamodule.sequence_length, path
         )
-        show(trainer, "position_loss", path)
+        log_picture(trainer, "position_loss", path)
         train, held_out = loss_curves(Path(trainer.default_root_dir) / "metrics.csv")
         if train:
-            show(trainer, "loss", draw_loss(train, held_out, folder / "loss.png"))
+            log_picture(trainer, "loss", draw_loss(train, held_out, folder / "loss.png"))
 
 
 def loss_curves(metrics: Path) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:

@@ -32,10 +32,10 @@ from lit_modules.planning import out_of_memory
 
 log = logging.getLogger(__name__)
 
-PROMPTS = ("prompt", "prompt_file", "prompts_file")
-FOR_MANY = ("output", "batch_size")  # settings for prompts_file only
-SETTINGS = ("checkpoint", *PROMPTS, *FOR_MANY, "max_new_tokens", "temperature", "top_k", "top_p", "device", "seed")
-FOR_EVERY_JOB = ("job", "debug", "local", "hydra")
+PROMPT_KEYS = ("prompt", "prompt_file", "prompts_file")
+FILE_KEYS = ("output", "batch_size")  # settings for prompts_file only
+SETTINGS = ("checkpoint", *PROMPT_KEYS, *FILE_KEYS, "max_new_tokens", "temperature", "top_k", "top_p", "device", "seed")
+SHARED_KEYS = ("job", "debug", "local", "hydra")
 
 
 def run(cfg: DictConfig) -> None:
@@ -48,7 +48,7 @@ def run(cfg: DictConfig) -> None:
     refuse_other_settings(cfg)
     transformers.logging.disable_progress_bar()
     prompts = read_prompts(cfg)
-    settings = sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    settings = sampling_arguments(cfg.temperature, cfg.top_k, cfg.top_p)
     for key in ("max_new_tokens", "batch_size"):
         check_whole(key, cfg[key], 1)
     check_whole("seed", cfg.seed, 0, 2**32 - 1)
@@ -57,7 +57,7 @@ def run(cfg: DictConfig) -> None:
     if cfg.output is not None:
         check_output(Path(str(cfg.output)))
     smaller = "max_new_tokens" if cfg.prompts_file is None else "batch_size or max_new_tokens"
-    with out_of_memory.in_one_line(cfg, f"give a smaller {smaller}, or device=cpu"):
+    with out_of_memory.explain_out_of_memory(cfg, f"give a smaller {smaller}, or device=cpu"):
         generate(cfg, prompts, settings)
 
 
@@ -69,12 +69,12 @@ def generate(cfg: DictConfig, prompts: list[str], settings: dict[str, Any]) -> N
     if cfg.prompts_file is None:
         print(prompts[0], end="", flush=True)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        write_on(model, tokenizer, prompts, cfg.max_new_tokens, settings, streamer=streamer)
+        continue_prompts(model, tokenizer, prompts, cfg.max_new_tokens, settings, streamer=streamer)
         return
     records = []
     for start in range(0, len(prompts), cfg.batch_size):
         batch = prompts[start : start + cfg.batch_size]
-        texts = write_on(model, tokenizer, batch, cfg.max_new_tokens, settings)
+        texts = continue_prompts(model, tokenizer, batch, cfg.max_new_tokens, settings)
         records += [{"prompt": prompt, "text": text} for prompt, text in zip(batch, texts, strict=True)]
         log.info(f"{len(records)} of {len(prompts)} prompts")
         if cfg.output is None:
@@ -90,7 +90,7 @@ def read_prompts(cfg: DictConfig) -> list[str]:
     Raises:
         ValueError: there is none or more than one kind, or the file cannot be read.
     """
-    if sum(cfg[key] is not None for key in PROMPTS) != 1:
+    if sum(cfg[key] is not None for key in PROMPT_KEYS) != 1:
         raise ValueError(
             'give one of prompt="...", prompt_file=FILE (the whole file is the prompt) and prompts_file=FILE (a prompt '
             "on each line); FILE may be - for standard input"
@@ -126,9 +126,9 @@ def refuse_other_settings(cfg: DictConfig) -> None:
     for override in given:
         key = override.lstrip("+~").partition("=")[0]
         group = re.split(r"[.@/]", key)[0]
-        if cfg.prompts_file is None and key in FOR_MANY:
+        if cfg.prompts_file is None and key in FILE_KEYS:
             raise ValueError(f"{override} is for prompts_file=FILE: leave it out")
-        if group not in SETTINGS + FOR_EVERY_JOB:
+        if group not in SETTINGS + SHARED_KEYS:
             near = difflib.get_close_matches(key, SETTINGS, 1)
             meant = f"did you mean {near[0]}?" if near else f"it reads {', '.join(SETTINGS)}"
             raise ValueError(f"{override} changes nothing with job=generate: leave it out; {meant}")
@@ -144,7 +144,7 @@ def check_output(path: Path) -> None:
         raise SettingError("output", path, "give a .jsonl file", "is a folder")
 
 
-def sampling(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
+def sampling_arguments(temperature: float, top_k: int | None, top_p: float | None) -> dict[str, Any]:
     """Return the sampling arguments of `generate`.
 
     Args:
@@ -181,7 +181,7 @@ def load(checkpoint: str) -> tuple[Any, Any]:
     Raises:
         ValueError: there is nothing to load, or a file is missing.
     """
-    model, tokenizer = read(checkpoint)
+    model, tokenizer = load_unchanged(checkpoint)
     if isinstance(model.config, PalimpsestConfig) or is_pretraining_run(Path(checkpoint)):
         add_document_start(tokenizer)
     return model, tokenizer
@@ -197,7 +197,7 @@ def is_pretraining_run(folder: Path) -> bool:
     return data is not None and "base" not in began and not data.endswith(".InstructionData")
 
 
-def read(checkpoint: str) -> tuple[Any, Any]:
+def load_unchanged(checkpoint: str) -> tuple[Any, Any]:
     """Load as `load` does, but with the tokenizer as it was saved."""
     from lit_modules.networks.linearized import adapters  # peft is slow to import; sampling runs need none
 
@@ -207,8 +207,8 @@ def read(checkpoint: str) -> tuple[Any, Any]:
             wrong = checkpoints.damage(folder)
             if wrong is not None:
                 raise SettingError("checkpoint", checkpoint, wrong, "cannot be loaded")
-            return from_checkpoint(folder), AutoTokenizer.from_pretrained(folder.parent.parent / "tokenizer")
-        check_there(checkpoint)
+            return load_training_checkpoint(folder), AutoTokenizer.from_pretrained(folder.parent.parent / "tokenizer")
+        check_is_folder(checkpoint)
         if not folder.is_dir():
             use_cache_where_unreachable()
         if (folder / adapters.RECORD).is_file():
@@ -224,7 +224,7 @@ def read(checkpoint: str) -> tuple[Any, Any]:
         path = checkpoints.newest_whole(folder / "checkpoints")
         if path is None:
             raise SettingError("checkpoint", checkpoint, "wait until its run has one", "has no checkpoint yet")
-        return from_checkpoint(path), tokenizer
+        return load_training_checkpoint(path), tokenizer
     except (OSError, KeyError, ValueError, SafetensorError, pickle.UnpicklingError, RuntimeError) as error:
         if isinstance(error, SettingError) and error.key == "checkpoint":
             raise
@@ -233,7 +233,7 @@ def read(checkpoint: str) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def damage_told() -> Iterator[None]:
+def refuse_invalid_probabilities() -> Iterator[None]:
     """Raise ValueError if tokens cannot be sampled because probabilities are not numbers."""
     try:
         yield
@@ -243,14 +243,14 @@ def damage_told() -> Iterator[None]:
         raise ValueError("checkpoint: its probabilities are not numbers, so weights are damaged") from error
 
 
-def check_there(checkpoint: str) -> None:
+def check_is_folder(checkpoint: str) -> None:
     """Raise ValueError for a path that is not a folder."""
     if not Path(checkpoint).is_dir() and is_path(checkpoint):
         fix = "give a run's, an export's, an adapter's, or a name on the Hub"
         raise SettingError("checkpoint", checkpoint, fix, "is not a folder")
 
 
-def from_checkpoint(path: Path) -> Any:
+def load_training_checkpoint(path: Path) -> Any:
     """Return the network of a training checkpoint, with its weights.
 
     Raises:
@@ -280,7 +280,7 @@ def choose_device(device: str) -> torch.device:
         raise SettingError("device", device, str(error).splitlines()[0], "cannot be used") from error
 
 
-def write_on(
+def continue_prompts(
     model: Any,
     tokenizer: Any,
     prompts: list[str],
@@ -322,7 +322,7 @@ def write_on(
             streamer=streamer,
         )
     else:
-        with torch.no_grad(), damage_told():
+        with torch.no_grad(), refuse_invalid_probabilities():
             out = model.generate(
                 ids,
                 attention_mask=mask,

@@ -16,11 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
 from common.settings import SettingError, check_choice, check_keys, check_whole
-from lit_modules.jobs.summary import conclude, measured
-from lit_modules.jobs.training_job import TrainingParts, build_trainer, rehearse, set_lengths, train
+from lit_modules.jobs.summary import measured_values, write_and_print
+from lit_modules.jobs.training_job import TrainingParts, build_trainer, check_on_other_machine, set_lengths, train
 from lit_modules.linearization.layer_setup import check_softmax_layers, set_up_layers
-from lit_modules.linearization.module import Linearization as Training
-from lit_modules.linearization.stages import Stage, check_groups
+from lit_modules.linearization.module import LinearizationTraining as Training
+from lit_modules.linearization.stages import TrainingStage, check_groups
 from lit_modules.linearization.teacher_store import TeacherStore
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, load_pretrained
 from lit_modules.networks.linearized.adapters import export_merged, save_adapter
@@ -30,7 +30,7 @@ from lit_modules.networks.linearized.conversion import (
     without_weights,
 )
 from lit_modules.networks.linearized.lora import add_lora, groups_of, has_lora
-from lit_modules.parallel.choosing import count_devices, device_of
+from lit_modules.parallel.choosing import count_devices, single_device
 from lit_modules.parallel.strategies import DataParallel, OneDevice
 from lit_modules.planning import out_of_memory
 
@@ -41,11 +41,11 @@ DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, 
 
 def run(cfg: DictConfig) -> None:
     """Linearize, train (or resume training), and write an adapter and an evaluated model."""
-    with out_of_memory.in_one_line(cfg):
-        train(cfg, build_and_read, adopt, finish)
+    with out_of_memory.explain_out_of_memory(cfg):
+        train(cfg, build_and_check_base, prepare_training, write_results)
 
 
-def build_and_read(cfg: DictConfig, folder: Path) -> TrainingParts:
+def build_and_check_base(cfg: DictConfig, folder: Path) -> TrainingParts:
     """Run `build`, and read the base model, so that its errors come before any text is read.
 
     Raises:
@@ -58,7 +58,7 @@ def build_and_read(cfg: DictConfig, folder: Path) -> TrainingParts:
 
 def check_run(cfg: DictConfig, folder: Path) -> None:
     """Raise ValueError for settings that `run` would refuse, without its devices, data and weights."""
-    rehearse(cfg, folder, build)
+    check_on_other_machine(cfg, folder, build)
 
 
 def build(cfg: DictConfig, folder: Path) -> TrainingParts:
@@ -67,10 +67,10 @@ def build(cfg: DictConfig, folder: Path) -> TrainingParts:
     Raises:
         ValueError: a setting cannot work; the line names its key.
     """
-    check_keys("linearization", (key for key in cfg.linearization if key != "_target_"), settings_of(Linearization))
+    check_keys("linearization", (key for key in cfg.linearization if key != "_target_"), field_names(Linearization))
     settings = hydra.utils.instantiate(cfg.linearization, _convert_="all")
     stages = {name: build_stage(name, stage) for name, stage in (cfg.stages or {}).items() if stage is not None}
-    check(cfg, settings, stages)
+    check_early(cfg, settings, stages)
     data = hydra.utils.instantiate(cfg.data)
     module = Training(
         stages=stages,
@@ -86,12 +86,12 @@ def build(cfg: DictConfig, folder: Path) -> TrainingParts:
     return TrainingParts(trainer, module, data)
 
 
-def settings_of(kind: type) -> list[str]:
+def field_names(kind: type) -> list[str]:
     """Return the keys of a dataclass of settings."""
     return [field.name for field in dataclasses.fields(kind)]
 
 
-def build_stage(name: str, stage: DictConfig) -> Stage:
+def build_stage(name: str, stage: DictConfig) -> TrainingStage:
     """Build one of `stages`.
 
     Raises:
@@ -100,14 +100,14 @@ def build_stage(name: str, stage: DictConfig) -> Stage:
     if not OmegaConf.is_dict(stage):
         raise SettingError(f"stages.{name}", stage, f"give its keys, as stages.{name}.kl=1, or null for none")
     given = OmegaConf.to_container(stage, resolve=True)
-    check_keys(f"stages.{name}", given, settings_of(Stage))
+    check_keys(f"stages.{name}", given, field_names(TrainingStage))
     train_groups = given.get("train", ["lora"])
     if not isinstance(train_groups, list):
         raise SettingError(f"stages.{name}.train", train_groups, "give groups as [lora,feature_maps]", "is not a list")
-    return Stage(**{**given, "train": tuple(train_groups)})
+    return TrainingStage(**{**given, "train": tuple(train_groups)})
 
 
-def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) -> None:
+def check_early(cfg: DictConfig, settings: Linearization, stages: dict[str, TrainingStage]) -> None:
     """Raise ValueError for mistakes that show before any weights or data are read."""
     check_choice("base_dtype", cfg.base_dtype, DTYPES)
     if cfg.lora is not None and not OmegaConf.is_dict(cfg.lora):
@@ -136,7 +136,7 @@ def check(cfg: DictConfig, settings: Linearization, stages: dict[str, Stage]) ->
     with prefix_errors_with_base(cfg):
         model = without_weights(config)
     if cfg.lora is not None:
-        put_lora(cfg, model)
+        add_configured_lora(cfg, model)
     check_groups(model, stages)
 
 
@@ -183,7 +183,7 @@ def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
             raise ValueError("strategy: job=linearize runs on one device or with strategy=ddp")
         return strategy
     if count_devices(cfg.trainer.accelerator, cfg.trainer.devices) * cfg.trainer.num_nodes == 1:
-        return OneDevice(device_of(cfg.trainer.accelerator, cfg.trainer.devices))
+        return OneDevice(single_device(cfg.trainer.accelerator, cfg.trainer.devices))
     return DataParallel(find_unused_parameters=several)
 
 
@@ -226,16 +226,16 @@ def check_finite(model: LinearizedForCausalLM) -> None:
             )
 
 
-def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
+def prepare_training(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
     """Prepare the module for training: choose the layers that keep attention, store the teacher's outputs, add LoRA."""
     model = set_up_layers(cfg, module.model, data, folder)
     if cfg.teacher_top_k is not None:
         sequences = math.ceil(cfg.max_tokens / module.batch_tokens) * module.batch_tokens // data.sequence_length
         module.teacher_store = TeacherStore(data, sequences, cfg.teacher_top_k)
-        device = device_of(cfg.trainer.accelerator, cfg.trainer.devices)
+        device = single_device(cfg.trainer.accelerator, cfg.trainer.devices)
         module.teacher_store.prepare(model, str(cfg.base), cfg.trainer.precision, device)
     if cfg.lora is not None:
-        put_lora(cfg, model)
+        add_configured_lora(cfg, model)
     module.adopt(model)
     settings = model.linearization
     new = sum(parameter.numel() for parameter in model.new_parameters().values())
@@ -254,7 +254,7 @@ def adopt(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
         )
 
 
-def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
+def add_configured_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
     """Add the configured LoRA to a model, in place.
 
     Raises:
@@ -265,10 +265,10 @@ def put_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
     add_lora(model, **given)
 
 
-def finish(cfg: DictConfig, parts: TrainingParts, folder: Path) -> None:
+def write_results(cfg: DictConfig, parts: TrainingParts, folder: Path) -> None:
     """Write `adapter/` (if there is LoRA or new parameters), `export/` and summary.json, and print the results."""
     trainer, module, data = parts
-    summary = measured(trainer, module, data)
+    summary = measured_values(trainer, module, data)
     module.to(trainer.strategy.root_device)  # Lightning has moved it to main memory
     summary["teacher_loss"] = module.measure("teacher") if module.has_teacher else module.before["teacher"]
     summary["loss_before_training"] = module.before["student"]
@@ -293,4 +293,4 @@ def finish(cfg: DictConfig, parts: TrainingParts, folder: Path) -> None:
         f"model:    {folder}/export/ (Hugging Face format; import lit_modules.networks makes it known)",
         f'write on: palimpsest job=generate checkpoint={folder} prompt="Returns the"',
     ]
-    conclude(trainer, summary, folder, closing)
+    write_and_print(trainer, summary, folder, closing)

@@ -14,11 +14,18 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from common.atomic_files import write_atomic
 from common.settings import SettingError
-from lit_modules.loggers.wandb_sync import RUN_ID, UNSENT, no_answer, no_key, send, unsent_parts
+from lit_modules.loggers.wandb_sync import (
+    RUN_ID,
+    UNSENT_MARK,
+    missing_key_message,
+    no_answer_message,
+    send,
+    unsent_parts,
+)
 
 log = logging.getLogger(__name__)
 
-BEGIN_SECONDS = 30.0  # timeout for wandb to start a run, which queries its server
+START_SECONDS = 30.0  # timeout for wandb to start a run, which queries its server
 END_SECONDS = 20.0  # timeout for sending the rest: less than SLURM's grace time for preempted jobs
 
 
@@ -63,10 +70,10 @@ class Wandb(WandbLogger):
             entity=entity,
             group=group,
             tags=list(tags or []),
-            mode=found_mode() if mode == "auto" else mode,
+            mode=resolve_mode() if mode == "auto" else mode,
             resume="allow",
             config=settings,
-            settings=wandb.Settings(init_timeout=BEGIN_SECONDS, finish_timeout=END_SECONDS, finish_timeout_raises=True),
+            settings=wandb.Settings(init_timeout=START_SECONDS, finish_timeout=END_SECONDS, finish_timeout_raises=True),
         )
 
     @property
@@ -78,7 +85,7 @@ class Wandb(WandbLogger):
         """
         if self._experiment is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]  # Lightning sets it
             try:
-                self.begin()
+                self.start_run()
             except (wandb.Error, OSError) as error:
                 if not self.may_go_offline:
                     raise ValueError(
@@ -90,10 +97,10 @@ class Wandb(WandbLogger):
                 )
                 self._wandb_init["mode"] = "offline"
                 wandb.teardown()  # wandb's process holds the id of the failed run
-                self.begin()
+                self.start_run()
         return super().experiment
 
-    def begin(self) -> None:
+    def start_run(self) -> None:
         """Start or continue wandb's run, after sending its earlier unsent parts."""
         if self._wandb_init["mode"] == "online" and (left := send(unsent_parts(self.folder))):
             raise OSError(f"{len(left)} earlier parts of the run could not be sent, and come first")
@@ -117,7 +124,7 @@ class Wandb(WandbLogger):
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], step: int | None = None
     ) -> None:
         """Log rows of text as an HTML page. wandb's own table is an artifact, whose creation waits for the server."""
-        self.going_on(lambda: self.experiment.log({key: wandb.Html(page_of(columns, data))}, step=step))
+        self.going_on(lambda: self.experiment.log({key: wandb.Html(table_page(columns, data))}, step=step))
 
     def going_on(self, call: Callable[[], None]) -> None:
         """Call wandb; log its first failure (process gone, disk full) instead of ending the run."""
@@ -147,7 +154,7 @@ class Wandb(WandbLogger):
                 begun.mark_preempting()
             begun.finish(exit_code=exit_code)
         except (TimeoutError, wandb.Error, OSError):
-            (Path(begun.dir).parent / UNSENT).touch()
+            (Path(begun.dir).parent / UNSENT_MARK).touch()
             log.warning(f"wandb has not taken everything: `palimpsest job=sync run={self.folder}` sends the rest")
 
 
@@ -159,7 +166,7 @@ def run_id(folder: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def page_of(columns: Sequence[str], data: Sequence[Sequence[Any]]) -> str:
+def table_page(columns: Sequence[str], data: Sequence[Sequence[Any]]) -> str:
     """Return an HTML table that shows texts verbatim, including markup and line breaks."""
     rows = [("th", columns), *(("td", row) for row in data)]
     cells = ("".join(f"<{tag}>{html.escape(str(text))}</{tag}>" for text in row) for tag, row in rows)
@@ -171,12 +178,12 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def found_mode() -> str:
+def resolve_mode() -> str:
     """Return wandb's mode for "auto": the environment's, or offline, with a log line, without a key or server."""
     asked = os.environ.get("WANDB_MODE", "online")
     if asked != "online":
         return asked
-    reason = no_key() or no_answer()
+    reason = missing_key_message() or no_answer_message()
     if reason is None:
         return "online"
     log.info(f"wandb: {reason}, so the run is kept offline for `palimpsest job=sync`")

@@ -24,7 +24,7 @@ from common.settings import SettingError
 from lit_modules.launching import run_folder
 
 RUN_ID = "run-id.txt"  # in <run>/wandb: the id of the wandb run
-UNSENT = "unsent"  # in a part's folder
+UNSENT_MARK = "unsent"  # in a part's folder
 # Most retries of a request. wandb's own numbers suit a run that lasts hours: it would retry for many minutes.
 FEW_TRIES = {f"WANDB__{kind}_RETRY_MAX": "4" for kind in ("GRAPHQL", "FILE_STREAM", "FILE_TRANSFER")}
 
@@ -45,9 +45,9 @@ def run(cfg: DictConfig) -> None:
     if not waiting:
         print(f"nothing to send in {cfg.run or cfg.runs_dir}")
         return
-    if (missing := no_key()) is not None:
+    if (missing := missing_key_message()) is not None:
         raise SettingError("logger", "wandb", f"{missing}; nothing was sent")
-    if (silent := no_answer()) is not None:
+    if (silent := no_answer_message()) is not None:
         raise run_folder.RunFailed(f"logger=wandb: {silent}; nothing was sent")
     left = send([part for parts in waiting.values() for part in parts])
     for folder, parts in waiting.items():
@@ -87,7 +87,7 @@ def unsent_parts(folder: Path) -> list[Path]:
     A part killed before wandb wrote any record holds a few bytes, and is left out.
     """
     offline = folder.glob("wandb/offline-run-*")
-    online = (mark.parent for mark in folder.glob(f"wandb/run-*/{UNSENT}"))
+    online = (mark.parent for mark in folder.glob(f"wandb/run-*/{UNSENT_MARK}"))
     parts = [part for part in (*offline, *online) if holds_records(part) and not is_synced(part)]
     return sorted(parts, key=lambda part: part.name.removeprefix("offline-"))
 
@@ -117,7 +117,7 @@ def server_url() -> str:
     return os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
 
 
-def no_key() -> str | None:
+def missing_key_message() -> str | None:
     """Return the error message if there is no key for wandb's server, else None."""
     host = urllib.parse.urlsplit(server_url()).hostname or ""
     if os.environ.get("WANDB_API_KEY"):
@@ -130,7 +130,7 @@ def no_key() -> str | None:
     return f"there is no key for {host} (`wandb login`, or WANDB_API_KEY)"
 
 
-def no_answer() -> str | None:
+def no_answer_message() -> str | None:
     """Return the error message if wandb's server does not answer within seconds, else None."""
     try:
         # wandb itself would wait for minutes; urllib uses the environment's proxies as wandb does

@@ -78,7 +78,7 @@ def check_tokens(tokens: int, size: int) -> None:
         raise SettingError(KEY, size, "give a size that does", problem)
 
 
-def whole_sequences(plan: "ContextParallel | None") -> AbstractContextManager[None]:
+def without_context_parallelism(plan: "ContextParallel | None") -> AbstractContextManager[None]:
     """Suspend the plan, if there is one: within, the model takes whole sequences on this rank alone."""
     return nullcontext() if plan is None else plan.suspended()
 
@@ -128,7 +128,7 @@ class ContextParallel:
         finally:
             self.active = True
 
-    def look_back(self, mixer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def prepend_earlier_tokens(self, mixer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Prepend the tokens that a mixer looks back at (a forward pre-hook)."""
         if not self.active:
             return arguments, keywords
@@ -144,10 +144,10 @@ class ContextParallel:
         if hidden.shape[1] < count:
             problem = f"leaves {hidden.shape[1]} tokens to a rank, and a mixer looks back at {count}"
             raise SettingError(KEY, self.size, "give a smaller size", problem)
-        hidden = torch.cat((self._last_of_the_rank_before(hidden, count), hidden), dim=1)
-        return (hidden, _begun_earlier(positions, count), *cache), keywords
+        hidden = torch.cat((self._last_tokens_of_previous_rank(hidden, count), hidden), dim=1)
+        return (hidden, _with_earlier_tokens(positions, count), *cache), keywords
 
-    def drop_what_was_looked_back_at(self, mixer: nn.Module, arguments: tuple[Any, ...], out: Tensor) -> Tensor:
+    def drop_earlier_tokens(self, mixer: nn.Module, arguments: tuple[Any, ...], out: Tensor) -> Tensor:
         """Drop the prepended tokens from `out` `[B, T, hidden_size]` (a forward hook)."""
         return out[:, mixer.look_back :] if self.active else out
 
@@ -195,19 +195,19 @@ class ContextParallel:
         whole: list[Tensor | None] = [None] * len(tensors)
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             numbers = [number for number, x in enumerate(tensors) if x.dtype == dtype]
-            dealt = [self._dealt(tensors[number]) for number in numbers]
+            dealt = [self._split_heads(tensors[number]) for number in numbers]
             packed = torch.cat([x.flatten(3) for x in dealt], dim=-1)  # [B, N / n, n, widths]
             received = self._exchange(packed.permute(2, 0, 1, 3)).transpose(0, 1).flatten(1, 2)
             pieces = received.split([math.prod(x.shape[3:]) for x in dealt], dim=-1)
             for number, part, piece in zip(numbers, dealt, pieces, strict=True):
                 heads = piece.unflatten(-1, part.shape[3:])
-                whole[number] = _as_many(heads, tensors[number], self.size)
+                whole[number] = _expand_heads(heads, tensors[number], self.size)
         return whole
 
-    def _dealt(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """Reshape `[B, T, h, ...]` to `[B, T, n, heads of a rank, ...]`; of identical heads each rank gets one."""
         heads = x.shape[2]
-        if _is_one(x) and heads > self.size:
+        if _is_shared_head(x) and heads > self.size:
             x = x[:, :, : self.size]
         elif heads % self.size:
             x = x.repeat_interleave(self.size // math.gcd(heads, self.size), dim=2)
@@ -222,7 +222,7 @@ class ContextParallel:
         """Send part i of `[n, ...]` to rank i; return the received parts in rank order."""
         return all_to_all_single_autograd(parts.contiguous(), None, None, self.group)
 
-    def _last_of_the_rank_before(self, hidden: Tensor, count: int) -> Tensor:
+    def _last_tokens_of_previous_rank(self, hidden: Tensor, count: int) -> Tensor:
         """Return the last `count` tokens `[B, count, hidden_size]` of the previous rank.
 
         The first rank receives the last rank's, so that all ranks make the same calls. It does not use them, because a
@@ -235,19 +235,19 @@ class ContextParallel:
         return given.view_as(last)
 
 
-def _is_one(x: Tensor) -> bool:
+def _is_shared_head(x: Tensor) -> bool:
     """Return whether the heads of `x` `[B, T, h, ...]` are views of a single one."""
     return x.shape[2] > 1 and x.stride(2) == 0
 
 
-def _as_many(heads: Tensor, dealt: Tensor, size: int) -> Tensor:
+def _expand_heads(heads: Tensor, dealt: Tensor, size: int) -> Tensor:
     """Expand the received `heads` of `dealt` `[B, T, h, ...]` to a view of h / n heads, if one was sent for all."""
-    if not _is_one(dealt) or heads.shape[2] == dealt.shape[2] // size:
+    if not _is_shared_head(dealt) or heads.shape[2] == dealt.shape[2] // size:
         return heads
     return heads.expand(-1, -1, dealt.shape[2] // size, *heads.shape[3:])
 
 
-def _begun_earlier(positions: Positions, count: int) -> Positions:
+def _with_earlier_tokens(positions: Positions, count: int) -> Positions:
     """Extend `positions` by `count` tokens before this rank's first; they only serve as its predecessors."""
     index = positions.index
     before = index[:, :1] - torch.arange(count, 0, -1, device=index.device)

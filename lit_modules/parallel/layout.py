@@ -2,7 +2,7 @@
 
 The rank number counts, from slowest to fastest: replicate, shard, context, tensor. Ranks that communicate most are
 therefore neighbours, on one node if it has enough ranks. Ranks that share a sequence hold different shards of the
-weights; `Layout.shard` includes them.
+weights; `RankLayout.shard` includes them.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from common.settings import SettingError, check_whole
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """Sizes whose product is the number of ranks.
 
     Attributes:
@@ -59,7 +59,7 @@ class Layout:
         )
 
 
-def lay_out(world_size: int, *, shard: int | None, context: int, tensor: int) -> Layout:
+def make_layout(world_size: int, *, shard: int | None, context: int, tensor: int) -> RankLayout:
     """Return the layout of `world_size` ranks.
 
     Args:
@@ -86,4 +86,4 @@ def lay_out(world_size: int, *, shard: int | None, context: int, tensor: int) ->
     if whole % shard or shard % context:
         problem = f"must divide the {whole} ranks and be a multiple of strategy.context_parallel_size={context}"
         raise SettingError("strategy.shard_size", shard, "give such a size, or null for all ranks", problem)
-    return Layout(whole // shard, shard, context, tensor)
+    return RankLayout(whole // shard, shard, context, tensor)

@@ -10,24 +10,31 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch.nn.parallel import DistributedDataParallel
 
 from common.settings import SettingError, check_keys, check_whole
-from lit_modules.checkpoints.strategy import Checkpointed
+from lit_modules.checkpoints.strategy import CheckpointsTensors
 from lit_modules.launching.children import WatchesRanks
-from lit_modules.parallel.layout import Layout, lay_out
+from lit_modules.parallel.layout import RankLayout, make_layout
 
 # Timeout of a collective. The watchdog reports a hanging rank much earlier; this is for runs without it.
-TIMEOUT = timedelta(hours=1)
-OF_LIGHTNING = ("module", "device_ids", "output_device", "dim", "process_group", "device_mesh")  # set by Lightning
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
+LIGHTNING_ARGUMENTS = (
+    "module",
+    "device_ids",
+    "output_device",
+    "dim",
+    "process_group",
+    "device_mesh",
+)  # set by Lightning
 
 
-class OneDevice(Checkpointed, SingleDeviceStrategy):
+class OneDevice(CheckpointsTensors, SingleDeviceStrategy):
     """One process on one device. `device`: "cpu", "cuda:0", ..."""
 
     needs_all_ranks = False
-    layout = Layout(1, 1, 1, 1)
+    layout = RankLayout(1, 1, 1, 1)
     context_group: dist.ProcessGroup | None = None
 
 
-class DataParallel(Checkpointed, WatchesRanks, DDPStrategy):
+class DataParallel(CheckpointsTensors, WatchesRanks, DDPStrategy):
     """DDP: every rank holds all weights. `settings` are arguments of torch's DistributedDataParallel.
 
     Args:
@@ -42,20 +49,22 @@ class DataParallel(Checkpointed, WatchesRanks, DDPStrategy):
 
     def __init__(self, context_parallel_size: int = 1, gradient_as_bucket_view: bool = False, **settings: Any) -> None:
         check_whole("strategy.context_parallel_size", context_parallel_size, 1)
-        known = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in OF_LIGHTNING]
+        known = [
+            name for name in inspect.signature(DistributedDataParallel).parameters if name not in LIGHTNING_ARGUMENTS
+        ]
         check_keys("strategy", settings, [*known, "process_group_backend"])
-        super().__init__(timeout=TIMEOUT, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
+        super().__init__(timeout=COLLECTIVE_TIMEOUT, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
         self.context_parallel_size = context_parallel_size
         self.context_group: dist.ProcessGroup | None = None
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """The layout of the ranks.
 
         Raises:
             ValueError: if the sizes do not divide their number.
         """
-        return lay_out(
+        return make_layout(
             self.num_nodes * self.num_processes,
             shard=self.context_parallel_size,
             context=self.context_parallel_size,
@@ -75,7 +84,7 @@ class DataParallel(Checkpointed, WatchesRanks, DDPStrategy):
         self.context_group = self.layout.context_group(self.root_device.type)
 
 
-class Sharded(Checkpointed, WatchesRanks, ModelParallelStrategy):
+class Sharded(CheckpointsTensors, WatchesRanks, ModelParallelStrategy):
     """FSDP2: weights, gradients and optimizer states of each block are sharded over ranks.
 
     Args:
@@ -99,7 +108,7 @@ class Sharded(Checkpointed, WatchesRanks, ModelParallelStrategy):
         tensor_parallel_size: int = 1,
         reshard_after_forward: bool = True,
     ) -> None:
-        super().__init__(timeout=TIMEOUT)
+        super().__init__(timeout=COLLECTIVE_TIMEOUT)
         check_whole("strategy.context_parallel_size", context_parallel_size, 1)
         check_whole("strategy.tensor_parallel_size", tensor_parallel_size, 1)
         if isinstance(shard_size, str) and shard_size != "node":
@@ -110,7 +119,7 @@ class Sharded(Checkpointed, WatchesRanks, ModelParallelStrategy):
         self.context_group: dist.ProcessGroup | None = None
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """The layout of the ranks.
 
         Raises:
@@ -119,7 +128,7 @@ class Sharded(Checkpointed, WatchesRanks, ModelParallelStrategy):
         shard = self.shard_size
         if shard == "node":
             shard = max(1, self.num_processes // self.tensor_parallel_size)
-        return lay_out(
+        return make_layout(
             self.num_nodes * self.num_processes,
             shard=shard,
             context=self.context_parallel_size,

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from common.gpus import find_gpu
 from common.settings import SettingError, check_number, check_whole
-from lit_modules.parallel.layout import lay_out
+from lit_modules.parallel.layout import make_layout
 from lit_modules.planning.setup import Setup
 
 STRATEGIES = {"OneDevice": "one", "DataParallel": "ddp", "Sharded": "fsdp"}
@@ -38,7 +38,7 @@ def setup_of(cfg: DictConfig) -> Setup:
         **strategy_of(cfg.strategy),
     )
     shards = setup.shards if setup.sharded else None
-    lay_out(setup.ranks, shard=shards, context=setup.context, tensor=setup.tensor)
+    make_layout(setup.ranks, shard=shards, context=setup.context, tensor=setup.tensor)
     return checked_batch(setup)
 
 

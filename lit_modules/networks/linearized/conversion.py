@@ -32,9 +32,9 @@ def linearize(model: PreTrainedModel, settings: Linearization) -> LinearizedForC
         raise ValueError(
             f"{type(model).__name__} is not a causal language model: give one with its head, loaded as such"
         )
-    linearized = _on_the_weights_of(model, linearized_config(model.config.to_dict(), settings))
+    linearized = _linearized_copy(model, linearized_config(model.config.to_dict(), settings))
     if model.device.type != "meta":
-        _begin_new_parameters(linearized, model.device)
+        _initialize_new_parameters(linearized, model.device)
     return linearized
 
 
@@ -48,10 +48,10 @@ def with_softmax_layers(model: LinearizedForCausalLM, layers: Sequence[int]) -> 
     """
     settings = dataclasses.replace(model.linearization, softmax_layers=tuple(layers))
     values = model.config.to_dict() | {"linearization": settings.to_dict()}
-    return _on_the_weights_of(model, type(model.config).from_dict(values))
+    return _linearized_copy(model, type(model.config).from_dict(values))
 
 
-def _on_the_weights_of(model: PreTrainedModel, config: PreTrainedConfig) -> LinearizedForCausalLM:
+def _linearized_copy(model: PreTrainedModel, config: PreTrainedConfig) -> LinearizedForCausalLM:
     linearized = without_weights(config)
     weights = model.state_dict(keep_vars=True)
     wanted = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -79,7 +79,7 @@ def without_weights(config: PreTrainedConfig) -> LinearizedForCausalLM:
 
 
 @torch.no_grad()
-def _begin_new_parameters(model: LinearizedForCausalLM, device: torch.device) -> None:
+def _initialize_new_parameters(model: LinearizedForCausalLM, device: torch.device) -> None:
     for attention in model.attentions():
         for module in attention.modules():
             initial_values = getattr(module, "initial_values", None)
@@ -125,7 +125,7 @@ def load_adapted(
     source = record["base"] if base is None else base
     adapters.check_identity(record, adapters.base_config(source, folder), source, folder)  # before loading gigabytes
     dtype = record["base_dtype"] if dtype is None else dtype
-    model = adapters.put_on(load_pretrained(source, record["linearization"], dtype), folder)
+    model = adapters.apply_adapter(load_pretrained(source, record["linearization"], dtype), folder)
     return lora.merge(model) if merge and lora.has_lora(model) else model
 
 
