@@ -10,7 +10,7 @@ from lit_modules.launching import run_folder
 
 
 @dataclass(frozen=True)
-class Place:
+class ResultFolder:
     """Where results of a checkpoint go.
 
     Attributes:
@@ -34,24 +34,24 @@ class Place:
             raise SettingError("output", self.folder, "give another folder", problem) from error
 
 
-def place(checkpoint: str, output: str | None) -> Place:
+def result_folder(checkpoint: str, output: str | None) -> ResultFolder:
     """Return `evaluation/` in `output`, or else in the folder of the checkpoint's run.
 
     Raises:
         ValueError: if there is neither.
     """
-    run = run_of(checkpoint)
+    run = run_of_checkpoint(checkpoint)
     if output is not None:
         if Path(output).is_file():
             raise SettingError("output", output, "give a folder", "is a file")
-        return Place(Path(output) / "evaluation", run)
+        return ResultFolder(Path(output) / "evaluation", run)
     if run is None:
         fix = f"checkpoint={checkpoint} is not of a run, in whose folder results would go; give output=FOLDER"
         raise SettingError("output", NO_VALUE, fix, "is missing")
-    return Place(run / "evaluation", run)
+    return ResultFolder(run / "evaluation", run)
 
 
-def run_of(checkpoint: str) -> Path | None:
+def run_of_checkpoint(checkpoint: str) -> Path | None:
     """Return the run folder of a checkpoint: the folder itself, or the parent of its export or `checkpoints/`."""
     path = Path(checkpoint)
     if not path.is_dir():
@@ -64,14 +64,14 @@ def run_of(checkpoint: str) -> Path | None:
     return None
 
 
-def weights(checkpoint: str) -> str:
+def weights_identity(checkpoint: str) -> str:
     """Return an identity of the current weights: a digest of the folder's files, or the name on the Hub."""
     path = Path(checkpoint)
     if not path.is_dir():
         return checkpoint
     folders = [path]
-    if run_of(checkpoint) == path:
-        newest = checkpoints.newest(path / "checkpoints")
+    if run_of_checkpoint(checkpoint) == path:
+        newest = checkpoints.newest_checkpoint(path / "checkpoints")
         folders = [folder for folder in (path / "export", newest) if folder is not None]
     files = (file for folder in folders for file in sorted(folder.resolve().rglob("*")) if file.is_file())
     return file_identity(files, WHOLE)

@@ -14,7 +14,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from common.atomic_files import write_atomic
 from common.settings import NO_VALUE, SettingError, check_choice, check_whole
-from evaluation import places
 from evaluation.harness.published import METRICS
 from lit_modules.launching import run_folder
 
@@ -66,7 +65,7 @@ def run(cfg: DictConfig) -> None:
 
     settings = settings_of(cfg)
     job.check_is_folder(str(cfg.checkpoint))
-    place = places.result_folder(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
+    place = result_folder.result_folder(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
     with silence_loggers():
         suite = load_suite(
             settings.tasks, settings.num_fewshot, folder(cfg.benchmark.tasks_folder), datasets_folder(cfg)
@@ -108,7 +107,7 @@ def datasets_folder(cfg: DictConfig) -> Path | None:
     return found
 
 
-def measured(cfg: DictConfig, settings: Settings, suite: Any, place: places.ResultFolder) -> dict[str, Any]:
+def measured(cfg: DictConfig, settings: Settings, suite: Any, place: result_folder.ResultFolder) -> dict[str, Any]:
     """Return the values and the conditions of their measurement."""
     import torch
 
@@ -118,7 +117,7 @@ def measured(cfg: DictConfig, settings: Settings, suite: Any, place: places.Resu
     device = job.choose_device(cfg.device)
     commit, versions = run_folder.code_commit(), {name: importlib.metadata.version(name) for name in PACKAGES}
     identity = {
-        "weights": places.weights_identity(str(cfg.checkpoint)),
+        "weights": result_folder.weights_identity(str(cfg.checkpoint)),
         "commit": commit,
         "versions": versions,
         "dtype": settings.dtype,
@@ -159,7 +158,7 @@ def load(cfg: DictConfig, settings: Settings, device: Any) -> Any:
         return CheckpointLM(model, tokenizer, settings.batch_size, settings.max_length)
 
 
-def write(report: dict[str, Any], place: places.ResultFolder) -> None:
+def write(report: dict[str, Any], place: result_folder.ResultFolder) -> None:
     """Write the three files, log to the run's wandb run, and print the table."""
     from evaluation.harness.report import as_markdown, draw
     from evaluation.run_log import log_to_run

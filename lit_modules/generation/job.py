@@ -204,7 +204,7 @@ def load_unchanged(checkpoint: str) -> tuple[Any, Any]:
     folder = Path(checkpoint)
     try:
         if checkpoints.is_checkpoint(folder):
-            wrong = checkpoints.damage(folder)
+            wrong = checkpoints.find_damage(folder)
             if wrong is not None:
                 raise SettingError("checkpoint", checkpoint, wrong, "cannot be loaded")
             return load_training_checkpoint(folder), AutoTokenizer.from_pretrained(folder.parent.parent / "tokenizer")
@@ -221,7 +221,7 @@ def load_unchanged(checkpoint: str) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         if (folder / "export").is_dir():
             return load_whole(AutoModelForCausalLM, str(folder / "export")), tokenizer
-        path = checkpoints.newest_whole(folder / "checkpoints")
+        path = checkpoints.newest_intact(folder / "checkpoints")
         if path is None:
             raise SettingError("checkpoint", checkpoint, "wait until its run has one", "has no checkpoint yet")
         return load_training_checkpoint(path), tokenizer
@@ -256,12 +256,12 @@ def load_training_checkpoint(path: Path) -> Any:
     Raises:
         ValueError: the checkpoint is from job=linearize, which holds the trained weights only.
     """
-    state = checkpoints.read_trainer(path)
+    state = checkpoints.read_trainer_state(path)
     config = state["palimpsest"]["model_config"]
     if config.get("model_type", PalimpsestConfig.model_type) != PalimpsestConfig.model_type:
         raise ValueError(f"{path} is there to go on linearizing from: its run has a model to load, export/, at its end")
     model = PalimpsestForCausalLM(PalimpsestConfig(**config))
-    weights = checkpoints.consolidated(path)
+    weights = checkpoints.read_unsharded_weights(path)
     model.load_state_dict({k.removeprefix("model."): v for k, v in weights.items() if k.startswith("model.")})
     return model
 

@@ -16,14 +16,8 @@ from lit_modules.parallel.layout import RankLayout, make_layout
 
 # Timeout of a collective. The watchdog reports a hanging rank much earlier; this is for runs without it.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-LIGHTNING_ARGUMENTS = (
-    "module",
-    "device_ids",
-    "output_device",
-    "dim",
-    "process_group",
-    "device_mesh",
-)  # set by Lightning
+# set by Lightning
+LIGHTNING_ARGUMENTS = ("module", "device_ids", "output_device", "dim", "process_group", "device_mesh")
 
 
 class OneDevice(CheckpointsTensors, SingleDeviceStrategy):

@@ -38,7 +38,7 @@ def copy(trained, tmp_path):
 def test_a_metadata_file_with_a_foreign_pickle_is_refused_and_not_run(copy, tmp_path):
     (copy / ".metadata").write_bytes(pickle.dumps(Foreign(tmp_path / "written")))
     with pytest.raises(ValueError, match=r"\.metadata is not the metadata of a checkpoint: it names io\.open"):
-        checkpoints.consolidated(copy)
+        checkpoints.read_unsharded_weights(copy)
     with pytest.raises(ValueError, match=r"\.metadata is not the metadata"):
         training.train(tmp_path / "run", OneDevice("cpu"), resume=copy)
     assert not (tmp_path / "written").exists()
@@ -50,27 +50,27 @@ def test_a_metadata_file_that_hides_bytes_among_the_tensors_is_refused(copy):
 
     (copy / ".metadata").write_bytes(pickle.dumps(Metadata({"weights.a": BytesStorageMetadata()})))
     with pytest.raises(ValueError, match=r"names .*BytesStorageMetadata"):
-        checkpoints.consolidated(copy)
+        checkpoints.read_unsharded_weights(copy)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", pickle.dumps({"a": 1})])
 def test_a_metadata_file_that_is_something_else_is_named(copy, content):
     (copy / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"\.metadata is not the metadata of a checkpoint"):
-        checkpoints.consolidated(copy)
+        checkpoints.read_unsharded_weights(copy)
 
 
 def test_a_trainer_file_with_a_foreign_pickle_is_refused_and_not_run(copy, tmp_path):
     torch.save({"state": Foreign(tmp_path / "written")}, copy / "trainer.pt")
     with pytest.raises(ValueError, match=r"trainer\.pt cannot be read"):
-        checkpoints.read_trainer(copy)
+        checkpoints.read_trainer_state(copy)
     assert not (tmp_path / "written").exists()
 
 
 def test_a_missing_shard_is_one_line(copy):
     (copy / "__0_0.distcp").unlink()
     with pytest.raises(ValueError, match=r"cannot be read by rank 0: .*__0_0\.distcp") as caught:
-        checkpoints.consolidated(copy)
+        checkpoints.read_unsharded_weights(copy)
     assert "\n" not in str(caught.value)
 
 
