@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from common.atomic_files import write_atomic
 from common.settings import NO_VALUE, SettingError, check_choice, check_whole
+from evaluation import result_folder
 from evaluation.harness.published import METRICS
 from lit_modules.launching import run_folder
 
