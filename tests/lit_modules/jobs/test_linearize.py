@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from lit_modules.jobs import linearize
 from lit_modules.linearization import layer_setup
-from lit_modules.linearization.stages import PlannedStage, Stage
+from lit_modules.linearization.stages import PlannedStage, TrainingStage
 from lit_modules.networks.linearized import Linearization
 
 
@@ -19,9 +19,9 @@ from lit_modules.networks.linearized import Linearization
 @pytest.mark.parametrize(
     ("stages", "unused"),
     [
-        ([Stage()], False),
-        ([Stage(train=("scalars",)), Stage()], True),  # the first leaves LoRA without gradients
-        ([Stage(cross_entropy=0, attention_transfer=1)], True),  # which reaches no output projection
+        ([TrainingStage()], False),
+        ([TrainingStage(train=("scalars",)), TrainingStage()], True),  # the first leaves LoRA without gradients
+        ([TrainingStage(cross_entropy=0, attention_transfer=1)], True),  # which reaches no output projection
     ],
     ids=["one stage", "two groups", "transfer"],
 )
