@@ -28,6 +28,9 @@ class SettingError(ValueError):
         value = "" if self.value is NO_VALUE else f"={shown(self.value)}"
         return f"{self.key}{value}{self.problem and f' {self.problem}'}: {self.fix}"
 
+    def __repr__(self) -> str:
+        return f"SettingError({str(self)!r})"  # Hydra shows an error by its repr
+
     def under(self, place: str) -> "SettingError":
         """Put `place`, such as `data.source`, before a key that is an argument's name alone; return this error."""
         if "." not in self.key:

@@ -77,7 +77,7 @@ class InstructionData(TokenData):
             raise SettingError("tokenizer", "bpe", fix, "is trained on text, and data has instructions")
         _check_held_out(self.validation_records, self.validation_fraction)
         self.records = Records(_place(self.path), self.split, self.revision, _names(self.columns))
-        self._named = f"tokenizer.path={self.tokenizer.path}"
+        self._tokenizer_path = self.tokenizer.path
         self._folder: Path
 
     def prepare(self) -> None:
@@ -92,7 +92,7 @@ class InstructionData(TokenData):
         tokenizer = self._prepare_tokenizer(None)
         if self.hf_tokenizer.eos_token_id is None:
             problem = "has no eos_token, which ends every answer"
-            raise SettingError("tokenizer.path", self.tokenizer.path, "set one in its tokenizer_config.json", problem)
+            raise SettingError("tokenizer.path", self._tokenizer_path, "set one in its tokenizer_config.json", problem)
         identity = {
             "format": FORMAT,
             "records": records,
@@ -145,7 +145,7 @@ class InstructionData(TokenData):
     def _make_template(self) -> AlpacaTemplate | ChatTemplate:
         if self.template == "alpaca":
             return AlpacaTemplate(self.hf_tokenizer, self.loss_on)
-        return ChatTemplate(self.hf_tokenizer, self.loss_on, self._named)
+        return ChatTemplate(self.hf_tokenizer, self.loss_on, f"tokenizer.path={self._tokenizer_path}")
 
     def _split_of(self, record: Record, number: int) -> str:
         if self.validation_records is not None:
