@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation")
 UNIT_BYTES = 256 * 1024  # text per row group: the unit of work of later stages, small so that all cores finish together
@@ -81,9 +81,9 @@ class Problems:
             self.causes.setdefault(kind, f"{self.source}.{cause}")
         if len(self.lines) < self.LOGGED:
             self.lines.append(line)
-            logger.warning("%s", line)
+            log.warning("%s", line)
             if len(self.lines) == self.LOGGED:
-                logger.warning("further problems are counted only")
+                log.warning("further problems are counted only")
 
     def check(self, read: int, most: float, group: str) -> None:
         """Check that at most a share `most` of the records was skipped.

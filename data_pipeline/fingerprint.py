@@ -15,7 +15,7 @@ from common import checksums
 from common.atomic_files import is_full_disk, write_atomic
 from common.settings import SettingError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 CHECKED = "checked.json"  # modification times of the files when their checksums last matched
@@ -57,7 +57,7 @@ def prepared_folder(
             wrong = _damage(final)
             if wrong is None:
                 return final
-            logger.warning("%s/%s: prepared again", final, wrong)
+            log.warning("%s/%s: prepared again", final, wrong)
         _remove_stale(data_dir)
         _build_beside(final, identity, build)
     return final

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Stage:
@@ -21,7 +21,7 @@ class Stage:
         self.seconds = 0.0
 
     def __enter__(self) -> "Stage":
-        logger.info("%s ...", self.name)
+        log.info("%s ...", self.name)
         self._start = time.perf_counter()
         # disable=None: tqdm is silent when stderr is not a terminal.
         self._bar = tqdm(
@@ -43,7 +43,7 @@ class Stage:
         self._bar.close()
         self.seconds = time.perf_counter() - self._start
         if error is None:
-            logger.info(
+            log.info(
                 "%s: %s %s in %.1f s (%s/s)",
                 self.name,
                 f"{self.done:,}",

@@ -18,7 +18,7 @@ def log_to_run(run: Path, values: Mapping[str, float], pictures: Mapping[str, Pa
     if not (run / "wandb" / RUN_ID).is_file():
         return
     if run_folder.is_locked(run):
-        log.warning(f"{run} is going on, so its wandb run is left alone: the same command logs to it later")
+        log.warning("%s is going on, so its wandb run is left alone: the same command logs to it later", run)
         return
     from lit_modules.loggers.wandb import Wandb
 

@@ -160,7 +160,7 @@ class Training(lightning.LightningModule):
         for logger in self.trainer.loggers:
             logger.log_metrics({"tokens": tokens, "train/phase": number + 1}, step)
         if self.trainer.is_global_zero:
-            log.info(f"phase {number + 1} of {len(self.phase_starts)} begins: {self.phase_starts[step]}")
+            log.info("phase %s of %s begins: %s", number + 1, len(self.phase_starts), self.phase_starts[step])
 
     def rank_part(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return this rank's part of a batch: all of it, unless ranks share sequences."""
@@ -216,7 +216,7 @@ class Training(lightning.LightningModule):
         self.skipped_in_a_row += 1
         step = self.trainer.global_step + 1
         found = f"loss {float(loss):g}, gradient norm {float(norm):g}"
-        log.warning(f"step {step} is skipped: it is not finite ({found}); {self.skipped_steps} skipped so far")
+        log.warning("step %s is skipped: it is not finite (%s); %s skipped so far", step, found, self.skipped_steps)
         if self.skipped_in_a_row >= MOST_SKIPPED:
             raise RunFailed(
                 f"stopped at step {step}: {MOST_SKIPPED} steps in a row were not finite ({found}); "
@@ -295,7 +295,7 @@ class Training(lightning.LightningModule):
             if isinstance(self.schedule, Plateau):
                 self.schedule.observe(self.validation.loss)
         if self.trainer.is_global_zero:
-            log.info(f"held-out loss {self.validation.loss:.4f} over {self.validation.tokens} tokens")
+            log.info("held-out loss %.4f over %s tokens", self.validation.loss, self.validation.tokens)
 
     def _over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks. Ranks that share heads each read all tokens, so their tokens count once."""

@@ -13,7 +13,7 @@ from data_pipeline.fingerprint import read_manifest
 from data_pipeline.identity import EARLIER, SAMPLE
 from data_pipeline.job_folder import JobFolder
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def run(cfg: Any) -> None:
@@ -41,11 +41,11 @@ def run(cfg: Any) -> None:
     with folder.held("run"):
         folder.begin({**shared, "files": files}, {**shared, "files": earlier})
         if folder.manifest.exists():
-            logger.info("%s is finished: nothing is left to do", folder.key)
+            log.info("%s is finished: nothing is left to do", folder.key)
             return
         layout = Layout(folder.path)
         if not executor.run(planned, layout.logs, folder.key):
-            logger.info("%s is complete when it has a %s", folder.key, folder.manifest.name)
+            log.info("%s is complete when it has a %s", folder.key, folder.manifest.name)
             return
     _tell(folder)
 
@@ -55,5 +55,5 @@ def _tell(folder: JobFolder) -> None:
     for name, found in manifest["categories"].items():
         documents = found["train"]["documents"] + found["validation"]["documents"]
         size = found["train"]["bytes"] + found["validation"]["bytes"]
-        logger.info("%s: %s documents, %.1f MB", name, f"{documents:,}", size / 1e6)
-    logger.info("documents/, corpus.md and %s are in %s", folder.manifest.name, folder.path)
+        log.info("%s: %s documents, %.1f MB", name, f"{documents:,}", size / 1e6)
+    log.info("documents/, corpus.md and %s are in %s", folder.manifest.name, folder.path)

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from data_pipeline.executors.phases import Phase
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 30
 
@@ -24,7 +24,7 @@ class PhaseProgress:
     def __enter__(self) -> "PhaseProgress":
         self._start = self._told = time.perf_counter()
         before = f", {self._before} ended before" if self._before else ""
-        logger.info("%s: %s%s", self.title, _tasks(self.total), before)
+        log.info("%s: %s%s", self.title, _tasks(self.total), before)
         # disable=None: tqdm is silent when stderr is not a terminal.
         self._bar = tqdm(desc=self.title, unit=" tasks", total=self.total, initial=self.done, disable=None, leave=False)
         return self
@@ -38,7 +38,7 @@ class PhaseProgress:
             self._told = now
             elapsed = now - self._start
             left = elapsed / (self.done - self._before) * (self.total - self.done)
-            logger.info(
+            log.info(
                 "%s: %d/%d tasks in %s, about %s left", self.title, self.done, self.total, _clock(elapsed), _clock(left)
             )
 
@@ -46,9 +46,9 @@ class PhaseProgress:
         self._bar.close()
         elapsed = time.perf_counter() - self._start
         if error is not None:
-            logger.info("%s: stopped after %d/%d tasks", self.title, self.done, self.total)
+            log.info("%s: stopped after %d/%d tasks", self.title, self.done, self.total)
         elif self.done > self._before:
-            logger.info("%s: %s in %.1f s", self.title, _tasks(self.done - self._before), elapsed)
+            log.info("%s: %s in %.1f s", self.title, _tasks(self.done - self._before), elapsed)
 
 
 def _tasks(count: int) -> str:

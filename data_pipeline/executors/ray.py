@@ -17,7 +17,7 @@ from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.submitted import refuse_while_submitted
 from data_pipeline.executors.tasks import LocalTasks, run_in_order, run_task
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 SECONDS_FOR_AN_ANSWER = 10
 RETRIES = 3  # for a task whose process or node is lost
@@ -87,7 +87,7 @@ class Ray:
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if not any(all(node.get(name, 0) >= need for name, need in self.resources.items()) for node in nodes):
-            logger.warning(
+            log.warning(
                 "no node of the Ray cluster has room for a task now (%d CPUs and %.1f GB: executor.cpus_per_task, "
                 "executor.mem_per_cpu_gb): waiting for one",
                 self.resources["CPU"],

@@ -23,7 +23,7 @@ from data_pipeline.executors.submitted import (
 )
 from data_pipeline.executors.tasks import TaskRecords, full_disk_in_one_line, phase_folder
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Slurm:
@@ -103,8 +103,8 @@ class Slurm:
         if not jobs:
             return True
         for job in jobs:
-            logger.info("submitted %s: job %s, tasks: %d", job["phase"], job["job"], job["tasks"])
-        logger.info(
+            log.info("submitted %s: job %s, tasks: %d", job["phase"], job["job"], job["tasks"])
+        log.info(
             "follow with: squeue --jobs=%s; a task that fails leaves a line in %s, one that SLURM ends in slurm_logs "
             "beside it, and the same command then goes on with what is missing",
             ",".join(job["job"] for job in jobs),

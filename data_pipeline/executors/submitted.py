@@ -9,7 +9,7 @@ from pathlib import Path
 from common import slurm
 from common.atomic_files import write_atomic
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 JOBS = "submitted.json"  # {"jobs": [{"phase", "job", "tasks"}]}
 
@@ -67,7 +67,7 @@ def refuse_while_submitted(logs: Path) -> None:
         return
     jobs = [job["job"] for job in json.loads((logs / JOBS).read_text(encoding="utf-8"))["jobs"]]
     if shutil.which("squeue") is None:
-        logger.warning("%s: jobs were submitted to SLURM, and there is no squeue to see whether they run", logs / JOBS)
+        log.warning("%s: jobs were submitted to SLURM, and there is no squeue to see whether they run", logs / JOBS)
         return
     alive = sorted(set(_queued(jobs, logs)), key=lambda job: (len(job), job))
     if alive:

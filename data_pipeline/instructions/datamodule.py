@@ -22,7 +22,7 @@ from data_pipeline.tokens.token_data import TokenData
 from data_pipeline.tokens.tokenizer import Pretrained
 from data_pipeline.tokens.yardsticks import unigram_bits
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 FORMAT = 1  # part of every fingerprint: increase it when the code writes something else from the same inputs
 RECORDS_AT_ONCE = 512
@@ -110,7 +110,7 @@ class InstructionData(TokenData):
         self.train_sequences = self.manifest["train"]["sequences"]
         self.validation_bytes = self.manifest["validation"]["bytes"]
         self.fingerprint = self._folder.name.removeprefix("instructions-")
-        logger.info("instructions: %s", _summary(self.manifest))
+        log.info("instructions: %s", _summary(self.manifest))
 
     def open(self, split: str, length: int) -> StoredSequences:
         """Return a split's sequences, memory-mapped; `length` is the length they were packed to."""

@@ -21,7 +21,7 @@ from data_pipeline.labels.store import Store
 from data_pipeline.rewriting.backends import Answer, Backend, BudgetSpent, Request, RewritingStopped
 from data_pipeline.rewriting.runner import failure_of
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
 SYNC_EVERY_S = 1.0  # at most this is lost on a power failure; the death of this process loses nothing
@@ -100,7 +100,7 @@ class Asking:
                     unsettled.append((excerpt, attempt))
             if unsettled:
                 self._ask(unsettled, [answer for answer, payer in stored.values() if payer == self._payer])
-        logger.info("labels: %s", self._line())
+        log.info("labels: %s", self._line())
         found = [(sampled, self._found[sampled.excerpt]) for sampled in sample]
         labelled = [(sampled, label) for sampled, label in found if isinstance(label, Label)]
         keys = ("from_store", "requests", "tries", "invalid_answers", "tokens_in", "tokens_out")
@@ -196,4 +196,4 @@ class Asking:
             self._store.sync()
         if now - self._logged >= LOG_EVERY_S:
             self._logged = now
-            logger.info("labels: %s", self._line())
+            log.info("labels: %s", self._line())

@@ -16,7 +16,7 @@ from data_pipeline.labels.rubric import Rubric
 from data_pipeline.rewriting.backends import Answer
 from data_pipeline.rewriting.journal import Journal
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Store:
@@ -47,9 +47,7 @@ class Store:
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                logger.info(
-                    "corpus.cleaning.labels.store: another run labels with the same question: waiting for its end"
-                )
+                log.info("corpus.cleaning.labels.store: another run labels with the same question: waiting for its end")
                 lock.acquire()
         except OSError as error:
             raise SettingError(

@@ -13,7 +13,7 @@ from data_pipeline.labels.classifier import train
 from data_pipeline.labels.rubric import Label
 from data_pipeline.labels.sample import Sampled
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 LEAST_LABELS = 50  # including at least LEAST_HELD_OUT for evaluation
 LEAST_HELD_OUT = 10
@@ -55,7 +55,7 @@ class TrainClassifier(PipelineStep):
         words = f"quality {found['quality']['exact']:.0%}, within one {found['quality']['within_one']:.0%}"
         if "category" in found:
             words = f"category {found['category']['accuracy']:.0%}, {words}"
-        logger.info("labels: the classifier's agreement on %d documents held out: %s", len(held_out), words)
+        log.info("labels: the classifier's agreement on %d documents held out: %s", len(held_out), words)
         return
         yield
 

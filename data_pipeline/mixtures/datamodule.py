@@ -23,7 +23,7 @@ from data_pipeline.tokens.datamodule import PackedText
 from data_pipeline.tokens.order import RunOrder
 from data_pipeline.tokens.yardsticks import NAMES, yardsticks
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Part of every fingerprint: increase a number when that stage writes something else from the same inputs.
 MIXTURE_FORMATS = {"documents": 1, "mixture": 1}
@@ -238,17 +238,17 @@ class MixtureData(PackedText):
         }
 
     def _tell(self, folder: Path) -> None:
-        logger.info("mixture: %d components; tables and a picture are in %s", len(self._blocks), folder)
+        log.info("mixture: %d components; tables and a picture are in %s", len(self._blocks), folder)
         for phase in self.manifest["phases"]:
             shares = ", ".join(
                 f"{name} {found['share']:.1%}" for name, found in phase["components"].items() if found["share"]
             )
-            logger.info("%s: %s tokens: %s", phase["name"], f"{phase['tokens']:,}", shares)
+            log.info("%s: %s tokens: %s", phase["name"], f"{phase['tokens']:,}", shares)
         if self.manifest["reduced"]:
-            logger.warning("data.max_epochs: %s", "; ".join(self.manifest["reduced"]))
+            log.warning("data.max_epochs: %s", "; ".join(self.manifest["reduced"]))
         left_out = [phase.name for phase in self._phases[len(self._planned) :]]
         if left_out:
-            logger.warning("max_tokens=%d ends the run before %s", self.max_tokens, ", ".join(left_out))
+            log.warning("max_tokens=%d ends the run before %s", self.max_tokens, ", ".join(left_out))
 
     def open(self, split: str, length: int) -> Dataset:
         """Return a split's sequences, memory-mapped: train by position in the run, validation each once."""

@@ -13,7 +13,7 @@ from data_pipeline.rewriting.plan import Plan, read_plan
 from data_pipeline.rewriting.report import SAMPLES, SUMMARY, finish, summary_lines
 from data_pipeline.rewriting.runner import Rewriting
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def run(cfg: Any) -> None:
@@ -45,13 +45,13 @@ def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: obje
     with folder.held("run"):
         folder.begin(*(plan.identity(backend_settings, backend.model, by) for by in (SAMPLE, EARLIER)))
         if folder.manifest.exists():
-            logger.info("rewrite.output=%s is finished: nothing is left to do", plan.output)
+            log.info("rewrite.output=%s is finished: nothing is left to do", plan.output)
             return json.loads((folder.path / SUMMARY).read_text(encoding="utf-8"))
         if executor is not None:
             from data_pipeline.rewriting.step import phase  # datatrove is only needed with an executor
 
             if not executor.run([phase(plan, backend, backend_settings)], folder.path / "logs", folder.key):
-                logger.info("%s is complete when it has a %s", folder.key, folder.manifest.name)
+                log.info("%s is complete when it has a %s", folder.key, folder.manifest.name)
                 return None
         else:
             ended = folder.ended_tasks()
@@ -60,6 +60,6 @@ def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: obje
                     Rewriting(plan, backend, task).run()
         summary = finish(plan, folder)
     for line in summary_lines(summary):
-        logger.info("%s", line)
-    logger.info("shards, %s and %s are in %s", SUMMARY, SAMPLES, folder.path)
+        log.info("%s", line)
+    log.info("shards, %s and %s are in %s", SUMMARY, SAMPLES, folder.path)
     return summary

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Journal:
@@ -39,7 +39,7 @@ class Journal:
                     broken += 1
                     continue
                 if broken:
-                    logger.warning("%s: before byte %d: broken record passed over", self.path, offset - len(line))
+                    log.warning("%s: before byte %d: broken record passed over", self.path, offset - len(line))
                     broken = 0
                 good_end = offset
                 yield record

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from data_pipeline.rewriting.backends import Answer
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
 
@@ -49,7 +49,7 @@ class Progress:
             self._logged = now
             self._bar.set_postfix_str(self._rates(), refresh=False)
             if self._bar.disable:
-                logger.info("%s", self.line())
+                log.info("%s", self.line())
 
     @property
     def seconds(self) -> float:
@@ -85,4 +85,4 @@ class Progress:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.close()
         if error is None:
-            logger.info("%s", self.line())
+            log.info("%s", self.line())

@@ -31,7 +31,7 @@ from data_pipeline.rewriting.sections import Part, cut, title_of
 from data_pipeline.rewriting.styles import Malformed, Style
 from data_pipeline.rewriting.tally import Tally
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 SYNC_S = 1.0  # at most this is lost on a power failure; the death of this process loses nothing
 OPEN_CHUNKS = 4  # one slow document does not block the others, and memory stays bounded

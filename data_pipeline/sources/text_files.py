@@ -17,7 +17,7 @@ from data_pipeline.sources.json_lines import COMPRESSED, open_bytes
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 from data_pipeline.sources.paths import as_list, named_files, plain
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 PLAIN = (".txt", ".md")
 JSON_LINES = (".jsonl", ".json")
@@ -59,7 +59,7 @@ class TextFiles(SourceInParts):
             found = f"{len(matched)} files, none of them readable text" if matched else "no file"
             raise SettingError("path", self.path, f"give {' '.join(ENDINGS)} files", found)
         if len(readable) < len(matched):
-            logger.info("path: %d files with other endings left out", len(matched) - len(readable))
+            log.info("path: %d files with other endings left out", len(matched) - len(readable))
         return readable
 
     def documents(self, problems: Problems, processes: int) -> Iterator[Document]:

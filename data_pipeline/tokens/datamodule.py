@@ -19,7 +19,7 @@ from data_pipeline.tokens.token_data import LEAST_LENGTH, TokenData, tokenizer_i
 from data_pipeline.tokens.yardsticks import yardsticks
 from data_pipeline.workers import available_processes, most_processes
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Part of every fingerprint: increase a number when that stage writes something else from the same inputs.
 FORMATS = {"documents": 2, "blocks": 1}
@@ -124,7 +124,7 @@ class TextData(PackedText):
         self.train_sequences = self.manifest["train"]["rows"] * (self.block_length // self.sequence_length)
         self.validation_bytes = self.manifest["validation"]["bytes"]
         self.fingerprint = blocks.name.removeprefix("blocks-")
-        logger.info("text: %s", _summary(self.manifest))
+        log.info("text: %s", _summary(self.manifest))
 
     def _prepare_documents(self) -> Path:
         identity = self._documents_identity(FORMATS["documents"], self.identified_by)
@@ -216,7 +216,7 @@ class LongCrawl64Data(TokenData):
         self.fingerprint, earlier = (fingerprint(identity) for identity in identities)
         if self.resumed == earlier:
             self.fingerprint = earlier
-        logger.info("text: %s", _summary(self.manifest))
+        log.info("text: %s", _summary(self.manifest))
 
     def open(self, split: str, length: int) -> ArraySequences:
         """Return a split's sequences without reading them."""

@@ -12,7 +12,7 @@ from data_pipeline.documents import SPLITS, Document, Problems, ShardWriter, rea
 from data_pipeline.progress import Stage
 from data_pipeline.tokens.repeats import repeated_shares
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 DRAWN = "drawn"  # shard name of the documents drawn for validation
 MOST_REPEATED = 0.05  # largest share of a held-out document's text that other documents may repeat
@@ -67,7 +67,7 @@ def gather(
         for writer in (train, drawn):
             writer.close()
     if problems.counts:
-        logger.warning("skipped: %s", problems.summary())
+        log.warning("skipped: %s", problems.summary())
     problems.check(len(seen) + duplicates, most_skipped, "data")
     _check_both_sides({"train": train.documents, "validation": drawn.documents}, validation_fraction, problems)
     validation, repeated = _hold_out(folder, drawn, train, processes)
@@ -102,14 +102,14 @@ def _hold_out(folder: Path, drawn: ShardWriter, train: ShardWriter, processes: i
         path.unlink()
     repeated = drawn.documents - validation.documents
     if repeated:
-        logger.info(
+        log.info(
             "held out: %s of the %s documents that were drawn; of the others over %s of the text is repeated elsewhere",
             f"{validation.documents:,}",
             f"{drawn.documents:,}",
             f"{MOST_REPEATED:.0%}",
         )
     if most > MOST_REPEATED:
-        logger.warning(
+        log.warning(
             "data.validation_fraction: each document that was drawn repeats others; up to %d%% of what is held out is "
             "in the training text too: raise it for a fairer measure",
             math.ceil(100 * most),

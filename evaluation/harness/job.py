@@ -174,7 +174,7 @@ def write(report: dict[str, Any], place: result_folder.ResultFolder) -> None:
         values |= {f"harness/{name}": row["value"] for name, row in report["averages"].items()}
         log_to_run(place.run, values, {} if picture is None else {"harness/picture": picture})
     print(text)
-    log.info(f"written: {place.folder}/harness.json, .md" + ("" if picture is None else " and .png"))
+    log.info("written: %s/harness.json, .md%s", place.folder, "" if picture is None else " and .png")
 
 
 def keep_earlier(report: dict[str, Any], folder: Path) -> None:

@@ -54,7 +54,7 @@ def score(
         files[name] = folder / f"{name.replace('/', '_')}-{fingerprint(identity)}.json", identity
     found = {name: json.loads(path.read_text()) for name, (path, _) in files.items() if path.is_file()}
     if found:
-        log.info(f"{len(found)} of {len(files)} tasks were done before")
+        log.info("%s of %s tasks were done before", len(found), len(files))
     model = load() if len(found) < len(files) else None
     for name, (path, identity) in files.items():
         if name in found:
@@ -64,8 +64,15 @@ def score(
         first, (value, error) = next(iter(metrics(found[name]["results"]).items()))
         near = "" if error is None else f" ± {error:.4f}"
         log.info(
-            f"{len(found)} of {len(files)} tasks: {name} {first} {value:.4f}{near} "
-            f"({found[name]['documents']:,} documents in {found[name]['seconds']:.0f} s)"
+            "%s of %s tasks: %s %s %.4f%s (%s documents in %.0f s)",
+            len(found),
+            len(files),
+            name,
+            first,
+            value,
+            near,
+            f"{found[name]['documents']:,}",
+            found[name]["seconds"],
         )
     return {name: found[name] for name in files}
 

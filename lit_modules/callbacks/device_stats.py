@@ -121,10 +121,15 @@ class DeviceStats(Callback):
         self.quiet = QUIET_REPORTS
         place, pace = self.rank_devices[rank], found[rank]
         log.warning(
-            f"rank {rank} ({place.host}, {place.slot}: {place.device}) is slow: a micro-batch costs it "
-            f"{summary['straggler/slowdown']:.2f} times the median rank's time "
-            f"({FORWARD_EQUIVALENTS * pace['forward_seconds']:.3g} s of computing, "
-            f"{pace['data_seconds']:.3g} s of waiting for data)"
+            "rank %s (%s, %s: %s) is slow: a micro-batch costs it %.2f times the median rank's time "
+            "(%.3g s of computing, %.3g s of waiting for data)",
+            rank,
+            place.host,
+            place.slot,
+            place.device,
+            summary["straggler/slowdown"],
+            FORWARD_EQUIVALENTS * pace["forward_seconds"],
+            pace["data_seconds"],
         )
 
 

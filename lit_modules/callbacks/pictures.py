@@ -16,7 +16,7 @@ def ignore_disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.error(f"{error.filename or 'a file'} could not be written ({error.strerror or error}); training goes on")
+        log.error("%s could not be written (%s); training goes on", error.filename or "a file", error.strerror or error)
 
 
 def log_picture(trainer: lightning.Trainer, key: str, path: Path) -> None:

@@ -172,14 +172,19 @@ class Preemption(Callback):
             what_next = requeue_if_needed(sent)  # requeue first: a later failure must not prevent it
             word = "interrupted" if sent == signal.SIGINT else "preempted"
             log.warning(
-                f"{word} ({sent.name}) after step {trainer.global_step}: {describe_checkpoint(trainer)}; {what_next}"
+                "%s (%s) after step %s: %s; %s",
+                word,
+                sent.name,
+                trainer.global_step,
+                describe_checkpoint(trainer),
+                what_next,
             )
             for logger in trainer.loggers:
                 if hasattr(logger, "close"):
                     logger.close(ended.status, preempted=sent != signal.SIGINT)
             trainer.loggers = []
         if self.noted is not None:
-            log.info(f"{time.monotonic() - self.noted:.1f} s from the signal to the end")
+            log.info("%.1f s from the signal to the end", time.monotonic() - self.noted)
         trainer.strategy.barrier()  # the launcher kills the other ranks when one ends
         raise ended
 

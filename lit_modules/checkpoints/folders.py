@@ -70,7 +70,7 @@ def newest_intact(folder: Path) -> Path | None:
         wrong = find_damage(path)
         if wrong is None:
             return path
-        log.warning(f"{path}/{wrong}: trying the checkpoint before it")
+        log.warning("%s/%s: trying the checkpoint before it", path, wrong)
     if found:
         raise ValueError(
             f"{folder} has no undamaged checkpoint to go on from: start a new run without resume "

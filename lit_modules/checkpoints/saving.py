@@ -91,7 +91,7 @@ class Checkpoints(Checkpoint):
         try:
             self.wait(trainer)
         except Exception as error:  # the first error must remain visible
-            log.error(f"the checkpoint under way could not be finished: {error}")
+            log.error("the checkpoint under way could not be finished: %s", error)
 
     def save(self, trainer: lightning.Trainer, loss: float | None = None) -> None:
         """Start writing this step's checkpoint, after the previous one is complete. Every rank takes part.

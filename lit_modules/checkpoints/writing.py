@@ -130,7 +130,7 @@ class BackgroundWriter:
         except (CheckpointNotWritten, CheckpointException) as failure:
             error = str(failure) if isinstance(failure, CheckpointNotWritten) else first_disk_error(failure)
             if self.rank == 0:
-                log.error(f"{path} could not be written ({error}); the checkpoints before it are intact")
+                log.error("%s could not be written (%s); the checkpoints before it are intact", path, error)
         finally:
             shutil.rmtree(partial_path(path), ignore_errors=True)
         return WriteOutcome(path, error, time.perf_counter() - began)
@@ -179,7 +179,7 @@ def finish(path: Path, parts: list[tuple[str, dict[str, Any]]], then: Callable[[
     try:
         then()
     except OSError as error:
-        log.error(f"{path.parent}: {error.strerror or error}; {path.name} is written, and what it replaces stays")
+        log.error("%s: %s; %s is written, and what it replaces stays", path.parent, error.strerror or error, path.name)
 
 
 def run_on_all_ranks(group: dist.ProcessGroup | None, function: Callable[[], Any]) -> list[Any]:

@@ -76,7 +76,7 @@ def generate(cfg: DictConfig, prompts: list[str], settings: dict[str, Any]) -> N
         batch = prompts[start : start + cfg.batch_size]
         texts = continue_prompts(model, tokenizer, batch, cfg.max_new_tokens, settings)
         records += [{"prompt": prompt, "text": text} for prompt, text in zip(batch, texts, strict=True)]
-        log.info(f"{len(records)} of {len(prompts)} prompts")
+        log.info("%s of %s prompts", len(records), len(prompts))
         if cfg.output is None:
             for record in records[start:]:
                 print(json.dumps(record, ensure_ascii=False), flush=True)

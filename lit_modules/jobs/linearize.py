@@ -199,8 +199,14 @@ def read_base(cfg: DictConfig, data: Any) -> LinearizedForCausalLM:
     for key in ("sequence_length", "validation_length"):
         if (length := getattr(data, key)) > known:
             log.warning(
-                f"data.{key}={length} is more than base={cfg.base} was trained for: beyond {known} tokens "
-                f"(max_position_embeddings) the teacher itself is off; give data.{key}={known} or less"
+                "data.%s=%s is more than base=%s was trained for: beyond %s tokens "
+                "(max_position_embeddings) the teacher itself is off; give data.%s=%s or less",
+                key,
+                length,
+                cfg.base,
+                known,
+                key,
+                known,
             )
     check_tokenizer(cfg, config)
     with prefix_errors_with_base(cfg):
@@ -241,16 +247,16 @@ def prepare_training(cfg: DictConfig, module: Training, data: Any, folder: Path)
     new = sum(parameter.numel() for parameter in model.new_parameters().values())
     trained = sum(p.numel() for name, p in model.named_parameters() if name in module.trained)
     gate = "" if settings.gate == "none" else f" {settings.gate}"
-    log.info(
-        f"{settings.mixer}{gate} over {cfg.base}: {new} new parameters, {trained} trained"
-        + (f", softmax layers {list(settings.softmax_layers)}" if settings.softmax_layers else "")
-    )
+    kept = f", softmax layers {list(settings.softmax_layers)}" if settings.softmax_layers else ""
+    log.info("%s%s over %s: %s new parameters, %s trained%s", settings.mixer, gate, cfg.base, new, trained, kept)
     left = groups_of([name for name in model.new_parameters() if name not in module.trained])
     if left:
         left.remove("all")
         log.warning(
-            f"new parameters stay as they begin, since no stage trains them: add {', '.join(left)} to "
-            f"stages.{module.stages[-1].name}.train, or mean it"
+            "new parameters keep their initial values, since no stage trains them: add %s to stages.%s.train, "
+            "or ignore this if intended",
+            ", ".join(left),
+            module.stages[-1].name,
         )
 
 

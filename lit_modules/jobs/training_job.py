@@ -85,7 +85,7 @@ def train(
     find = checkpoints.newest_intact if trainer.is_global_zero else checkpoints.newest_checkpoint
     checkpoint = find(folder / "checkpoints")
     add_loggers(trainer, cfg, folder, config, checkpoint)
-    log.info(f"run: {folder}{describe_start(folder, checkpoint)}")
+    log.info("run: %s%s", folder, describe_start(folder, checkpoint))
 
     data.resumed = checkpoints.data_fingerprint(folder / "checkpoints")
     data.prepare()

@@ -179,7 +179,11 @@ def warn_of_clock_skew(reports: list[dict[str, Any]], asked: float, heard: float
         skew = each["time"] - heard if each["time"] > heard else min(0.0, each["time"] - asked)
         if abs(skew) > MAX_CLOCK_SKEW:
             log.warning(
-                f"the clock of {each['host']} is {abs(skew):.0f} s {'before' if skew > 0 else 'behind'} that of "
-                f"{reports[0]['host']}: times in logs do not compare (the run itself needs no clocks)"
+                "the clock of %s is %.0f s %s that of %s: times in logs do not compare (the run itself "
+                "needs no clocks)",
+                each["host"],
+                abs(skew),
+                "before" if skew > 0 else "behind",
+                reports[0]["host"],
             )
             return

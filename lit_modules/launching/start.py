@@ -121,7 +121,7 @@ def prepare_rank(cfg: DictConfig, folder: Path) -> bool:
     rank_logs.redirect_to_log_file(folder, here)
     if (here.attempt > 0 or cfg.resume is not None) and (folder / SUMMARY).is_file():
         if here.rank == 0:
-            log.info(f"run: {folder} has finished; nothing is left to do")
+            log.info("run: %s has finished; nothing is left to do", folder)
         return False
     if here.rank == 0:
         failures.archive_failure(folder)

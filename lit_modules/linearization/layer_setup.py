@@ -87,10 +87,8 @@ def set_up_layers(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, fold
 def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, path: Path) -> LinearizedForCausalLM:
     """Keep softmax attention in the layers that lose most by linearization, measured on the first train batches."""
     found = sensitivity(model, first_batches(cfg, model, data, SENSITIVITY_BATCHES))
-    log.info(
-        "nats per token of train text that each layer loses when it alone is linearized: "
-        + ", ".join(f"{layer}: {loss:.4f}" for layer, loss in enumerate(found.tolist()))
-    )
+    losses = ", ".join(f"{layer}: {loss:.4f}" for layer, loss in enumerate(found.tolist()))
+    log.info("nats per token of train text that each layer loses when it alone is linearized: %s", losses)
     kept = choose_layers(found, chosen_ways(cfg.softmax_layers)["most_sensitive"])
     keep_choice(path, kept, found.tolist())
     return with_softmax_layers(model, kept)

@@ -190,7 +190,7 @@ class LinearizationTraining(Training):
                 )
         if self.trainer.is_global_zero:
             log.info(
-                f"held-out loss: teacher {self.before['teacher']:.4f}, before training {self.before['student']:.4f}"
+                "held-out loss: teacher %.4f, before training %.4f", self.before["teacher"], self.before["student"]
             )
         for logger in self.trainer.loggers:
             found = {f"validation/{mode}_before": loss for mode, loss in self.before.items()}

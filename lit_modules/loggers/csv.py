@@ -53,7 +53,7 @@ class MetricsCsv(Logger):
         try:
             self.append({"step": step, **metrics})
         except OSError as error:
-            log.error(f"{self.path} could not be written ({error.strerror or error}); training goes on")
+            log.error("%s could not be written (%s); training goes on", self.path, error.strerror or error)
 
     def append(self, row: dict[str, Any]) -> None:
         new = [key for key in row if key not in self.columns]

@@ -93,7 +93,7 @@ class Wandb(WandbLogger):
                         "give logger.wandb.mode=auto, which keeps the run offline then"
                     ) from error
                 log.warning(
-                    f"wandb could not begin ({one_line(error)}), so the run is kept offline for `palimpsest job=sync`"
+                    "wandb could not begin (%s), so the run is kept offline for `palimpsest job=sync`", one_line(error)
                 )
                 self._wandb_init["mode"] = "offline"
                 wandb.teardown()  # wandb's process holds the id of the failed run
@@ -132,7 +132,9 @@ class Wandb(WandbLogger):
             call()
         except (wandb.Error, OSError) as error:
             if not self.has_failed:
-                log.error(f"wandb does not take what is logged ({one_line(error)}); training goes on, with metrics.csv")
+                log.error(
+                    "wandb does not take what is logged (%s); training goes on, with metrics.csv", one_line(error)
+                )
             self.has_failed = True
 
     @rank_zero_only
@@ -155,7 +157,7 @@ class Wandb(WandbLogger):
             begun.finish(exit_code=exit_code)
         except (TimeoutError, wandb.Error, OSError):
             (Path(begun.dir).parent / UNSENT_MARK).touch()
-            log.warning(f"wandb has not taken everything: `palimpsest job=sync run={self.folder}` sends the rest")
+            log.warning("wandb has not taken everything: `palimpsest job=sync run=%s` sends the rest", self.folder)
 
 
 def run_id(folder: Path) -> str:
@@ -186,5 +188,5 @@ def resolve_mode() -> str:
     reason = missing_key_message() or no_answer_message()
     if reason is None:
         return "online"
-    log.info(f"wandb: {reason}, so the run is kept offline for `palimpsest job=sync`")
+    log.info("wandb: %s, so the run is kept offline for `palimpsest job=sync`", reason)
     return "offline"

@@ -13,7 +13,7 @@ from data_pipeline.rewriting.backends import Answer, Backend, Request, Rewriting
 from data_pipeline.rewriting.backends.limits import Budget, Pace, backoff, retry_after
 from data_pipeline.rewriting.styles import CHARACTERS_PER_TOKEN
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 REFUSALS_BEFORE_STOPPING = 8  # a server that refused this many and answered none has wrong settings
 WORDS_SHOWN = 200
@@ -179,7 +179,7 @@ class Endpoint(Backend):
     async def _given_up(self, error: Exception, tries: int, fault_before: float) -> Answer:
         """Return the answer of a request whose tries all failed; end the run if the server fails, not the request."""
         if self._answered_at > fault_before and await self._alive():
-            logger.warning("a request failed %d times (%s) and is left out", self.tries, self._without_key(error))
+            log.warning("a request failed %d times (%s) and is left out", self.tries, self._without_key(error))
             return Answer("", "", 0, 0, tries, "server_error")
         reason = self._without_key(error)
         raise RewritingStopped("base_url", self.base_url, reason, f"gave no answer in {self.tries} tries") from error

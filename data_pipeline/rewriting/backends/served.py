@@ -12,7 +12,7 @@ from common.settings import NO_VALUE, SettingError
 from data_pipeline.rewriting.backends import RewritingStopped, supervisor
 from data_pipeline.rewriting.backends.endpoint import Endpoint
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 STOPPING_S = 2 * supervisor.PATIENCE_S
@@ -65,7 +65,7 @@ class Served(Endpoint):
             status = await self._process.wait()
             self._up.clear()
             if start < self.max_restarts:
-                logger.warning("the server ended with status %s: starting it again (%s)", status, self._log)
+                log.warning("the server ended with status %s: starting it again (%s)", status, self._log)
         else:
             self._failure = f"ended with status {status} after {self.max_restarts} restarts"
         self._up.set()  # let waiting requests see the failure
@@ -74,15 +74,15 @@ class Served(Endpoint):
         """Start the server and wait until it is ready; return the reason if it is not, else ""."""
         port = _free_port()
         words = [str(word).replace("{port}", str(port)).replace("{model}", self.model) for word in self.command]
-        logger.info("starting %s (log: %s)", " ".join(words), self._log)
-        with self._log.open("ab") as log:
+        log.info("starting %s (log: %s)", " ".join(words), self._log)
+        with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 supervisor.__file__,
                 *words,
                 stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 cwd=self._log.parent,  # not this folder: a subfolder could shadow one of the server's packages
                 start_new_session=True,
             )

@@ -16,7 +16,7 @@ from data_pipeline.sources.markdown_docs.markdown_pages import read_page
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 from data_pipeline.sources.paths import as_list, plain
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 ENDINGS = (".md", ".markdown", ".mdx")
 # Folders that are read only through includes, or hold no documentation.
@@ -110,7 +110,7 @@ class MarkdownDocs(SourceInParts):
             metadata = {"source": "markdown_docs", **{key: value for key, value in about.items() if value}}
             yield Document(page.text, identity, metadata)
         if missing:
-            logger.info("paths: %d includes are not in their repositories, and were left out", missing)
+            log.info("paths: %d includes are not in their repositories, and were left out", missing)
 
     def _folders(self) -> list[Path]:
         """Return the absolute folders; raise ValueError for a missing, nested or duplicate one."""

@@ -21,7 +21,7 @@ from data_pipeline.sources.parts import SourceInParts
 from data_pipeline.sources.paths import as_list, find_files
 from data_pipeline.workers import available_processes
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 INDEX = "venues.sqlite"
 RECORDS = (".xml", ".xml.gz", ".jsonl", ".json", ".gz", ".zst")
@@ -103,7 +103,7 @@ class Venues(SourceInParts):
             for kind in ("tei", "pdf"):
                 self._match_files(index, kind, problems)
             texts = index.texts()
-            logger.info("%s papers of wanted venues, %s of them with a text", f"{index.papers:,}", f"{texts:,}")
+            log.info("%s papers of wanted venues, %s of them with a text", f"{index.papers:,}", f"{texts:,}")
             if not texts:
                 problem = f"has no text of the {index.papers:,} papers that records has of wanted venues"
                 raise SettingError("full_text", self.full_text, "name files by DOI or DBLP key", problem)

@@ -17,7 +17,7 @@ from data_pipeline.sources.parts import SourceInParts
 from data_pipeline.sources.paths import as_list, plain
 from data_pipeline.sources.stackexchange.dump import POSTS, BrokenDumpError, Row, read_dump, read_rows
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 QUESTION, ANSWER = "1", "2"
 # Answers are stored with their questions by question number; on the largest site this many numbers have 20 MB of posts.
@@ -98,7 +98,7 @@ class StackExchange(SourceInParts):
                 except BrokenDumpError as error:
                     problems.skip(str(path), "broken dump", str(error))
                 index.close()
-            logger.info("%s: %d posts, %d of them kept to be joined", site, index.seen, index.kept)
+            log.info("%s: %d posts, %d of them kept to be joined", site, index.seen, index.kept)
 
     def parts(self, scratch: Path) -> list[str]:
         """Return "site/number" for every range of question numbers that has questions."""

@@ -25,7 +25,7 @@ from data_pipeline.workers import available_processes, ordered_map
 if TYPE_CHECKING:
     from data_pipeline.sources.web.warc import Capture
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 ENDINGS = (".warc", ".warc.gz")
 HTML = ("text/html", "application/xhtml+xml")
@@ -111,7 +111,7 @@ class Web(SourceInParts):
                 elif document is not None:
                     thin += 1
         if thin:
-            logger.info("%s: %d pages left out that have under %d characters", part, thin, MINIMUM_CHARACTERS)
+            log.info("%s: %d pages left out that have under %d characters", part, thin, MINIMUM_CHARACTERS)
 
     def _page(self, path: Path, place: int, category: str, problems: Problems) -> Document | None:
         """Return the page of the record at byte `place`; report an unreadable one and return None."""
