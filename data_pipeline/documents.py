@@ -28,8 +28,9 @@ SCHEMA = pa.schema(
 class Document:
     """A text with its id and metadata.
 
-    `metadata` has "source" (the reader), "origin" (a path, or a package, its version and file), and, when known,
-    "licence", "date" and "url".
+    `metadata` has "source" (the reader) and "origin" (a path, or a package, its version and file), and, when known,
+    "category", "licence" (SPDX where there is an identifier), "date" (ISO) and "url". Without a category a document is
+    of its source's.
     """
 
     text: str

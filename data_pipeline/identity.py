@@ -12,7 +12,7 @@ from common.checksums import content_digest, reader_threads, size_of
 
 # How files are identified. SAMPLE reads SAMPLED_BLOCKS blocks of BLOCK_BYTES of a file larger than WHOLE_BYTES.
 SAMPLE, WHOLE = "sample", "whole"
-EARLIER = "earlier"  # by path, size and time, as earlier versions did: finds what they prepared
+EARLIER = "earlier"  # by path, size and time: finds older versions' data; new sources need not tell it from SAMPLE
 WHOLE_BYTES = 1024 * 1024
 SAMPLED_BLOCKS = 16
 BLOCK_BYTES = 16 * 1024

@@ -127,7 +127,7 @@ class Training(lightning.LightningModule):
         return None
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's parameter groups, with weight decay for matrices only."""
+        """Return the optimizer's parameter groups, with weight decay but for the model's `no_decay_parameters`."""
         kept = self.model.no_decay_parameters()
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         return [
@@ -139,7 +139,7 @@ class Training(lightning.LightningModule):
         """Return further metrics of the steps since the last call. Every rank takes part."""
         return {}
 
-    def gradient_factor(self, group: int, tokens: int) -> float:
+    def rate_factor(self, group: int, tokens: int) -> float:
         """Return the factor on a parameter group's peak learning rate after `tokens`."""
         return self.schedule(tokens)
 
@@ -181,7 +181,7 @@ class Training(lightning.LightningModule):
         """Return the optimizer, with the schedule evaluated at the middle of each step's tokens."""
         optimizer = self.make_optimizer(self.parameter_groups())
         factors = [
-            lambda step, group=group: self.gradient_factor(group, int((step + 0.5) * self.batch_tokens))
+            lambda step, group=group: self.rate_factor(group, int((step + 0.5) * self.batch_tokens))
             for group in range(len(optimizer.param_groups))
         ]
         return {
@@ -205,7 +205,7 @@ class Training(lightning.LightningModule):
         norm = clip_gradients(self.parameters(), limit)
         self.learning_rate = max(group["lr"] for group in optimizer.param_groups)  # a stage may keep some groups at 0
         self.micro_losses.clear()
-        if self.share_flags(torch.isfinite(norm) & torch.isfinite(loss)):
+        if self.reduce_flags(torch.isfinite(norm) & torch.isfinite(loss)):
             self.skipped_in_a_row = 0
             self.gradient_norm = float(norm)
             self.window_loss, self.window_steps = self.window_loss + float(loss), self.window_steps + 1
@@ -236,7 +236,7 @@ class Training(lightning.LightningModule):
         torch._foreach_mul_([local_shard(p.grad) for p in self.parameters() if p.grad is not None], factor)
         return factor
 
-    def share_flags(self, finite: torch.Tensor | bool) -> bool:
+    def reduce_flags(self, finite: torch.Tensor | bool) -> bool:
         """Return whether the value is finite on every rank; the same all-reduce updates `agreed_to_end`."""
         told = torch.tensor([0.0, *map(float, self.asked_to_end)], device=self.device)
         told[0] = ~torch.as_tensor(finite, device=self.device)
@@ -355,6 +355,7 @@ class Training(lightning.LightningModule):
         done = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for part in ("total", "current"):
+            # A checkpoint saved inside on_train_batch_end counts one batch less as completed than as processed.
             behind = {name: progress[part]["processed"] - number for name, number in progress[part].items()}
             progress[part] = {name: done - max(0, less) for name, less in behind.items()}
 

@@ -59,7 +59,7 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
             made[name] = _instantiated(source)
         if not isinstance(made[name], SourceInParts):
             kind = type(made[name]).__name__
-            raise SettingError(f"corpus.sources.{name}", kind, "give a source that can be read in parts", "is not one")
+            raise SettingError(f"corpus.sources.{name}", kind, "give a SourceInParts", "has no parts")
     categories = dict(settings.get("categories") or {})
     for name, category in categories.items():
         if name not in sources:
@@ -67,7 +67,7 @@ def read_recipe(settings: Mapping[str, Any]) -> Recipe:
                 f"corpus.categories.{name}", NO_VALUE, f"give one of {', '.join(sources)}", "is not a source"
             )
         if not CATEGORY.fullmatch(str(category)):
-            raise SettingError(f"corpus.categories.{name}", category, "give a plain word")
+            raise SettingError(f"corpus.categories.{name}", category, "give a word of a-z, 0-9, _ . -")
     cleaning = {name: step for name, step in (settings.get("cleaning") or {}).items() if step is not None}
     return Recipe(
         output=str(settings["output"]),

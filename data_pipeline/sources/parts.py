@@ -14,14 +14,15 @@ from data_pipeline.identity import SAMPLE
 class SourceInParts(ABC):
     """A source that the corpus job can split.
 
-    `prepare` is called once, first, for data about the whole input (an index, a join). `parts` then names pieces of
-    about equal work, with the same names in the same order on every node. `read` yields the documents of one part,
-    independently of other parts. The object keeps nothing between these calls: they may run in different processes.
+    `prepare` comes first, and again after a kill: it writes data about the whole input (an index, a join). `parts` then
+    names pieces of about equal work, with the same names in the same order on every node. `read` yields the documents
+    of one part, independently of other parts. The object keeps nothing between these calls: they may run in different
+    processes.
     """
 
     @abstractmethod
     def identity(self, by: str = SAMPLE) -> dict:
-        """Return a JSON-able description of settings and input files that changes whenever documents might.
+        """Return a JSON-able description of settings and input digests, different whenever documents may be.
 
         Args:
             by: how files are identified, see `data_pipeline.identity.file_identity`.
@@ -32,7 +33,7 @@ class SourceInParts(ABC):
 
     @abstractmethod
     def parts(self, scratch: Path) -> list[str]:
-        """Return the names of the parts; raise ValueError, naming the key, if there is no input."""
+        """Return the names of the parts; raise SettingError if there is no input."""
 
     @abstractmethod
     def read(self, part: str, scratch: Path, problems: Problems) -> Iterator[Document]:

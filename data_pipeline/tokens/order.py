@@ -1,4 +1,4 @@
-"""Order of training sequences: a pure function of (seed, position), so a resume needs no saved state."""
+"""Order of training sequences: a pure function of (seed, total, position), so a resume needs no saved state."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -32,8 +32,8 @@ class RunOrder(Sampler[list[int]]):
     """Micro-batches of one rank, as lists of positions in the run, from micro-batch `start` to the end of the run.
 
     Global batch s holds positions s*G to (s+1)*G - 1, with G = micro_batch_size * accumulation * world_size, for any
-    values of the three. The length is always `micro_batches`, the whole run: Lightning counts the batches of a resumed
-    run from the beginning of the run.
+    three with the same product; world_size counts the ranks that read data of their own. The length is always
+    `micro_batches`, the whole run: Lightning counts the batches of a resumed run from the beginning of the run.
     """
 
     def __init__(self, micro_batch_size: int, micro_batches: int, start: int, rank: int, world_size: int) -> None:

@@ -10,7 +10,8 @@
 
 `liger` selects by name the forms whose gates can be computed from a pretrained layer's keys.
 
-q is [B, T, Hq, Dk], k [B, T, Hk, Dk], v [B, T, Hk, Dv]; gates are passed as logits, before sigmoid or exp. Gates are
+q is [B, T, Hq, Dk], k [B, T, Hk, Dk], v [B, T, Hk, Dv]; gates are passed as logits, before sigmoid or exp (mamba2's
+dt after softplus). Gates are
 computed in float32 (float64 for float64 logits) for any dtype of the logits: in bfloat16 a gate of 0.999 would be 1.
 A k or v scaled by a gate keeps its dtype. Only mlstm divides by sqrt(Dk), as its equations do; the others leave that
 to the scale of `gated_recurrence`.
@@ -25,7 +26,7 @@ from torch import Tensor
 PER_CHANNEL = ("gla", "hgrn2", "rwkv6")
 PER_HEAD = ("mamba2", "mlstm", "gated_retention")
 CONSTANT = ("fixed", "none")
-"""Gate names of `liger`: one gate per key channel, one per head, and constant gates without logits."""
+"""Gates that `liger` and `liger_step` compute: one per key channel, one per head, and constant without logits."""
 
 # exp of much more overflows float32, and the gradient of such a closed gate would be 0 times infinity.
 _LARGEST_EXPONENT = 80.0

@@ -231,7 +231,7 @@ def _check_log_decay(log_decay: Tensor, k: Tensor, v: Tensor, decay_axis: str) -
         )
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"log_decay is {log_decay.dtype}; sums over time need float32 or float64: compute gates from float32 logits"
+            f"log_decay is {log_decay.dtype}; sums over time need float32 or float64: compute log_decay in float32"
         )
     if log_decay.device != k.device:
         raise ValueError(f"log_decay is on {log_decay.device} but q is on {k.device}; they must agree")

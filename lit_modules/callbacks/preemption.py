@@ -3,8 +3,8 @@
 SIGUSR1 is SLURM's warning before the time limit (`--signal=USR1@120`): the run asks SLURM to requeue its job. SIGTERM
 comes with preemption, scancel, scontrol requeue and a user's kill: its sender decides the job's fate. SIGINT is Ctrl-C:
 the run ends; a second one ends it at once, without a checkpoint. Apart from that, handlers only set a flag. Ranks
-receive signals at different steps, or only some ranks do, so they share the flags: in each optimizer step's one
-all-reduce (`Training.share_flags`), and after each validation batch.
+receive signals at different steps, or only some ranks do, so they share the flags: in an all-reduce of
+each optimizer step (`Training.reduce_flags`), and after each validation batch.
 
 - At the end of an optimizer step: write a checkpoint and wait for it.
 - Before or in a validation: the same; the resumed run repeats that validation.
@@ -129,7 +129,7 @@ class Preemption(Callback):
     def on_validation_batch_end(
         self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        module.share_flags(True)
+        module.reduce_flags(True)
         if any(module.agreed_to_end):
             self.end_in_validation(trainer, module)
 

@@ -1,4 +1,4 @@
-"""Checkpoints that appear atomically, are verified before loading, and restore the complete state.
+"""Checkpoints that appear atomically, are verified before loading, and restore the state of training.
 
 One format for every strategy and any number of ranks, written in the background by torch.distributed.checkpoint; see
 `folders` for its layout. `Checkpoints` decides when to write, `CheckpointsTensors` makes a Lightning strategy write,

@@ -120,7 +120,7 @@ def publish(path: Path, files: dict[str, dict[str, Any]], world_size: int) -> No
     manifest = {"format": FORMAT, "step": step_of(path), "world_size": world_size, "files": files}
     write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     flush_folder(partial)
-    if path.exists():  # a damaged one of the same step, which the run has skipped
+    if path.exists():  # an earlier one of the same step, which the run has skipped
         remove_checkpoint(path)
     os.replace(partial, path)
     flush_folder(path.parent)

@@ -19,6 +19,8 @@ class RandomState(Callback):
         self.restored: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
+        if self.restored is not None:  # a checkpoint between loading and the first step, as of a repeated validation
+            return self.restored
         of_numpy = np.random.get_state()
         assert isinstance(of_numpy, tuple)  # a dict only with legacy=False
         name, keys, position, has_gauss, cached = of_numpy

@@ -69,7 +69,7 @@ class Checkpoints(Checkpoint):
         self.due = self.due or step % module.steps_for_tokens(self.every_tokens) == 0 or step == trainer.max_steps
         assert trainer.val_check_batch is not None
         if self.due and (batch_idx + 1) % trainer.val_check_batch != 0:
-            self.save(trainer)  # else after the validation, which a run killed during it repeats
+            self.save(trainer)  # else on_validation_end saves; a kill before it repeats the validation
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         if trainer.state.fn != TrainerFn.FITTING:

@@ -27,7 +27,7 @@ class CheckpointsTensors(Strategy):
     """Mixin for a Lightning strategy of one device, DDP or FSDP2; put it before the strategy in the bases.
 
     A checkpoint stores tensors by name, independent of sharding. Optimizer hyperparameters come from the configuration,
-    learning rates from the checkpoint. `save_checkpoint` returns before the checkpoint is written.
+    the current learning rates from the checkpoint. `save_checkpoint` returns before the checkpoint is written.
     """
 
     restore_checkpoint_after_setup = True  # tensors are read in place

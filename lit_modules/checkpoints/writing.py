@@ -61,7 +61,7 @@ class TensorFileWriter(FileSystemWriter):
 class BackgroundWriter:
     """Writer of a training's checkpoints, one at a time, with every rank taking part.
 
-    All ranks call `begin` and `wait` in the same order. In the background, ranks communicate over a separate gloo
+    All ranks call `start` and `wait` in the same order. In the background, ranks communicate over a separate gloo
     group, which does not interfere with the training's collectives.
     """
 
@@ -162,7 +162,7 @@ def finish(path: Path, parts: list[tuple[str, dict[str, Any]]], then: Callable[[
     """Publish a checkpoint after every rank has written its part; `parts` is (host, manifest entries) by rank.
 
     Raises:
-        NotWritten: a rank's files do not appear here.
+        CheckpointNotWritten: a rank's files do not appear here.
     """
     partial = partial_path(path)
     deadline = time.monotonic() + VISIBLE_SECONDS
@@ -186,7 +186,7 @@ def run_on_all_ranks(group: dist.ProcessGroup | None, function: Callable[[], Any
     """Call `function` on every rank and return the results by rank. An error on one rank is raised on all.
 
     Raises:
-        NotWritten: a rank's disk refused, or `function` raised this.
+        CheckpointNotWritten: a rank's disk refused, or `function` raised this.
         RuntimeError: `function` raised something else.
     """
     value, refused, broken = None, None, None

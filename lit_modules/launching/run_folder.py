@@ -27,8 +27,8 @@ SUMMARY = "summary.json"
 LOCK = ".lock"
 ROOT = Path(__file__).resolve().parents[2]  # of the code that runs
 
-# Settings that a resumed run may change: those that affect neither the weights' shapes, nor the data, nor the
-# mathematics of a step. All others must be as in the original run.
+# Settings that a resumed run may change: those that affect neither the weights' shapes nor the training data. The last
+# digits may change with them, and schedule=plateau. All others must be as in the original run.
 CHANGEABLE_KEYS = (
     "job",
     "trainer.accelerator",

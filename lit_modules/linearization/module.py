@@ -162,7 +162,7 @@ class LinearizationTraining(Training):
                     self.groups.append(kind)
         return groups
 
-    def gradient_factor(self, group: int, tokens: int) -> float:
+    def rate_factor(self, group: int, tokens: int) -> float:
         """Return the factor on a group's optimizer.lr after `tokens`; 0 in stages that do not train it."""
         number = self.stage_at(tokens // self.batch_tokens)
         first, stage = self.stages[number].first, self.stages[number].stage

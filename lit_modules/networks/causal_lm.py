@@ -18,7 +18,6 @@ from lit_modules.networks.headwise_linear import HeadwiseLinear
 from lit_modules.networks.language_modelling import LanguageModelling
 from lit_modules.networks.mixers import check_mixers
 from lit_modules.networks.mixers.hgrn2 import LowerBounds
-from lit_modules.networks.mixers.mamba2 import Mamba2
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions, locate
 from lit_modules.networks.rotary import rotary_tables
@@ -37,7 +36,7 @@ class PalimpsestPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialize matrices normal with `initializer_range`, biases 0, norms 1, constant gates from their times."""
+        """Initialize matrices normal with `initializer_range`, biases 0, norms 1, all else by its branch below."""
         if isinstance(module, (nn.Linear, nn.Embedding, HeadwiseLinear)):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
             bias = getattr(module, "bias", None)
@@ -54,7 +53,7 @@ class PalimpsestPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, LowerBounds):
             init.zeros_(module.logits)
-        elif isinstance(module, Mamba2):
+        elif hasattr(module, "initial_values"):
             for name, value in module.initial_values().items():
                 init.copy_(getattr(module, name), value)
 
@@ -179,8 +178,10 @@ class PalimpsestForCausalLM(LanguageModelling, PalimpsestPreTrainedModel, Genera
         return self.model(**arguments)
 
     def no_decay_parameters(self) -> set[str]:
-        """Return the names of parameters without weight decay: norms, biases, and those in each module's `no_decay`."""
+        """Return the names of parameters without weight decay: norms, biases, and each module's `no_weight_decay`."""
         norms = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, RMSNorm)}
         biases = {name for name, _ in self.named_parameters() if name.rpartition(".")[2] == "bias"}
-        own = {f"{name}.{key}" for name, module in self.named_modules() for key in getattr(module, "no_decay", ())}
+        own = {
+            f"{name}.{key}" for name, module in self.named_modules() for key in getattr(module, "no_weight_decay", ())
+        }
         return norms | biases | own

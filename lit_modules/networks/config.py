@@ -48,14 +48,14 @@ class PalimpsestConfig(PreTrainedConfig):
         output_norm: RMSNorm on each head of the attention output.
         kv_shift: mix each key and value with its predecessor's, by a data-dependent share per head.
         state_heads: heads of the recurrent mixers, one state each; None means num_heads.
-        state_dim: key width of a state head; None means its value width, half of it for "gla", and 128 for "mamba2". In
-            "gsa" num_slots connects keys and values.
+        state_dim: key width of a state head; None means its value width, half of it for "gla", and 128 for "mamba2".
+            "gsa" has two states: key by slot, and slot by value.
         expand_value: value channels of all state heads over hidden_size; None means 1, and 2 for "mamba2".
         num_slots: slots per head of "gsa".
         gate_rank: width between the two matrices of the gate of "gla".
         gate_temperature: divisor of the log gates of "gla" and "gsa"; None means 16 and 8.
-        short_conv_width: width in tokens of the convolution before the recurrence, on every key, query and value
-            channel; None means no convolution.
+        short_conv_width: width in tokens of the convolution before the recurrence, on the channels that each mixer
+            names; None means no convolution.
         prune: natural log of the attention mass that may be skipped (arXiv 2504.06949), -10 in the paper; None computes
             all.
         norm_eps: added to the mean square in every RMSNorm.

@@ -59,7 +59,7 @@ class LowerBounds(nn.Module):
         layers: HGRN2 layers of the model, at least 2. The first has the bound 0.
     """
 
-    no_decay: ClassVar[tuple[str, ...]] = ("logits",)
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("logits",)
 
     def __init__(self, config: PalimpsestConfig, layers: int):
         super().__init__()

@@ -29,7 +29,7 @@ class Mamba2(RecurrentMixer):
     """
 
     expand_value = 2
-    no_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    no_weight_decay: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
 
     def __init__(self, config: PalimpsestConfig):
         super().__init__(config)

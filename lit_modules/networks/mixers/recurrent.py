@@ -26,7 +26,7 @@ class StateShape(NamedTuple):
 
 
 class RecurrentMixer(nn.Module):
-    """A mixer with a decaying state of constant size per head."""
+    """A mixer with a decaying state of constant size per head; a subclass computes q, k, v and log_decay."""
 
     expand_value: ClassVar[float] = 1
     """Value channels of all heads over hidden_size, if the configuration gives None."""
@@ -51,7 +51,8 @@ class RecurrentMixer(nn.Module):
                 f"does not divide the {channels:g} value channels (expand_value={expand:g} times "
                 f"hidden_size={config.hidden_size})"
             )
-            raise SettingError("state_heads", heads, "give heads that do", problem)
+            key = "state_heads" if config.state_heads else "num_heads"
+            raise SettingError(key, heads, "give state_heads that divide them", problem)
         value_dim = int(channels) // heads
         return StateShape(heads, config.state_dim or cls.default_key_dim(value_dim), value_dim)
 
@@ -84,12 +85,15 @@ class RecurrentMixer(nn.Module):
     def operation(
         self, inputs: Recurrence, positions: Positions, cache: RecurrentCacheLayer | None = None, *, scale: float = 1.0
     ) -> Tensor:
-        """Run `gated_recurrence` on new tokens, starting from the cache and updating it; returns `[B, T, H, Dv]`."""
+        """Run `gated_recurrence` on new tokens, starting from the cache and updating it; returns `[B, T, H, Dv]`.
+
+        The gates are per key channel or per head: `decay_axis` and `bonus` are not passed on.
+        """
         inputs = inputs._replace(v=without_padding(inputs.v, positions, cache))
         if cache is None:
             return gated_recurrence(*inputs, scale=scale, cu_seqlens=positions.cu_seqlens)[0]
         tokens = inputs.q.shape[1]
-        if takes_steps(inputs, cache, positions) and cache.states is not None:
+        if takes_steps(inputs, cache, positions) and cache.states is not None:  # the second is for mypy
             out = gated_recurrence_step(*inputs, *cache.states, scale=scale)
             cache.update(cache.states, tokens)
             return out

@@ -22,3 +22,15 @@ def test_random_state_comes_back_in_every_generator():
     assert torch.equal(drawn[0], again[0])
     assert np.array_equal(drawn[1], again[1])
     assert drawn[2:] == again[2:]
+
+
+def test_a_checkpoint_before_the_first_step_holds_what_was_loaded():
+    kept = checkpoints.RandomState()
+    state = kept.state_dict()
+    kept.load_state_dict(state)
+    torch.rand(7), np.random.rand(7), random.random()
+    again = kept.state_dict()
+    assert torch.equal(again["torch"], state["torch"])
+    assert again["python"] == state["python"]
+    assert torch.equal(again["numpy"][1], state["numpy"][1])
+    assert again["numpy"][2] == state["numpy"][2]

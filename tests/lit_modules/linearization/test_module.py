@@ -133,7 +133,7 @@ def test_a_stage_trains_its_own_groups_and_no_others():
         assert wanted < module.trained
     module.parameter_groups()
     rates = {
-        kind: [module.gradient_factor(number, 100 * step) for step in (0, 2, 3, 9)]
+        kind: [module.rate_factor(number, 100 * step) for step in (0, 2, 3, 9)]
         for number, kind in enumerate(module.groups)
     }
     assert rates == {"feature_maps": [1, 1, 0, 0], "lora": [0, 0, pytest.approx(0.1), pytest.approx(0.1)]}
@@ -143,7 +143,7 @@ def test_each_stage_runs_through_the_schedule_anew():
     alignment = TrainingStage(tokens=400, cross_entropy=0, attention_transfer=1)
     module = training(schedule=WarmupCosine(100, 1000), alignment=alignment, finetuning=TrainingStage())
     module.parameter_groups()
-    assert [round(module.gradient_factor(0, tokens), 3) for tokens in (0, 50, 100, 399, 400, 450, 500)] == [
+    assert [round(module.rate_factor(0, tokens), 3) for tokens in (0, 50, 100, 399, 400, 450, 500)] == [
         *(0, 0.5, 1),
         pytest.approx(0, abs=1e-4),
         *(0, 0.5, 1),
@@ -153,10 +153,10 @@ def test_each_stage_runs_through_the_schedule_anew():
     module.enter(0)
     for loss in (1.0, 2.0):
         module.schedule.observe(loss)
-    assert [module.gradient_factor(0, tokens) for tokens in (399, 400)] == [0.5, 1]
+    assert [module.rate_factor(0, tokens) for tokens in (399, 400)] == [0.5, 1]
     module.enter(1)
     module.schedule.observe(3.0)  # higher than the first stage's best, and the best of this one
-    assert module.gradient_factor(0, 500) == 1
+    assert module.rate_factor(0, 500) == 1
 
 
 def test_a_stage_shorter_than_the_schedules_warmup_is_named():

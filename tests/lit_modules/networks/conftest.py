@@ -69,13 +69,18 @@ def build(**switches) -> PalimpsestForCausalLM:
     return model
 
 
+@pytest.fixture
+def recurrent_switches() -> dict[str, dict]:
+    return RECURRENT
+
+
 @pytest.fixture(name="build")
 def build_fixture():
     return build
 
 
 @pytest.fixture(params=(ABLATION | RECURRENT).values(), ids=(ABLATION | RECURRENT).keys())
-def ablation_model(request) -> PalimpsestForCausalLM:
+def any_model(request) -> PalimpsestForCausalLM:
     return build(**request.param)
 
 

@@ -22,46 +22,46 @@ def left_pad(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("sizes", [[1] * 12, [5, 1, 4, 2]], ids=["one_by_one", "in_chunks"])
-def test_cached_decoding_equals_the_parallel_pass(ablation_model, sizes):
+def test_cached_decoding_equals_the_parallel_pass(any_model, sizes):
     ids = tokens(2, 12)
-    cache = ablation_model.new_cache()
-    pieces = [ablation_model(piece, past_key_values=cache).logits for piece in ids.split(sizes, dim=1)]
-    assert_close(torch.cat(pieces, dim=1), ablation_model(ids).logits, **EXACT)
+    cache = any_model.new_cache()
+    pieces = [any_model(piece, past_key_values=cache).logits for piece in ids.split(sizes, dim=1)]
+    assert_close(torch.cat(pieces, dim=1), any_model(ids).logits, **EXACT)
 
 
 @torch.no_grad()
-def test_left_padded_rows_equal_each_row_alone_with_and_without_a_cache(ablation_model):
+def test_left_padded_rows_equal_each_row_alone_with_and_without_a_cache(any_model):
     prompts = [tokens(1, n, seed=n)[0] for n in (3, 9, 1)]
     new = tokens(3, 4, seed=99)
     ids, mask = left_pad(prompts)
-    cache = ablation_model.new_cache()
-    prefill = ablation_model(ids, attention_mask=mask, past_key_values=cache).logits
+    cache = any_model.new_cache()
+    prefill = any_model(ids, attention_mask=mask, past_key_values=cache).logits
     steps = [prefill]
     for t in range(4):
         mask = torch.cat((mask, torch.ones(3, 1, dtype=mask.dtype)), dim=1)
-        steps.append(ablation_model(new[:, t : t + 1], attention_mask=mask, past_key_values=cache).logits)
+        steps.append(any_model(new[:, t : t + 1], attention_mask=mask, past_key_values=cache).logits)
     cached = torch.cat(steps, dim=1)
     for row, prompt in enumerate(prompts):
-        alone = ablation_model(torch.cat((prompt, new[row]))[None]).logits[0]
+        alone = any_model(torch.cat((prompt, new[row]))[None]).logits[0]
         assert_close(cached[row, -len(alone) :], alone, **EXACT)
 
 
 @torch.no_grad()
-def test_packed_documents_do_not_see_each_other(ablation_model):
+def test_packed_documents_do_not_see_each_other(any_model):
     lengths = [1, 7, 2, 5]
     ids = tokens(1, sum(lengths))
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    packed = ablation_model(ids, cu_seqlens=cu_seqlens).logits
-    alone = [ablation_model(document).logits for document in ids.split(lengths, dim=1)]
+    packed = any_model(ids, cu_seqlens=cu_seqlens).logits
+    alone = [any_model(document).logits for document in ids.split(lengths, dim=1)]
     assert_close(packed, torch.cat(alone, dim=1), **EXACT)
 
 
 @torch.no_grad()
-def test_the_future_changes_nothing(ablation_model):
+def test_the_future_changes_nothing(any_model):
     ids = tokens(1, 10)
     changed = ids.clone()
     changed[:, 6:] = (changed[:, 6:] + 1) % 61
-    before, after = ablation_model(ids).logits, ablation_model(changed).logits
+    before, after = any_model(ids).logits, any_model(changed).logits
     assert_close(after[:, :6], before[:, :6], **EXACT)
     assert (after[:, 6:] - before[:, 6:]).abs().max() > 1e-3
 

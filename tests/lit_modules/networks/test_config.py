@@ -46,7 +46,7 @@ def test_what_cannot_work_is_named_in_one_line(arguments, message):
 
 def test_a_mixer_that_is_not_registered_is_named_where_the_model_is_built():
     config = PalimpsestConfig(mixers=["attention", "atention"], num_layers=2)
-    with pytest.raises(ValueError, match="mixers=atention is not registered: give one of attention, h"):
+    with pytest.raises(ValueError, match="mixers=atention is unknown: give one of attention, h"):
         PalimpsestForCausalLM(config)
 
 

@@ -15,13 +15,13 @@ IDS = torch.arange(24).view(2, 12)
 
 
 @torch.no_grad()
-def test_an_export_gives_the_same_logits_through_auto_classes(ablation_model, tmp_path, request):
-    export_pretrained(ablation_model, tmp_path / "export")
+def test_an_export_gives_the_same_logits_through_auto_classes(any_model, tmp_path, request):
+    export_pretrained(any_model, tmp_path / "export")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
     stock = request.node.callspec.id in ("transformer_llama", "gqa")
     assert type(loaded) is (LlamaForCausalLM if stock else PalimpsestForCausalLM)
     # Stock Llama normalizes in float32 even when its weights are float64.
-    assert_close(loaded(IDS).logits, ablation_model(IDS).logits, rtol=0, atol=1e-5 if stock else 1e-9)
+    assert_close(loaded(IDS).logits, any_model(IDS).logits, rtol=0, atol=1e-5 if stock else 1e-9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
 
 

@@ -1,7 +1,7 @@
-"""The recurrent mixers are what their papers say, layer by layer; that they do not depend on how tokens arrive, and
-what else holds for every mixer, is tested with those of attention."""
+"""The recurrent mixers are what their papers say. What holds for every mixer is in test_causal_lm.py."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,14 +264,14 @@ def test_weight_decay_spares_rates_step_sizes_skips_and_bounds():
     ("arguments", "message"),
     [
         ({"state_heads": 5}, r"state_heads=5 does not divide the 64 value channels \(expand_value=1 times hidden"),
-        ({"expand_value": 1.1}, "state_heads=4 does not divide the 70.4 value channels"),
+        ({"expand_value": 1.1}, "num_heads=4 does not divide the 70.4 value channels"),
         ({"state_dim": 0}, "state_dim=0: give a whole number"),
         ({"num_slots": None}, "num_slots=null: give a whole number"),
         ({"gate_rank": 1.5}, "gate_rank=1.5: give a whole number"),
         ({"expand_value": -1}, "expand_value=-1: give a number above 0"),
         ({"gate_temperature": 0}, "gate_temperature=0: give a number above 0"),
         ({"short_conv_width": 0}, "short_conv_width=0: give a whole number"),
-        ({"mixers": "mamba"}, "mixers=mamba is not registered: give one of attention, hgrn2"),
+        ({"mixers": "mamba"}, "mixers=mamba is unknown: give one of attention, hgrn2"),
     ],
 )
 def test_sizes_that_cannot_work_are_named_in_one_line(arguments, message):
@@ -302,3 +302,12 @@ def test_operations_beside_the_parameters_are_five_for_each_element_of_the_state
         "mamba2": 4 * 8 * 32,
     }
     assert mixing("attention") == 3 * 2 * 64 * 100
+
+
+def test_every_mixer_is_in_the_tests_of_all_mixers_and_in_the_list_that_users_read(recurrent_switches):
+    mixers = [switches["mixers"] for switches in recurrent_switches.values()]
+    tested = {name for names in mixers for name in ([names] if isinstance(names, str) else names)}
+    assert tested == set(MIXERS)
+    conf = Path(__file__).parents[3] / "conf/model/_base.yaml"
+    comment = next(line for line in conf.read_text().splitlines() if line.startswith("mixers:"))
+    assert all(name in comment for name in MIXERS)
