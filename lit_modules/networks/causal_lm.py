@@ -53,8 +53,8 @@ class PalimpsestPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, LowerBounds):
             init.zeros_(module.logits)
-        elif hasattr(module, "initial_values"):
-            for name, value in module.initial_values().items():
+        elif initial_values := getattr(module, "initial_values", None):
+            for name, value in initial_values().items():
                 init.copy_(getattr(module, name), value)
 
 
