@@ -126,8 +126,8 @@ def is_number(value: Any) -> bool:
 
 def shown(value: Any) -> str:
     """Format a value as a user writes it: null, true, [1, 2]."""
-    if value and isinstance(value, str):
-        return value
+    if (value and isinstance(value, str)) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
     plain = value is None or isinstance(value, str | int | float | list | tuple | dict)
     return json.dumps(value, default=str) if plain else str(value)
 

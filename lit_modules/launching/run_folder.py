@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.atomic_files import write_atomic
 from common.moved_targets import with_current_targets
-from common.settings import SettingError, differences
+from common.settings import SettingError, differences, shown
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -257,8 +257,8 @@ def resolved_config(folder: Path, cfg: DictConfig) -> dict[str, Any]:
         if before is None and after is False:  # a switch that the original run's version did not have
             continue
         if not any(key == free or key.startswith(f"{free}.") for free in CHANGEABLE_KEYS):
-            problem = f"differs from the run that is resumed, which has {key}={before} ({folder})"
-            raise SettingError(key, after, f"give {key}={before}, or start a new run without resume", problem)
+            problem = f"differs from the run that is resumed, which has {key}={shown(before)} ({folder})"
+            raise SettingError(key, after, f"give {key}={shown(before)}, or start a new run without resume", problem)
     return now
 
 

@@ -269,7 +269,7 @@ def test_wandb_offline_has_config_metrics_figures_and_goes_on_after_a_resume(com
     wandb.finish()
     found = run(*settings, "resume=auto")
     assert found.status == 0, found.err
-    wandb.finish()  # as the end of the command's process does: until then not all need be written
+    wandb.teardown()  # as the end of the command's process does: until then not all need be written
     offline = sorted((folder / "wandb").glob("offline-run-*"))
     assert len(offline) == 2
     assert len({p.name.split("-", 3)[3] for p in offline}) == 1, "the same run's id"

@@ -72,7 +72,7 @@ def test_a_resumed_run_may_change_its_logger_but_not_its_model(tmp_path):
     )
     moved = {"num_workers": 0, "source": {"path": "elsewhere"}, "full_hash": False, "most_skipped": 0.5}
     run_folder.resolved_config(tmp_path, OmegaConf.create(began | {"data": moved}))  # two keys of a later version
-    with pytest.raises(ValueError, match=r"data.full_hash=True differs"):
+    with pytest.raises(ValueError, match=r"data.full_hash=true differs"):
         run_folder.resolved_config(tmp_path, OmegaConf.create(began | {"data": moved | {"full_hash": True}}))
     with pytest.raises(ValueError, match=r"model.hidden_size=128 differs .* model.hidden_size=64"):
         run_folder.resolved_config(tmp_path, OmegaConf.create(began | {"model": {"hidden_size": 128}}))

@@ -192,7 +192,7 @@ def test_settings_that_are_not_known_are_said_in_one_line(folders, tmp_path):
         ({"state_weight": 0.0, "window": 0}, "linearization.state_weight=0 with linearization.window=0"),
         ({"state_weight": 0, "gate_source": "random"}, "linearization.gate_source=random belongs to a state"),
         ({"state_weight": 0, "feature_map": "relu"}, "linearization.feature_map=relu belongs to a state"),
-        ({"state_weight": float("nan")}, "linearization.state_weight=NaN: give a number"),
+        ({"state_weight": float("nan")}, "linearization.state_weight=nan: give a number"),
         ({"temperature": "warm"}, "linearization.temperature=warm"),
         ({"delayed": "maybe"}, "linearization.delayed=maybe"),
         ({"softmax_layers": 1}, "linearization.softmax_layers=1: give a list"),
