@@ -102,7 +102,7 @@ def test_every_strategy_of_several_nodes_has_a_column(run):
     [
         ("plan.gpu=h300", "plan.gpu=h300 is not a card that is known: give one of GB200"),
         ("plan.network=0", "plan.network=0: give a number above 0"),
-        ("plan.network=nan", "plan.network=NaN: give a number above 0"),
+        ("plan.network=nan", "plan.network=nan: give a number above 0"),
         ("output=5", "output=5: give text or null"),
         ("compile=abc", "compile=abc: give true or false"),
         ("model.hidden_size=1000000000000", "one matrix takes 8 EiB or more"),

@@ -93,7 +93,7 @@ def test_stages_are_whole_steps_and_one_takes_the_rest():
             "stages.b.tokens=1 makes no step",
         ),
         ({"a": TrainingStage(kl="much")}, "stages.a.kl=much"),
-        ({"a": TrainingStage(kl=float("nan"))}, "stages.a.kl=NaN"),
+        ({"a": TrainingStage(kl=float("nan"))}, "stages.a.kl=nan"),
         ({"a": TrainingStage(kl=True)}, "stages.a.kl=true"),
         ({"a": TrainingStage(cross_entropy=-1)}, "stages.a.cross_entropy=-1"),
         ({"a": TrainingStage(cross_entropy=0)}, "are all 0"),
