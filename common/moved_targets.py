@@ -17,7 +17,7 @@ MOVED = {
     "data_pipeline.tokenizer.Pretrained": "data_pipeline.tokens.tokenizer.Pretrained",
     "lit_modules.callbacks.machines.Machines": "lit_modules.callbacks.device_stats.DeviceStats",
     "lit_modules.generate.run": "lit_modules.generation.job.run",
-    "lit_modules.launching.slurm_callback.SlurmLaunching": "lit_modules.launching.slurm_callback.SlurmLaunching",
+    "lit_modules.launching.slurm_callback.ThroughSlurm": "lit_modules.launching.slurm_callback.SlurmLaunching",
     "lit_modules.launching.slurm.ThroughSlurm": "lit_modules.launching.slurm_callback.SlurmLaunching",
     "lit_modules.linearize.run": "lit_modules.jobs.linearize.run",
     "lit_modules.loggers.Wandb": "lit_modules.loggers.wandb.Wandb",

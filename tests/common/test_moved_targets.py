@@ -11,6 +11,10 @@ def test_what_has_moved_is_where_the_table_says(target):
     assert hydra.utils.get_object(target).__name__ == target.rpartition(".")[2]
 
 
+def test_nothing_moves_to_where_it_is():
+    assert not MOVED.keys() & set(MOVED.values())
+
+
 def test_targets_are_renamed_at_any_depth_and_nothing_else_is():
     before = {"data": {"_target_": "data_pipeline.datamodule.TextData", "note": "lit_modules.pretrain.run"}}
     after = {"data": {"_target_": "data_pipeline.tokens.datamodule.TextData", "note": "lit_modules.pretrain.run"}}
