@@ -110,7 +110,7 @@ class TokenData(LightningDataModule, ABC):
         if self.batch_tokens % at_once:
             problem = (
                 f"is not a multiple of {at_once} = data.micro_batch_size={self.micro_batch_size} x "
-                f"data.sequence_length={self.sequence_length} x {world_size} groups of devices that read"
+                f"data.sequence_length={self.sequence_length} x {world_size} ranks that read data (trainer.devices)"
             )
             raise SettingError("data.batch_tokens", self.batch_tokens, "change one of them", problem)
         return self.batch_tokens // at_once
