@@ -36,7 +36,7 @@ REFUSED = {
     ),
     "gates on the other axis": (with_options(decay_axis="value"), r"\[2, 6, 2, 5\] for each value channel"),
     "an axis of no name": (with_options(decay_axis="keys"), 'decay_axis=\'keys\'.*"key" or "value"'),
-    "gates in bfloat16": (changed("log_decay", lambda g: g.bfloat16()), "log_decay is torch.bfloat16.*compute log_decay in float32"),
+    "gates in bfloat16": (changed("log_decay", lambda g: g.bfloat16()), "bfloat16.*compute log_decay in float32"),
     "gates elsewhere": (changed("log_decay", lambda g: g.to("meta")), "log_decay is on meta but q is on cpu"),
     "gates over 1": (changed("log_decay", lambda g: -g), "log_decay holds .*0 or less"),
     "gates that are NaN": (changed("log_decay", lambda g: g * torch.nan), "log_decay holds nan.*0 or less"),
