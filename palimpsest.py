@@ -4,7 +4,6 @@ Heavy imports are avoided: `palimpsest --help` and mistakes in overrides answer 
 """
 
 import contextlib
-import gc
 import importlib.metadata
 import inspect
 import os
@@ -22,6 +21,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from common.atomic_files import is_full_disk
 from common.settings import NO_VALUE, SettingError
+from common.uncollected import uncollected
 from lit_modules.launching import arguments, failures, hydra_messages, run_folder, start
 from lit_modules.launching.command_line import check_command_line
 from lit_modules.launching.process import this_process
@@ -80,7 +80,8 @@ def job(cfg: DictConfig) -> Callable[[DictConfig], None]:
         ValueError: it is missing, or is not a job.
     """
     try:
-        with uncollected_imports(str(cfg.job._target_).rpartition(".")[0]):
+        is_imported = str(cfg.job._target_).rpartition(".")[0] in sys.modules
+        with contextlib.nullcontext() if is_imported else uncollected():
             found = hydra.utils.get_method(cfg.job._target_)
         names = list(inspect.signature(found).parameters)
     except (ImportError, HydraException, ValueError) as error:
@@ -91,23 +92,6 @@ def job(cfg: DictConfig) -> Callable[[DictConfig], None]:
             "lit_modules.jobs.pretrain.run, or choose one with job=..."
         )
     return found
-
-
-@contextlib.contextmanager
-def uncollected_imports(module: str) -> Iterator[None]:
-    """Keep the garbage collector from what a module's first import leaves: it lasts as long as the process.
-
-    Searching it again and again takes a fifth of the import, and later half a second per full collection.
-    """
-    if module in sys.modules:
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Shared fixtures of whole runs: a small text, and the command in this process or a separate one."""
 
-import gc
 import os
 import random
 import subprocess
@@ -15,6 +14,8 @@ import hypothesis
 import pytest
 import torch
 from omegaconf import DictConfig
+
+from common.uncollected import uncollected
 
 if not torch.cuda.is_available():
     # Triton's kernels are defined when they are imported, for a GPU or for its interpreter.
@@ -105,16 +106,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Keep the garbage collector from what collecting the tests imports and makes, which lasts as long as the process.
-
-    Searching it again and again takes a fifth of the collection, and later half a second per full collection.
-    """
-    gc.disable()
-    try:
+    """Collect the tests without searching what that imports and makes for garbage."""
+    with uncollected():
         return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,13 +13,12 @@ from pathlib import Path
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
-from common.atomic_files import is_full_disk, write_atomic
-from common.settings import SettingError
+from common.atomic_files import write_atomic
 from data_pipeline.labels.rubric import Label, Rubric
 from data_pipeline.labels.sample import Sampled, merged
 from data_pipeline.labels.store import Store
-from data_pipeline.rewriting.backends import Answer, Backend, BudgetSpent, Request, RewritingStopped
-from data_pipeline.rewriting.runner import failure_of
+from data_pipeline.rewriting.backends import Answer, Backend, BudgetSpent, Request
+from data_pipeline.rewriting.runner import run_until_stopped
 
 log = logging.getLogger(__name__)
 
@@ -140,16 +139,10 @@ class Asking:
 
     def _ask(self, unsettled: list[tuple[str, int]], paid: list[Answer]) -> None:
         """Ask about (excerpt, first attempt), as many at once as the backend allows. `paid`: by an earlier run."""
-        failed = failure_of(self._ask_all(iter(unsettled), paid))
-        if failed is None:
-            return
-        if is_full_disk(failed):
-            problem = f"is on a disk that takes no more ({failed.strerror})"
-            failed = RewritingStopped("corpus.cleaning.labels.store", self._place, "make room", problem)
-        if isinstance(failed, RewritingStopped):
-            fix = f"{failed.fix}; {self._line()}: the same command goes on from there"
-            failed = RewritingStopped(failed.key, failed.value, fix, failed.problem)
-        raise failed.under("corpus.cleaning.labels.backend") if isinstance(failed, SettingError) else failed
+        store = "corpus.cleaning.labels.store", self._place
+        run_until_stopped(
+            self._ask_all(iter(unsettled), paid), *store, backend="corpus.cleaning.labels.backend", finished=self._line
+        )
 
     async def _ask_all(self, unsettled: Iterator[tuple[str, int]], paid: list[Answer]) -> None:
         requests, tokens = sum(answer.tries for answer in paid), sum(a.tokens_in + a.tokens_out for a in paid)

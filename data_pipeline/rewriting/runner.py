@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -74,18 +74,13 @@ class Rewriting:
 
     def run(self) -> None:
         """Rewrite what is unfinished; raise a one-line ValueError if the run must stop early."""
+
+        def finished() -> str:
+            return f"{self._progress.done_of_total()} are finished and stay"
+
+        output = "rewrite.output", self.plan.output
         with self.folder.held(f"task-{self.task:05d}"):
-            failed = failure_of(self._run())
-        if failed is None:
-            return
-        if is_full_disk(failed):
-            problem = f"is on a disk that takes no more ({failed.strerror})"
-            failed = RewritingStopped("rewrite.output", self.plan.output, "make room", problem)
-        if isinstance(failed, RewritingStopped):
-            done = self._progress.done_of_total()
-            fix = f"{failed.fix}; {done} are finished and stay: the same command goes on from there"
-            failed = RewritingStopped(failed.key, failed.value, fix, failed.problem)
-        raise failed.under("rewrite.backend") if isinstance(failed, SettingError) else failed
+            run_until_stopped(self._run(), *output, backend="rewrite.backend", finished=finished)
 
     async def _run(self) -> None:
         corpus = Corpus(self.plan.input)
@@ -350,7 +345,30 @@ async def _ended(task: asyncio.Task) -> None:
         await task
 
 
-def failure_of(work: Coroutine) -> BaseException | None:
+def run_until_stopped(work: Coroutine, key: str, folder: object, *, backend: str, finished: Callable[[], str]) -> None:
+    """Run a coroutine that asks a backend to its end.
+
+    Args:
+        key, folder: the setting of the folder that the coroutine writes to, and its value.
+        backend: the key of the backend's settings.
+        finished: describes what is finished and stays.
+
+    Raises:
+        RewritingStopped: a setting or a full disk stopped it; the line says what is finished.
+        ValueError, OSError: what else stopped it.
+    """
+    failed = _failure_of(work)
+    if failed is None:
+        return
+    if is_full_disk(failed):
+        failed = RewritingStopped(key, folder, "make room", f"is on a disk that takes no more ({failed.strerror})")
+    if isinstance(failed, RewritingStopped):
+        fix = f"{failed.fix}; {finished()}: the same command goes on from there"
+        failed = RewritingStopped(failed.key, failed.value, fix, failed.problem)  # without its cause, which has the key
+    raise failed.under(backend) if isinstance(failed, SettingError) else failed
+
+
+def _failure_of(work: Coroutine) -> BaseException | None:
     """Run a coroutine to its end; return the ValueError or OSError that stopped it, the first of concurrent tasks'."""
     try:
         asyncio.run(work)

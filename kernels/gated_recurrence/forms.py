@@ -11,10 +11,9 @@
 `liger` selects by name the forms whose gates can be computed from a pretrained layer's keys.
 
 q is [B, T, Hq, Dk], k [B, T, Hk, Dk], v [B, T, Hk, Dv]; gates are passed as logits, before sigmoid or exp (mamba2's
-dt after softplus). Gates are
-computed in float32 (float64 for float64 logits) for any dtype of the logits: in bfloat16 a gate of 0.999 would be 1.
-A k or v scaled by a gate keeps its dtype. Only mlstm divides by sqrt(Dk), as its equations do; the others leave that
-to the scale of `gated_recurrence`.
+dt after softplus). Gates are computed in float32 (float64 for float64 logits) for any dtype of the logits: in bfloat16
+a gate of 0.999 would be 1. A k or v scaled by a gate keeps its dtype. Only mlstm divides by sqrt(Dk), as its equations
+do; the others leave that to the scale of `gated_recurrence`.
 """
 
 from typing import NamedTuple

@@ -97,7 +97,7 @@ def choose_run_folder(makes_a_run: bool, runs_dir: str, experiment: str | None, 
                 "resume", resume, f"it has no {CONFIG}; give one below {runs_dir}/{sweep}", "is not a run's folder"
             )
         if (folder / SUMMARY).is_file():
-            raise SettingError("resume", resume, f"it has a {SUMMARY}; start a new run without resume", "has finished")
+            raise _finished_error(resume)
         return str(folder)
     parent = Path(runs_dir) / (experiment or "default")
     if resume == "auto":
@@ -130,8 +130,12 @@ def choose_sweep_folder(runs_dir: str, experiment: str | None, resume: str | Non
     if not begun:
         raise SettingError("resume", resume, f"give one below {runs_dir}/", "is not the folder of a run or of a sweep")
     if all((run / SUMMARY).is_file() for run in begun):
-        raise SettingError("resume", resume, f"it has a {SUMMARY}; start a new run without resume", "has finished")
+        raise _finished_error(resume)
     return str(folder)
+
+
+def _finished_error(resume: str) -> SettingError:
+    return SettingError("resume", resume, f"it has a {SUMMARY}; start a new run without resume", "has finished")
 
 
 def sweep_run(sweep: str, number: int) -> str:

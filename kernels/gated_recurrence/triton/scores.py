@@ -85,7 +85,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def launch_options(dtype: torch.dtype) -> dict[str, int]:
-    """Return num_warps, and num_stages for loops without their own: those over a group's heads, unrolled for bfloat16.
+    """Return num_warps, and num_stages for loops without their own: the scans' over a group, unrolled for bfloat16.
 
     float32 products are unrolled into single multiplications, and compile time grows with their number: with twice the
     threads, full float32 needs half the code per thread.
