@@ -1,0 +1,148 @@
+"""How keys and values are quantized and laid out in memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+MAX_METADATA = 65504.0
+"""Largest float16: scales and zero-points are stored in it, and values beyond it are clamped."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """Asymmetric round-to-nearest quantization of `[B, H, T, D]`.
+
+    A group of numbers shares a scale and a zero-point: `x ~ zero + scale * code`, with `zero = min` and
+    `scale = (max - min) / (2^bits - 1)`, both in float16.
+
+    Args:
+        bits: 2 or 4.
+        groups_along: "channels": each token has D / group groups (the values of KIVI, arXiv 2402.02750).
+            "tokens": each channel has one group for `group` tokens (its keys).
+        group: numbers in a group, a multiple of 8 (of 16 along tokens); with "channels" it divides D.
+        high_channels: the first channels, a multiple of 8, have 4 bits, the others 2 (Kitty, MLSys 2026); only for
+            2 bits along tokens. The channels have to be sorted, most important first.
+        clip: a group is clipped to this quantile of its absolute values before rounding (OSCAR, arXiv 2605.17757);
+            1 clips nothing.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    bits: int = 2
+    groups_along: str = "channels"
+    group: int = 64
+    high_channels: int = 0
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4):
+            raise ValueError(f"bits={self.bits}: give 2 or 4")
+        if self.groups_along not in ("channels", "tokens"):
+            raise ValueError(f"groups_along={self.groups_along!r}: give channels or tokens")
+        least = 16 if self.groups_along == "tokens" else 8
+        if self.group < least or self.group % least:
+            raise ValueError(f"group={self.group}: give a multiple of {least}")
+        if self.high_channels < 0 or self.high_channels % 8:
+            raise ValueError(f"high_channels={self.high_channels}: give a multiple of 8")
+        if self.high_channels and (self.bits, self.groups_along) != (2, "tokens"):
+            raise ValueError(f"high_channels={self.high_channels} is for bits=2 and groups_along=tokens")
+        if not 0 < self.clip <= 1:
+            raise ValueError(f"clip={self.clip}: give a quantile above 0, at most 1")
+
+    def high_of(self, head_dim: int) -> int:
+        """Return how many of a head's channels have 4 bits."""
+        return head_dim if self.bits == 4 else self.high_channels
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raise ValueError if heads of this width cannot be packed."""
+        if head_dim % 8:
+            raise ValueError(f"head_dim={head_dim} is not a multiple of 8: a word holds eight channels")
+        if self.groups_along == "channels" and head_dim % self.group:
+            raise ValueError(
+                f"head_dim={head_dim} is not a multiple of group={self.group}: give a group that divides it"
+            )
+        if self.groups_along == "channels" and self.group % (head_dim // 8):
+            raise ValueError(f"group={self.group} is not a multiple of head_dim / 8 = {head_dim // 8}")
+        if self.high_channels > head_dim:
+            raise ValueError(f"high_channels={self.high_channels} is more than head_dim={head_dim}")
+
+    def bits_per_number(self, head_dim: int) -> float:
+        """Return the bits that a packed number takes, metadata included."""
+        return 2 + 2 * self.high_of(head_dim) / head_dim + 32 / self.group
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Packed keys or values: N blocks of `block` tokens for each row and head.
+
+    A code of 4 bits is split into two planes of 2 bits: `code = low + 4 * high`. A 16-bit word holds the 2-bit codes of
+    eight channels, D / 8 apart: word w has channel `i * D / 8 + w` in bits 2i and 2i + 1 (in the high plane, of C
+    channels, `i * C / 8 + w`). So the eight codes of a word belong to eight different tiles, and a kernel needs no
+    exchange between threads to unpack them. Keys lie token by token, values channel by channel: in both, the two words
+    of a 32-bit register are neighbors along the axis that the matrix product sums over.
+
+    Attributes:
+        low: int16 `[B, H, N, block, D / 8]`; values `[B, H, N, D / 8, block]`.
+        high: int16, the same with C / 8 words, or None.
+        metadata: float16, scales and zero-points: `[B, H, N, 2, D]` for groups along tokens,
+            `[B, H, N, 2, D / group, block]` along channels.
+        format: the quantization.
+        by_channel: True for values.
+    """
+
+    low: Tensor
+    high: Tensor | None
+    metadata: Tensor
+    format: Format
+    by_channel: bool
+
+    @property
+    def block(self) -> int:
+        """Tokens in a block."""
+        return self.low.shape[-1 if self.by_channel else -2]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return 8 * self.low.shape[-2 if self.by_channel else -1]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row and head."""
+        return self.low.shape[2]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that exist: low, high unless None, metadata."""
+        return tuple(x for x in (self.low, self.high, self.metadata) if x is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for x in self.tensors())
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> "Packed":
+        """Return a copy in which `move` was applied to every tensor."""
+        high = None if self.high is None else move(self.high)
+        return replace(self, low=move(self.low), high=high, metadata=move(self.metadata))
+
+
+@dataclass(frozen=True)
+class PackedPast:
+    """The packed tokens of one layer.
+
+    Attributes:
+        keys, values: blocks of the same number of tokens, `N` of each row.
+        blocks: int32 `[B]`, how many of a row's N blocks are in use, the first ones.
+        decay: float32 `[B, Hq, N, block]`, the sum of the log forget gates up to each token, or None without gates.
+        key_rotation: orthogonal `[D, D]`, or None: keys were packed as `k @ key_rotation`.
+        value_rotation: the same for values.
+    """
+
+    keys: Packed
+    values: Packed
+    blocks: Tensor
+    decay: Tensor | None = None
+    key_rotation: Tensor | None = None
+    value_rotation: Tensor | None = None
