@@ -2,7 +2,10 @@
 
 | module | what it holds |
 |---|---|
-| `places` | the folder of a checkpoint's results, and an identity of its weights |
+| `result_folder` | the folder of a checkpoint's results, and an identity of its weights |
+| `loading` | the measured model on its device |
+| `results` | the three files of a measurement, and the conditions it was made in |
+| `tables` | Markdown tables |
 | `run_log` | log values and figures to the wandb run of the checkpoint's training |
 | `harness` | lm-eval's tasks, with the suite and the numbers of the Liger paper |
 """

@@ -1,26 +1,16 @@
 """The job: from settings over tasks and model to results."""
 
-import contextlib
-import importlib.metadata
-import json
-import logging
-import platform
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from common.atomic_files import write_atomic
 from common.settings import NO_VALUE, SettingError, check_choice, check_whole
-from evaluation import result_folder
+from evaluation import result_folder, results
 from evaluation.harness.published import METRICS
-from lit_modules.launching import run_folder
+from evaluation.loading import DTYPES, load_checkpoint
 
-log = logging.getLogger(__name__)
-
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
 
 
@@ -110,17 +100,15 @@ def datasets_folder(cfg: DictConfig) -> Path | None:
 
 def measured(cfg: DictConfig, settings: Settings, suite: Any, place: result_folder.ResultFolder) -> dict[str, Any]:
     """Return the values and the conditions of their measurement."""
-    import torch
-
     from evaluation.harness.scoring import averages, rows, score
     from lit_modules.generation import job
 
     device = job.choose_device(cfg.device)
-    commit, versions = run_folder.code_commit(), {name: importlib.metadata.version(name) for name in PACKAGES}
+    said = results.conditions(device, PACKAGES)
     identity = {
         "weights": result_folder.weights_identity(str(cfg.checkpoint)),
-        "commit": commit,
-        "versions": versions,
+        "commit": said["commit"],
+        "versions": {name: said["versions"][name] for name in PACKAGES},
         "dtype": settings.dtype,
         "max_length": settings.max_length,
         "limit": settings.limit,
@@ -134,58 +122,24 @@ def measured(cfg: DictConfig, settings: Settings, suite: Any, place: result_fold
         "averages": averages(found),
         "subtasks": records,
         "settings": asdict(settings),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "versions": {"python": platform.python_version(), **versions},
-        "commit": commit,
-        "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
+        **said,
     }
 
 
 def load(cfg: DictConfig, settings: Settings, device: Any) -> Any:
     """Return the checkpoint on its device, with lm-eval's interface."""
-    import torch
-    import transformers
-
     from evaluation.harness.model import CheckpointLM
     from evaluation.harness.tasks import silence_loggers
-    from lit_modules.generation import job
-    from lit_modules.planning import out_of_memory
 
-    transformers.logging.disable_progress_bar()
-    with out_of_memory.explain_out_of_memory(cfg, "give dtype=bfloat16, or device=cpu"):
-        model, tokenizer = job.load(str(cfg.checkpoint))
-        model.to(device=device, dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype)).eval()
+    model, tokenizer = load_checkpoint(cfg, device)
     with silence_loggers():
         return CheckpointLM(model, tokenizer, settings.batch_size, settings.max_length)
 
 
 def write(report: dict[str, Any], place: result_folder.ResultFolder) -> None:
-    """Write the three files, log to the run's wandb run, and print the table."""
+    """Write the report, the table and the picture, and log the values."""
     from evaluation.harness.report import as_markdown, draw
-    from evaluation.run_log import log_to_run
 
-    text = as_markdown(report)
-    keep_earlier(report, place.folder)
-    write_atomic(place.folder / "harness.json", json.dumps(report, indent=2) + "\n")
-    write_atomic(place.folder / "harness.md", text)
-    picture = draw(report, place.folder / "harness.png")
-    if place.run is not None:
-        values = {f"harness/{name}_{row['metric']}": row["value"] for name, row in report["tasks"].items()}
-        values |= {f"harness/{name}": row["value"] for name, row in report["averages"].items()}
-        log_to_run(place.run, values, {} if picture is None else {"harness/picture": picture})
-    print(text)
-    log.info("written: %s/harness.json, .md%s", place.folder, "" if picture is None else " and .png")
-
-
-def keep_earlier(report: dict[str, Any], folder: Path) -> None:
-    """Rename the files of an earlier, different evaluation to `harness_TIME.*`, by their modification time."""
-    earlier = folder / "harness.json"
-    if not earlier.is_file():
-        return
-    text, written = earlier.read_text(encoding="utf-8"), datetime.fromtimestamp(earlier.stat().st_mtime)
-    with contextlib.suppress(json.JSONDecodeError):
-        if json.loads(text) | {"date": ""} == json.loads(json.dumps(report)) | {"date": ""}:
-            return
-    for path in (earlier.with_suffix(kind) for kind in (".json", ".md", ".png")):
-        if path.is_file():
-            path.rename(path.with_stem(f"harness_{written:%Y-%m-%d_%H-%M-%S}"))
+    values = {f"{name}_{row['metric']}": row["value"] for name, row in report["tasks"].items()}
+    values |= {name: row["value"] for name, row in report["averages"].items()}
+    results.write_results("harness", report, place, as_markdown, draw, values)

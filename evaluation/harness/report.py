@@ -1,6 +1,6 @@
 """The table and the figure of an evaluation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,8 @@ from matplotlib.figure import Figure
 
 from common.atomic_files import write_figure
 from evaluation.harness.published import METRICS, ROWS, TITLES
+from evaluation.results import conditions_line
+from evaluation.tables import shown, table
 
 OURS, MARKS = "#4c72b0", ("#c44e52", "#dd8452", "#55a868", "#8172b3", "#937860")
 MARKED = [row for row in ROWS if row.model.startswith("Liger-GLA")]  # in the figure
@@ -16,15 +18,6 @@ MARKED = [row for row in ROWS if row.model.startswith("Liger-GLA")]  # in the fi
 def is_share(metric: str) -> bool:
     """Return whether a metric is a share of the documents, shown in percent."""
     return metric.startswith(("acc", "exact_match"))
-
-
-def shown(value: float | None, error: float | None, share: bool) -> str:
-    """Format a value with its standard error for the table."""
-    if value is None:
-        return "-"
-    if share:
-        return f"{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
-    return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
 
 def as_markdown(report: Mapping[str, Any]) -> str:
@@ -61,12 +54,6 @@ def paper_table(report: Mapping[str, Any]) -> list[str]:
     return [*table([header, ["**this checkpoint**", *ours], *published]), "", note]
 
 
-def table(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Format lines as a Markdown table; the first is the header."""
-    rows = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return [rows[0], "|" + "---|" * len(lines[0]), *rows[1:]]
-
-
 def notes(report: Mapping[str, Any]) -> list[str]:
     """List the conditions of the values and their caveats."""
     settings, records = report["settings"], report["subtasks"]
@@ -81,9 +68,7 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     most = max(record["repeated"]["largest_difference"] for record in records.values())
     again = sum(record["repeated"]["requests"] for record in records.values())
     lines.append(f"- {again} requests put again, each alone: log-likelihoods differ by {most:.2g} at most")
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines.append(f"- {one['dtype']}, {report['device']}; {versions}; commit {report['commit']}; {report['date']}")
-    return lines
+    return [*lines, conditions_line(report, one["dtype"])]
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path | None:

@@ -17,11 +17,11 @@ from lm_eval.api.task import Task
 from lm_eval.evaluator import evaluate
 
 from common.atomic_files import write_atomic
-from common.settings import SettingError
 from data_pipeline.fingerprint import fingerprint
 from evaluation.harness.model import CheckpointLM
 from evaluation.harness.published import METRICS
 from evaluation.harness.tasks import Suite, documents, silence_loggers
+from evaluation.loading import explain_batch_memory
 
 log = logging.getLogger(__name__)
 
@@ -84,15 +84,11 @@ def score_task(model: CheckpointLM, name: str, task: Task, limit: int | None, se
     np.random.seed(seed)
     torch.manual_seed(seed)
     task.set_fewshot_seed(seed)
-    try:
-        with silence_loggers(), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints its batch size search
-            out = evaluate(model, {"tasks": {name: task}}, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
-            cut = model.cut - cut
-            repeated = repeat(model, task, seed)
-    except torch.OutOfMemoryError as error:
-        raise SettingError(
-            "batch_size", model.batch_size, "give a smaller one", f"does not fit the memory of {model.device} at {name}"
-        ) from error
+    lower = explain_batch_memory(model.batch_size, model.device, name)
+    with lower, silence_loggers(), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints its batch size search
+        out = evaluate(model, {"tasks": {name: task}}, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
+        cut = model.cut - cut
+        repeated = repeat(model, task, seed)
     return {
         "results": out["results"][name],
         "version": out["versions"][name],

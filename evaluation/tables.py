@@ -1,0 +1,18 @@
+"""Markdown tables, and values with their standard errors."""
+
+from collections.abc import Sequence
+
+
+def table(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Format lines as a Markdown table; the first is the header."""
+    rows = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return [rows[0], "|" + "---|" * len(lines[0]), *rows[1:]]
+
+
+def shown(value: float | None, error: float | None, share: bool) -> str:
+    """Format a value with its standard error; a share in percent."""
+    if value is None:
+        return "-"
+    if share:
+        return f"{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
+    return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
