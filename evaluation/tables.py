@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from evaluation.uncertainty import Estimate
+
 
 def table(lines: Sequence[Sequence[str]]) -> list[str]:
     """Format lines as a Markdown table; the first is the header."""
@@ -16,3 +18,9 @@ def shown(value: float | None, error: float | None, share: bool) -> str:
     if share:
         return f"{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
     return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+
+def difference(found: Estimate, decided: bool) -> str:
+    """Format a difference with its standard error, and an asterisk if it is decided."""
+    error = "" if found.standard_error is None else f" ± {found.standard_error:.2g}"
+    return f"{found.value:+.3g}{error}{'*' if decided else ''}"

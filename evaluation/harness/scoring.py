@@ -22,6 +22,7 @@ from evaluation.harness.model import CheckpointLM
 from evaluation.harness.published import METRICS
 from evaluation.harness.tasks import Suite, documents, silence_loggers
 from evaluation.loading import explain_batch_memory
+from evaluation.uncertainty import pooled
 
 log = logging.getLogger(__name__)
 
@@ -170,8 +171,3 @@ def averages(found: Mapping[str, dict]) -> dict[str, dict[str, float | None]]:
         for name, tasks in suites.items()
         if all(task in found for task in tasks)
     }
-
-
-def pooled(errors: list[float | None]) -> float | None:
-    """Return the standard error of a mean of independent values, or None if one is unknown (a single document)."""
-    return None if None in errors else math.sqrt(math.fsum(error**2 for error in errors)) / len(errors)

@@ -1,0 +1,127 @@
+"""The job: from settings over the text's sequences to results."""
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from common.settings import SettingError, check_choice, check_whole
+from evaluation import result_folder, results
+from evaluation.caches import NamedCache, read_caches
+from evaluation.loading import DTYPES, batch_of, explain_batch_memory, load_checkpoint, text_start
+from evaluation.perplexity_by_position.report import as_markdown, compared, draw, logged
+from evaluation.perplexity_by_position.scoring import buckets, curve_ranges, mean_losses, token_losses
+from evaluation.saved_results import saved_results
+from lit_modules.generation import job
+
+NAME = "perplexity_by_position"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked settings, besides the checkpoint: conf/job/evaluate.yaml and conf/benchmark/perplexity_by_position.yaml.
+
+    Raises:
+        SettingError: a value is invalid.
+    """
+
+    text: Path
+    length: int
+    chunk: int
+    sequences: int | None
+    batch_size: int | str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        check_whole("benchmark.length", self.length, 2)
+        check_whole("benchmark.chunk", self.chunk, 1)
+        check_whole("benchmark.sequences", self.sequences, 1, null=True)
+        if self.batch_size != "auto":
+            check_whole("batch_size", self.batch_size, 1)
+        check_choice("dtype", self.dtype, DTYPES)
+
+
+def run(cfg: DictConfig) -> None:
+    """Measure the perplexity of a text by position, once with each cache.
+
+    Raises:
+        ValueError: a setting is invalid, the text is too short, or there is no checkpoint.
+    """
+    own = cfg.benchmark
+    settings = Settings(Path(str(own.text)), own.length, own.chunk, own.sequences, cfg.batch_size, str(cfg.dtype))
+    caches = read_caches(own.caches)
+    job.check_is_folder(str(cfg.checkpoint))
+    place = result_folder.result_folder(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
+    text = job.read_text("benchmark.text", str(settings.text))
+    device = job.choose_device(cfg.device)
+    place.make()
+    report = measured(cfg, settings, caches, text, device, place.folder / NAME)
+    results.write_results(NAME, report, place, as_markdown, draw, logged(report))
+
+
+def measured(
+    cfg: DictConfig, settings: Settings, caches: list[NamedCache], text: str, device: torch.device, folder: Path
+) -> dict[str, Any]:
+    """Return the losses of each cache by position, and the conditions of their measurement."""
+    said = results.conditions(device)
+    model, tokenizer = load_checkpoint(cfg, device)
+    sequences = cut(tokenizer, text, settings)
+    identity = {
+        "weights": result_folder.weights_identity(str(cfg.checkpoint)),
+        "text": hashlib.sha256(text.encode()).hexdigest(),
+        "length": settings.length,
+        "chunk": settings.chunk,
+        "dtype": settings.dtype,
+        "commit": said["commit"],
+        "versions": said["versions"],
+    }
+    batch = batch_of(settings.batch_size, settings.length, device)
+    found = {}
+    for cache in caches:
+        compute = functools.partial(losses_of, model, sequences, cache, settings, batch)
+        name = "_".join(cache.name.split())
+        found[cache.name] = saved_results(
+            folder, name, {**identity, "cache": cache.settings}, len(sequences), compute, batch
+        )
+    return {
+        "checkpoint": str(cfg.checkpoint),
+        "text": str(settings.text),
+        "length": settings.length,
+        "chunk": settings.chunk,
+        "sequences": len(sequences),
+        **compared(found, settings.length),
+        "caches": {cache.name: cache.settings for cache in caches},
+        "dtype": str(model.dtype).removeprefix("torch."),
+        **said,
+    }
+
+
+def cut(tokenizer: Any, text: str, settings: Settings) -> torch.Tensor:
+    """Return the text's sequences `[N, length]`, each begun as the tokenizer begins a text; what is left is left out.
+
+    Raises:
+        SettingError: the text has not enough tokens for one.
+    """
+    start = text_start(tokenizer)
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    own = settings.length - len(start)
+    number = len(tokens) // own
+    if number == 0:
+        problem = f"is longer than the text, which has {len(tokens):,} tokens"
+        raise SettingError("benchmark.length", settings.length, "give a smaller one, or a longer text", problem)
+    number = min(number, settings.sequences or number)
+    return torch.tensor([start + tokens[own * row : own * (row + 1)] for row in range(number)])
+
+
+def losses_of(
+    model: Any, sequences: torch.Tensor, cache: NamedCache, settings: Settings, batch: int, rows: list[int]
+) -> list[dict[str, list[float]]]:
+    """Return the mean losses of these sequences in the buckets and along the curve."""
+    with explain_batch_memory(batch, model.device, f"{settings.length} tokens"):
+        losses = token_losses(model, cache.new(model), sequences[rows].to(model.device), settings.chunk)
+    by_bucket, by_range = buckets(settings.length), curve_ranges(settings.length)
+    return [{"buckets": mean_losses(row, by_bucket), "curve": mean_losses(row, by_range)} for row in losses]

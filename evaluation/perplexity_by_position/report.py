@@ -1,0 +1,126 @@
+"""Perplexities by cache and position, paired differences, the table and the picture."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from common.atomic_files import write_figure
+from evaluation.perplexity_by_position.scoring import buckets, curve_ranges
+from evaluation.results import conditions_line
+from evaluation.tables import difference, table
+from evaluation.uncertainty import Estimate, is_decided, mean, paired_difference
+
+UNDECIDED = "An asterisk marks a difference of two standard errors or more; the others are undecided."
+
+
+def compared(found: Mapping[str, Sequence[Mapping[str, list[float]]]], length: int) -> dict[str, Any]:
+    """Return means over sequences, and paired differences to the first cache, from each sequence's mean losses.
+
+    Returns:
+        `loss` and `difference` (nats per token, of all tokens), and `buckets` and `curve`: lists over ranges of tokens
+        before, each with `from`, `to` (not included) and the same by cache.
+    """
+    parts = {"buckets": buckets(length), "curve": curve_ranges(length)}
+    sizes = [stop - start for start, stop in parts["buckets"]]
+    whole = {
+        cache: [
+            math.fsum(n * loss for n, loss in zip(sizes, row["buckets"], strict=True)) / (length - 1) for row in rows
+        ]
+        for cache, rows in found.items()
+    }
+    said: dict[str, Any] = against_first(whole)
+    for part, ranges in parts.items():
+        said[part] = [
+            {"from": start, "to": stop}
+            | against_first({cache: [row[part][place] for row in rows] for cache, rows in found.items()})
+            for place, (start, stop) in enumerate(ranges)
+        ]
+    return said
+
+
+def against_first(losses: Mapping[str, Sequence[float]]) -> dict[str, dict[str, dict]]:
+    """Return `loss` by cache, and `difference` by cache but the first."""
+    first = next(iter(losses))
+    return {
+        "loss": {cache: mean(values)._asdict() for cache, values in losses.items()},
+        "difference": {
+            cache: paired_difference(values, losses[first])._asdict()
+            for cache, values in losses.items()
+            if cache != first
+        },
+    }
+
+
+def perplexity(loss: Mapping[str, float | None]) -> Estimate:
+    """Return exp of a mean loss, and its standard error to first order."""
+    value, error = math.exp(loss["value"]), loss["standard_error"]
+    return Estimate(value, None if error is None else value * error)
+
+
+def logged(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values for the run's log."""
+    return {cache: perplexity(loss).value for cache, loss in report["loss"].items()}
+
+
+def as_markdown(report: Mapping[str, Any]) -> str:
+    """Format perplexity by cache, then by position, then the conditions."""
+    first, *others = report["loss"]
+    lines = [["cache", "perplexity ± standard error", f"loss against {first}, nats a token"]]
+    lines += [[cache, shown(report["loss"][cache]), against(report, cache)] for cache in report["loss"]]
+    by_position = [["tokens before", *report["loss"]]]
+    for row in report["buckets"]:
+        cells = [shown(row["loss"][first])]
+        cells += [f"{shown(row['loss'][cache])} ({against(row, cache)})" for cache in others]
+        by_position.append([f"{row['from']:,} to {row['to'] - 1:,}", *cells])
+    notes = [
+        f"- {report['text']}: {report['sequences']:,} sequences of {report['length']:,} tokens, read "
+        f"{report['chunk']} at a time",
+        "- standard errors over sequences; differences are paired by sequence",
+        conditions_line(report, report["dtype"]),
+    ]
+    if others:
+        notes.insert(2, f"- {UNDECIDED}")
+    return "\n".join([f"# {report['checkpoint']}", "", *table(lines), "", *table(by_position), "", *notes]) + "\n"
+
+
+def shown(loss: Mapping[str, float | None]) -> str:
+    value, error = perplexity(loss)
+    return f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")
+
+
+def against(row: Mapping[str, Any], cache: str) -> str:
+    """Format a cache's difference to the first."""
+    found = row["difference"].get(cache)
+    return "" if found is None else difference(Estimate(**found), is_decided(Estimate(**found)))
+
+
+def draw(report: Mapping[str, Any], path: Path) -> Path:
+    """Draw perplexity along the sequence, and the difference to the first cache with its standard error."""
+    first, *others = report["loss"]
+    figure = Figure(figsize=(10 if others else 5.5, 4), layout="constrained")
+    axes = figure.subplots(1, 2 if others else 1, squeeze=False)[0]
+    middles = [(row["from"] + row["to"] - 1) / 2 for row in report["curve"]]
+    for number, cache in enumerate(report["loss"]):
+        color = f"C{number}"
+        heights = [perplexity(row["loss"][cache]).value for row in report["curve"]]
+        axes[0].plot(middles, heights, color=color, lw=1.2, label=f"{cache}: {shown(report['loss'][cache])}")
+        if cache == first:
+            continue
+        found = [Estimate(**row["difference"][cache]) for row in report["curve"]]
+        axes[1].plot(middles, [each.value for each in found], color=color, lw=1.2, label=cache)
+        low, high = ([each.value + sign * (each.standard_error or 0) for each in found] for sign in (-1, 1))
+        axes[1].fill_between(middles, low, high, color=color, alpha=0.2, lw=0)
+    axes[0].set_ylabel("perplexity")
+    axes[0].set_yscale("log")
+    if others:
+        axes[1].axhline(0, color="black", lw=0.6)
+        axes[1].set_ylabel(f"loss against {first}, nats a token, ± standard error")
+    for each in axes:
+        each.set_xlabel("tokens before")
+        each.grid(alpha=0.3)
+        each.legend(fontsize=7)
+    figure.suptitle(str(report["checkpoint"]), fontsize=9, wrap=True)
+    return write_figure(path, figure)
