@@ -51,3 +51,19 @@ def text_start(tokenizer: Any) -> list[int]:
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     return next(whole[:place] for place in range(len(whole)) if whole[place : place + len(bare)] == bare)
+
+
+def cut_text(tokenizer: Any, text: str, length: int) -> torch.Tensor:
+    """Return the text's sequences `[N, length]`, each begun as the tokenizer begins a text; what is left is left out.
+
+    Raises:
+        SettingError: the text has not enough tokens for one.
+    """
+    start = text_start(tokenizer)
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    own = length - len(start)
+    number = len(tokens) // own
+    if number == 0:
+        problem = f"is longer than the text, which has {len(tokens):,} tokens"
+        raise SettingError("benchmark.length", length, "give a smaller one, or a longer text", problem)
+    return torch.tensor([start + tokens[own * row : own * (row + 1)] for row in range(number)])

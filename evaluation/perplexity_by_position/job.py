@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from common.settings import SettingError, check_choice, check_whole
+from common.settings import check_choice, check_whole
 from evaluation import result_folder, results
 from evaluation.caches import NamedCache, read_caches
-from evaluation.loading import DTYPES, batch_of, explain_batch_memory, load_checkpoint, text_start
+from evaluation.loading import DTYPES, batch_of, cut_text, explain_batch_memory, load_checkpoint
 from evaluation.perplexity_by_position.report import as_markdown, compared, draw, logged
 from evaluation.perplexity_by_position.scoring import buckets, curve_ranges, mean_losses, token_losses
 from evaluation.saved_results import saved_results
@@ -69,7 +69,7 @@ def measured(
     """Return the losses of each cache by position, and the conditions of their measurement."""
     said = results.conditions(device)
     model, tokenizer = load_checkpoint(cfg, device)
-    sequences = cut(tokenizer, text, settings)
+    sequences = cut_text(tokenizer, text, settings.length)[: settings.sequences]
     identity = {
         "weights": result_folder.weights_identity(str(cfg.checkpoint)),
         "text": hashlib.sha256(text.encode()).hexdigest(),
@@ -98,23 +98,6 @@ def measured(
         "dtype": str(model.dtype).removeprefix("torch."),
         **said,
     }
-
-
-def cut(tokenizer: Any, text: str, settings: Settings) -> torch.Tensor:
-    """Return the text's sequences `[N, length]`, each begun as the tokenizer begins a text; what is left is left out.
-
-    Raises:
-        SettingError: the text has not enough tokens for one.
-    """
-    start = text_start(tokenizer)
-    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    own = settings.length - len(start)
-    number = len(tokens) // own
-    if number == 0:
-        problem = f"is longer than the text, which has {len(tokens):,} tokens"
-        raise SettingError("benchmark.length", settings.length, "give a smaller one, or a longer text", problem)
-    number = min(number, settings.sequences or number)
-    return torch.tensor([start + tokens[own * row : own * (row + 1)] for row in range(number)])
 
 
 def losses_of(

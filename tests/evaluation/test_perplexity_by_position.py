@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evaluation.caches import NamedCache
-from evaluation.loading import batch_of, text_start
+from evaluation.loading import batch_of, cut_text, text_start
 from evaluation.perplexity_by_position import job
 from evaluation.perplexity_by_position.report import as_markdown, compared
 from evaluation.perplexity_by_position.scoring import buckets, curve_ranges, mean_losses, token_losses
@@ -76,12 +76,11 @@ def test_the_loss_is_that_of_all_tokens_and_differences_are_paired():
     assert report["buckets"][1]["loss"]["worse"]["value"] == pytest.approx((3.5 + 14) / 2)
 
 
-def test_the_text_is_cut_into_sequences_that_begin_as_the_tokenizer_begins_a_text(llama, tmp_path):
+def test_the_text_is_cut_into_sequences_that_begin_as_the_tokenizer_begins_a_text(llama):
     tokenizer = AutoTokenizer.from_pretrained(llama)
     tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert text_start(tokenizer) == [0]
-    settings = job.Settings(tmp_path, 6, 64, None, "auto", "auto")
-    rows = job.cut(tokenizer, TEXT, settings).tolist()
+    rows = cut_text(tokenizer, TEXT, 6).tolist()
     assert [row[0] for row in rows] == [0] * len(rows)
     assert [token for row in rows for token in row[1:]] == tokens[: 5 * (len(tokens) // 5)]
 
