@@ -3,18 +3,15 @@
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from lit_modules.networks.linearized.models import LinearizedForCausalLM
+from lit_modules.networks.weight_sample import rounded, sampled_fingerprint
 
 WHOLE = "whole:"
-"""Prefix of fingerprints of all numbers; earlier versions hashed SAMPLED_ROWS rows of each weight."""
+"""Prefix of fingerprints of all numbers; earlier versions hashed some rows of each weight."""
 
 NUMBERS_AT_ONCE = 2**24
-SAMPLED_ROWS = 4
-SMALLEST = int(torch.tensor(torch.finfo(torch.float16).smallest_normal).bfloat16().view(torch.int16))
 
 
 def fingerprint(model: LinearizedForCausalLM) -> str:
@@ -49,20 +46,10 @@ def _digest(weight: Tensor) -> str:
     found = hashlib.sha256()
     rows = max(1, NUMBERS_AT_ONCE // max(1, weight[0].numel()))
     for part in weight.split(rows):
-        found.update(_rounded(part).data)
+        found.update(rounded(part).data)
     return found.hexdigest()
 
 
 def _sampled(model: LinearizedForCausalLM) -> str:
     """Return the fingerprint of earlier versions."""
-    found = hashlib.sha256()
-    for weight in _weights(model).values():
-        matrix = weight if weight.ndim > 1 else weight[None]
-        found.update(_rounded(matrix[:: -(-len(matrix) // SAMPLED_ROWS)]).data)
-    return found.hexdigest()
-
-
-def _rounded(numbers: Tensor) -> np.ndarray:
-    """Return the bits of `numbers` in bfloat16 as int16; 0 for subnormals of float16, which it stores less exactly."""
-    bits = numbers.bfloat16().contiguous().view(torch.int16).cpu().numpy()
-    return bits * ((bits & 0x7FFF) >= SMALLEST)
+    return sampled_fingerprint(_weights(model).values())

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         q, k, v, log_forget = self._project(hidden, positions, cache)
         rotary, cumulative = positions.rotary, False
         if self.k_map_proj is None:
-            k = self._finish_keys(k, rotary)
+            k = self.finish_keys(k, rotary)
         if cache is not None:
             # With an empty cache, use the gates and not their cumulative sum: the kernel sums them more precisely than
             # one float32 sum over thousands of tokens.
@@ -79,7 +79,7 @@ class Attention(nn.Module):
             if cumulative:
                 k, v, log_forget = cached
         if self.k_map_proj is not None:
-            k = self._finish_keys(k, rotary)
+            k = self.finish_keys(k, rotary)
         bound = self._logit_bound() if self.prune is not None else None
         out = self.operation((q, k, v, log_forget), positions, cumulative=cumulative, logit_bound=bound)
         if self.o_norm is not None:
@@ -125,7 +125,7 @@ class Attention(nn.Module):
             the KV-shift and stores the last key and value.
         """
         q, k, v, log_forget = self._project(hidden, positions, cache)
-        return q, self._finish_keys(k, positions.rotary), v, log_forget
+        return q, self.finish_keys(k, positions.rotary), v, log_forget
 
     def _project(
         self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None
@@ -147,7 +147,7 @@ class Attention(nn.Module):
             q = rotate(q, positions.rotary)
         return q, k, v, None if self.forget_gate is None else self.forget_gate(hidden)
 
-    def _finish_keys(self, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def finish_keys(self, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map, normalize and rotate keys `[B, S, Hk, key_dim]` to `[B, S, Hk, D]`; tables `[B, S, D]` or None."""
         if self.k_map_proj is not None:
             k = self.k_map_proj(k)
