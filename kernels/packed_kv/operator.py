@@ -5,7 +5,8 @@ from torch import Tensor
 
 from kernels.forgetting_attention import forgetting_attention
 from kernels.operation import register_operation
-from kernels.packed_kv.chunked import RunningSoftmax, attend_past, merge
+from kernels.packed_kv import chunked, triton_attention
+from kernels.packed_kv.chunked import RunningSoftmax, merge
 from kernels.packed_kv.formats import Format, Packed, PackedPast
 
 
@@ -32,9 +33,15 @@ def _packed_attention(
         return _attend_dense(q, *dense, scale, softcap)[0].to(q.dtype)
     keys, values = _read(packed, key_format, value_format)
     past = PackedPast(keys, values, blocks, past_decay, key_rotation, value_rotation)
+    in_triton = q.is_cuda and q.dtype != torch.float64 and softcap is None
+    if in_triton and q.shape[2] <= triton_attention.MAX_QUERIES:
+        return triton_attention.attend(q, *dense, past, scale)
     out, lse = _attend_dense(q, *dense, scale, softcap)
-    query_decay = None if decay is None else _own(decay, dense_end, q.shape[2])
-    past_out, past_lse = attend_past(q, past, query_decay, scale, softcap)
+    if in_triton:
+        past_out, past_lse = triton_attention.attend_past(q, dense_end, decay, past, scale)
+    else:
+        query_decay = None if decay is None else _own(decay, dense_end, q.shape[2])
+        past_out, past_lse = chunked.attend_past(q, past, query_decay, scale, softcap)
     # A query of padding sees no dense token, not even itself: nothing packed either.
     past_lse = past_lse.masked_fill(lse == -torch.inf, -torch.inf)
     return merge(out, lse, past_out, past_lse).to(q.dtype)

@@ -1,0 +1,113 @@
+"""The Triton kernels against the definition in float64: compiled on a GPU, elsewhere in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+# Read when the kernels are defined, so before they are imported.
+os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+
+from kernels.packed_kv import (
+    Format,
+    PackedPast,
+    chunked,
+    pack,
+    packed_attention,
+    packed_attention_reference,
+    triton_attention,
+)
+from tests.kernels.packed_kv.test_against_reference import FORMATS, SHAPES, make
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# The interpreter's products of bfloat16 are wrong.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+CHANNELS, TOKENS = Format(2, "channels", 64), Format(2, "tokens", 64)
+
+
+def moved(past: PackedPast, device: torch.device) -> PackedPast:
+    sides = [side.map(lambda x: x.to(device)) for side in (past.keys, past.values)]
+    rest = (past.blocks, past.decay, past.key_rotation, past.value_rotation)
+    return PackedPast(*sides, *(None if x is None else x.to(device) for x in rest))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    actual = actual.cpu().double()
+    assert actual.isfinite().all()
+    assert (actual - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+
+
+@pytest.fixture(scope="session")
+def agree(device):
+    """Compare a call with the definition: the launch over all tokens, and the one over packed tokens alone."""
+
+    def check(args: tuple, options: dict, dense_start: torch.Tensor | None = None) -> None:
+        q, keys, values, end, past = args
+        scale, decay = q.shape[-1] ** -0.5, options["decay"]
+        wide = (q.double(), keys.double(), values.double(), end, past)
+        there = [None if x is None else x.to(device) for x in (q, keys, values, end, dense_start, decay)]
+        past_there = moved(past, device)
+        if q.shape[2] <= triton_attention.MAX_QUERIES:
+            out = triton_attention.attend(*there, past_there, scale)
+            close(out, packed_attention_reference(*wide, **options, dense_start=dense_start), q.dtype)
+        out, lse = triton_attention.attend_past(there[0], there[3], there[5], past_there, scale)
+        own = end.long()[:, None] - q.shape[2] + torch.arange(q.shape[2])
+        query_decay = None if decay is None else decay.double().gather(2, own[:, None].expand(-1, q.shape[1], -1))
+        expected, expected_lse = chunked.attend_past(wide[0], past, query_decay, scale, None)
+        close(out, expected, q.dtype)
+        seen = expected_lse.isfinite()
+        assert torch.equal(lse.cpu().isfinite(), seen)
+        close(lse.cpu()[seen], expected_lse[seen], q.dtype)
+
+    return check
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "queries", "dims"), SHAPES)
+@pytest.mark.parametrize("gates", [False, True])
+def test_heads_widths_queries_and_gates(agree, dtype, heads, queries, dims, gates) -> None:
+    formats = TOKENS, Format(2, "channels", dims[1])
+    agree(*make(4, heads, queries, dims, formats, gates=gates, rotated=gates, dtype=dtype))
+
+
+@pytest.mark.parametrize("values", [format for format in FORMATS if not format.high_channels])
+@pytest.mark.parametrize("keys", FORMATS)
+def test_formats(agree, keys, values) -> None:
+    agree(*make(2, (4, 2, 2), 1, (64, 64), (keys, values), dtype=DTYPES[-1]))
+
+
+@pytest.mark.parametrize("format", [TOKENS, CHANNELS])
+def test_outliers_of_float16(agree, format) -> None:
+    (q, keys, values, end, past), options = make(1, (2, 1, 1), 1, (64, 64), (format, CHANNELS), dtype=torch.float16)
+    x = torch.randn(1, 1, 192, 64, dtype=torch.float16)
+    x[..., 3], x[0, 0, 5, 7] = 6e4, -6e4
+    q = 1e-3 * q
+    agree((q, keys, values, end, PackedPast(pack(x, format, 64), past.values, past.blocks)), options)
+
+
+def test_left_padding_among_the_dense_tokens(agree) -> None:
+    (q, keys, values, end, past), options = make(2, (4, 2, 2), 8, (64, 64), (CHANNELS, CHANNELS), dtype=DTYPES[0])
+    start = torch.tensor([0, end[1] - 5], dtype=torch.int32)  # three of row 1's queries are padding
+    keys[1, :, : start[1]] = values[1, :, : start[1]] = torch.nan
+    past = PackedPast(past.keys, past.values, torch.tensor([3, 0], dtype=torch.int32))
+    agree((q, keys, values, end, past), options, start)
+
+
+def test_blocks_of_128_and_storage_beyond_the_blocks_in_use(agree) -> None:
+    args, options = make(
+        3, (8, 2, 2), 1, (128, 128), (Format(2, "tokens", 128), Format(2, "channels", 128)), block=128, dtype=DTYPES[0]
+    )
+    for side in (args[4].keys, args[4].values):
+        for x in side.tensors():
+            x[1:, :, 2:] = -1  # rows 1 and 2 use fewer
+    agree((*args[:4], PackedPast(args[4].keys, args[4].values, torch.tensor([3, 2, 0], dtype=torch.int32))), options)
+
+
+@pytest.mark.gpu(needs="CUDA")
+def test_the_operation_reaches_the_kernels_and_compiles(device) -> None:
+    args, options = make(2, (8, 2, 2), 1, (128, 128), (CHANNELS, CHANNELS), gates=True, dtype=torch.bfloat16)
+    q, keys, values, end, decay = (x.to(device) for x in (*args[:4], options["decay"]))
+    past = moved(args[4], device)
+    run = torch.compile(lambda q: packed_attention(q, keys, values, end, past, decay=decay), fullgraph=True)
+    expected = triton_attention.attend(q, keys, values, end, None, decay, past, 128**-0.5)
+    assert torch.equal(run(q), expected)
