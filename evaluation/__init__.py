@@ -5,10 +5,12 @@
 | `result_folder` | the folder of a checkpoint's results, and an identity of its weights |
 | `loading` | the measured model on its device |
 | `caches` | the caches that a measurement compares |
+| `answering` | greedy answers to prompts that are read through a cache |
 | `saved_results` | results that a killed measurement leaves for the next |
 | `results` | the three files of a measurement, and the conditions it was made in |
 | `tables`, `uncertainty` | Markdown tables; means with standard errors, paired differences |
 | `run_log` | log values and figures to the wandb run of the checkpoint's training |
 | `harness` | lm-eval's tasks, with the suite and the numbers of the Liger paper |
 | `perplexity_by_position` | what each cache costs, by the number of tokens it holds |
+| `recall` | facts that a model is to find again in a long text, at each depth and length |
 """

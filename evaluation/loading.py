@@ -8,12 +8,24 @@ import torch
 import transformers
 from omegaconf import DictConfig
 
-from common.settings import SettingError
+from common.settings import SettingError, check_choice, check_whole
 from lit_modules.generation import job
 from lit_modules.planning import out_of_memory
 
 LARGEST_BATCH, CPU_TOKENS, GPU_TOKENS = 64, 2**13, 2**17
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def check_loading(cfg: DictConfig) -> None:
+    """Check `batch_size` (where there is one), `dtype`, and that `checkpoint` may be one.
+
+    Raises:
+        SettingError: one is invalid.
+    """
+    if cfg.get("batch_size", "auto") != "auto":
+        check_whole("batch_size", cfg.batch_size, 1)
+    check_choice("dtype", cfg.dtype, DTYPES)
+    job.check_is_folder(str(cfg.checkpoint))
 
 
 def load_checkpoint(cfg: DictConfig, device: torch.device) -> tuple[Any, Any]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from common.settings import NO_VALUE, SettingError
 from data_pipeline.identity import WHOLE, file_identity
 from lit_modules import checkpoints
@@ -32,6 +34,11 @@ class ResultFolder:
         except OSError as error:
             problem = f"cannot be written ({error.strerror or error})"
             raise SettingError("output", self.folder, "give another folder", problem) from error
+
+
+def result_folder_of(cfg: DictConfig) -> ResultFolder:
+    """Return `result_folder` for `cfg.checkpoint` and `cfg.output`."""
+    return result_folder(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
 
 
 def result_folder(checkpoint: str, output: str | None) -> ResultFolder:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from evaluation.uncertainty import Estimate
 
+UNDECIDED = "An asterisk marks a difference of two standard errors or more; the others are undecided."
+
 
 def table(lines: Sequence[Sequence[str]]) -> list[str]:
     """Format lines as a Markdown table; the first is the header."""

@@ -6,10 +6,10 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from common.settings import NO_VALUE, SettingError, check_choice, check_whole
+from common.settings import NO_VALUE, SettingError, check_whole
 from evaluation import result_folder, results
 from evaluation.harness.published import METRICS
-from evaluation.loading import DTYPES, load_checkpoint
+from evaluation.loading import check_loading, load_checkpoint
 
 PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
 
@@ -39,9 +39,6 @@ class Settings:
                 raise ValueError(f"benchmark.num_fewshot.{name} is for none of benchmark.tasks={list(self.tasks)}")
         for key in ("limit", "max_length"):
             check_whole(f"benchmark.{key}", getattr(self, key), 1, null=True)
-        if self.batch_size != "auto":
-            check_whole("batch_size", self.batch_size, 1)
-        check_choice("dtype", self.dtype, DTYPES)
 
 
 def run(cfg: DictConfig) -> None:
@@ -52,11 +49,10 @@ def run(cfg: DictConfig) -> None:
     """
     # Imported here so that a missing extra is named: Hydra hides import errors of this module.
     from evaluation.harness.tasks import load_suite, silence_loggers
-    from lit_modules.generation import job
 
     settings = settings_of(cfg)
-    job.check_is_folder(str(cfg.checkpoint))
-    place = result_folder.result_folder(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
+    check_loading(cfg)
+    place = result_folder.result_folder_of(cfg)
     with silence_loggers():
         suite = load_suite(
             settings.tasks, settings.num_fewshot, folder(cfg.benchmark.tasks_folder), datasets_folder(cfg)

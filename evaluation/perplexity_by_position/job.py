@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from common.settings import check_choice, check_whole
+from common.settings import check_whole
 from evaluation import result_folder, results
 from evaluation.caches import NamedCache, read_caches
-from evaluation.loading import DTYPES, batch_of, cut_text, explain_batch_memory, load_checkpoint
+from evaluation.loading import batch_of, check_loading, cut_text, explain_batch_memory, load_checkpoint
 from evaluation.perplexity_by_position.report import as_markdown, compared, draw, logged
 from evaluation.perplexity_by_position.scoring import buckets, curve_ranges, mean_losses, token_losses
 from evaluation.saved_results import saved_results
@@ -23,7 +23,7 @@ NAME = "perplexity_by_position"
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked settings, besides the checkpoint: conf/job/evaluate.yaml and conf/benchmark/perplexity_by_position.yaml.
+    """Checked settings of conf/benchmark/perplexity_by_position.yaml.
 
     Raises:
         SettingError: a value is invalid.
@@ -33,16 +33,11 @@ class Settings:
     length: int
     chunk: int
     sequences: int | None
-    batch_size: int | str
-    dtype: str
 
     def __post_init__(self) -> None:
         check_whole("benchmark.length", self.length, 2)
         check_whole("benchmark.chunk", self.chunk, 1)
         check_whole("benchmark.sequences", self.sequences, 1, null=True)
-        if self.batch_size != "auto":
-            check_whole("batch_size", self.batch_size, 1)
-        check_choice("dtype", self.dtype, DTYPES)
 
 
 def run(cfg: DictConfig) -> None:
@@ -52,10 +47,10 @@ def run(cfg: DictConfig) -> None:
         ValueError: a setting is invalid, the text is too short, or there is no checkpoint.
     """
     own = cfg.benchmark
-    settings = Settings(Path(str(own.text)), own.length, own.chunk, own.sequences, cfg.batch_size, str(cfg.dtype))
+    check_loading(cfg)
+    settings = Settings(Path(str(own.text)), own.length, own.chunk, own.sequences)
     caches = read_caches(own.caches)
-    job.check_is_folder(str(cfg.checkpoint))
-    place = result_folder.result_folder(str(cfg.checkpoint), None if cfg.output is None else str(cfg.output))
+    place = result_folder.result_folder_of(cfg)
     text = job.read_text("benchmark.text", str(settings.text))
     device = job.choose_device(cfg.device)
     place.make()
@@ -75,11 +70,11 @@ def measured(
         "text": hashlib.sha256(text.encode()).hexdigest(),
         "length": settings.length,
         "chunk": settings.chunk,
-        "dtype": settings.dtype,
+        "dtype": str(cfg.dtype),
         "commit": said["commit"],
         "versions": said["versions"],
     }
-    batch = batch_of(settings.batch_size, settings.length, device)
+    batch = batch_of(cfg.batch_size, settings.length, device)
     found = {}
     for cache in caches:
         compute = functools.partial(losses_of, model, sequences, cache, settings, batch)

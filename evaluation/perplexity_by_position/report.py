@@ -10,10 +10,8 @@ from matplotlib.figure import Figure
 from common.atomic_files import write_figure
 from evaluation.perplexity_by_position.scoring import buckets, curve_ranges
 from evaluation.results import conditions_line
-from evaluation.tables import difference, table
+from evaluation.tables import UNDECIDED, difference, table
 from evaluation.uncertainty import Estimate, is_decided, mean, paired_difference
-
-UNDECIDED = "An asterisk marks a difference of two standard errors or more; the others are undecided."
 
 
 def compared(found: Mapping[str, Sequence[Mapping[str, list[float]]]], length: int) -> dict[str, Any]:
