@@ -99,7 +99,7 @@ class ConfFiles:
         """Return, per job, the root keys that it has in addition to those of all jobs."""
         found = {}
         for job in self.choices("job"):
-            at_root = self.body(f"job/{job}") if self.is_global(f"job/{job}") else {}
+            at_root = self.whole(f"job/{job}") if self.is_global(f"job/{job}") else {}
             keys = [str(key) for key in at_root if key not in ("defaults", "hydra", "job")]
             groups = [group.partition("/")[0] for group in self.groups(f"job/{job}")]
             found[job] = list(dict.fromkeys([*keys, *groups]))

@@ -92,7 +92,10 @@ def test_a_key_of_an_experiment_that_nothing_reads_is_refused_with_the_nearest(t
         ("max_token=5", "max_token is not known: did you mean max_tokens?"),
         ("+foo=1", "foo is not known: give one of max_tokens, "),
         ("++model.num_haeds=3", "did you mean model.num_heads?"),
-        ("checkpoint=here", "checkpoint is not a key of job=pretrain: it is for job=evaluate and job=generate"),
+        (
+            "checkpoint=here",
+            "checkpoint is not a key of job=pretrain: it is for job=calibrate and job=evaluate and job=generate",
+        ),
         ("linearization=liger_gla", "linearization is for job=linearize"),
         ("+linearization=liger_gla", "linearization is not a key of job=pretrain: it is for job=linearize"),
         ("strategy.shard_size=4", "is not a key of strategy=auto: it is for strategy=fsdp and strategy=hsdp"),
