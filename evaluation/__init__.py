@@ -6,6 +6,7 @@
 | `loading` | the measured model on its device |
 | `caches` | the caches that a measurement compares |
 | `answering` | greedy answers to prompts that are read through a cache |
+| `scores` | scores by task and cache: means, paired differences, averages of groups |
 | `saved_results` | results that a killed measurement leaves for the next |
 | `results` | the three files of a measurement, and the conditions it was made in |
 | `tables`, `uncertainty` | Markdown tables; means with standard errors, paired differences |
@@ -13,5 +14,6 @@
 | `harness` | lm-eval's tasks, with the suite and the numbers of the Liger paper |
 | `perplexity_by_position` | what each cache costs, by the number of tokens it holds |
 | `recall` | facts that a model is to find again in a long text, at each depth and length |
+| `gsm8k` | school mathematics, as lm-eval's task |
 | `calibration` | `job=calibrate`: rotations of a quantized cache, and what they gain |
 """

@@ -12,12 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.setting_types import check_type
 from common.settings import SettingError, check_choice, check_whole
-from evaluation import result_folder, results
+from evaluation import result_folder, results, scores
 from evaluation.answering import answers, text_ends
 from evaluation.caches import NamedCache, read_caches
 from evaluation.loading import batch_of, check_loading, explain_batch_memory, load_checkpoint
 from evaluation.recall.questions import KINDS, Recall, check_depths, is_right
-from evaluation.recall.report import as_markdown, compared, draw, logged
+from evaluation.recall.report import as_markdown, compared, draw
 from evaluation.saved_results import saved_results
 from lit_modules.generation import job
 
@@ -106,7 +106,7 @@ def run(cfg: DictConfig) -> None:
         "dtype": str(model.dtype).removeprefix("torch."),
         **said,
     }
-    results.write_results(NAME, report, place, as_markdown, draw, logged(report))
+    results.write_results(NAME, report, place, as_markdown, draw, scores.logged(report))
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from common.atomic_files import write_figure
+from evaluation import scores
 from evaluation.results import conditions_line
-from evaluation.tables import UNDECIDED, difference, shown, table
-from evaluation.uncertainty import Estimate, is_decided, mean, paired_difference
+from evaluation.tables import UNDECIDED, table
 
 Found = Mapping[tuple[str, int, float], Sequence[bool]]
 
@@ -18,34 +18,22 @@ def compared(found: Mapping[str, Found], kinds: Sequence[str]) -> dict[str, Any]
     """Return shares of right answers from those of each question, by cache.
 
     Returns:
-        `share` and `difference` (paired, to the first cache) by kind and cache over all questions, and `cells`: kind,
+        `score` and `difference` of each kind over all questions (`evaluation.scores.compared`), and `cells`: kind,
         cache, length, depth and share.
     """
-    first = next(iter(found))
-    share: dict[str, dict] = {kind: {} for kind in kinds}
-    differences: dict[str, dict] = {kind: {} for kind in kinds}
-    for kind in kinds:
-        flat = {
+    flat = {
+        kind: {
             cache: [float(right) for (of, *_), cell in cells.items() if of == kind for right in cell]
             for cache, cells in found.items()
         }
-        for cache, values in flat.items():
-            share[kind][cache] = mean(values)._asdict()
-            if cache != first:
-                differences[kind][cache] = paired_difference(values, flat[first])._asdict()
+        for kind in kinds
+    }
     cells = [
         {"kind": kind, "cache": cache, "length": length, "depth": depth, "share": sum(cell) / len(cell)}
         for cache, each in found.items()
         for (kind, length, depth), cell in each.items()
     ]
-    return {"share": share, "difference": differences, "cells": cells}
-
-
-def logged(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values for the run's log."""
-    return {
-        f"{kind}/{cache}": found["value"] for kind, caches in report["share"].items() for cache, found in caches.items()
-    }
+    return {**scores.compared(flat), "cells": cells}
 
 
 def grid(report: Mapping[str, Any], kind: str, cache: str) -> list[list[float]]:
@@ -62,17 +50,7 @@ def grid(report: Mapping[str, Any], kind: str, cache: str) -> list[list[float]]:
 def as_markdown(report: Mapping[str, Any]) -> str:
     """Format the shares over all questions, then by depth and length, in percent."""
     settings, caches = report["settings"], list(report["caches"])
-    first = caches[0]
-    lines = [["cache"]]
-    for kind in settings["kinds"]:
-        lines[0] += [kind, *([f"against {first}"] if len(caches) > 1 else [])]
-    for cache in caches:
-        cells = [cache]
-        for kind in settings["kinds"]:
-            cells.append(shown(*report["share"][kind][cache].values(), share=True))
-            cells += [against(report["difference"][kind].get(cache))] if len(caches) > 1 else []
-        lines.append(cells)
-    parts = [f"# {report['checkpoint']}", "", *table(lines), ""]
+    parts = [f"# {report['checkpoint']}", "", *scores.rows(report, "kind"), ""]
     for kind in settings["kinds"]:
         header = ["cache", "depth", *(f"{length:,} tokens" for length in settings["lengths"])]
         rows = [
@@ -82,14 +60,6 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         ]
         parts += [f"## {kind}", "", *table([header, *rows]), ""]
     return "\n".join([*parts, *notes(report)]) + "\n"
-
-
-def against(found: Mapping[str, float | None] | None) -> str:
-    """Format a cache's difference to the first, in percent points."""
-    if found is None:
-        return ""
-    points = Estimate(*(None if value is None else 100 * value for value in found.values()))
-    return difference(points, is_decided(points))
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
@@ -124,7 +94,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
                     axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7)
             axes.set_xticks(range(len(settings["lengths"])), [f"{n:,}" for n in settings["lengths"]], fontsize=7)
             axes.set_yticks(range(len(settings["depths"])), [f"{d:g}" for d in settings["depths"]], fontsize=7)
-            axes.set_title(f"{cache}: {100 * report['share'][kind][cache]['value']:.1f}", fontsize=8)
+            axes.set_title(f"{cache}: {100 * report['score'][kind][cache]['value']:.1f}", fontsize=8)
         row[0].set_ylabel(f"{kind}: depth", fontsize=8)
     figure.supxlabel("tokens", fontsize=8)
     figure.suptitle(str(report["checkpoint"]), fontsize=9, wrap=True)

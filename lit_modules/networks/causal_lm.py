@@ -143,8 +143,10 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
             raise ValueError(
                 "past_key_values in training with gradient checkpointing would be filled twice: call eval() first"
             )
-        expected = [type(layer) for layer in self._new_cache_layers()]
-        if [type(layer) for layer in past_key_values.layers] != expected:
+        given: list[Any] = past_key_values.layers
+        mixers = [layer.self_attn for layer in self.layers if isinstance(layer, Block)]
+        fits = (mixer.takes(layer) for mixer, layer in zip(mixers, given, strict=False))
+        if len(given) != len(mixers) or not all(fits):
             raise ValueError(
                 f"past_key_values is a {type(past_key_values).__name__} of other layers than this model's: "
                 "pass None, or what model.new_cache() returns"

@@ -149,14 +149,14 @@ def test_shares_are_of_all_questions_and_differences_are_paired():
         "worse": dict(zip(cells, ([True, False], [True, False]), strict=True)),
     }
     report = compared(found, ("needles",))
-    assert report["share"]["needles"]["full"] == {"value": 0.75, "standard_error": 0.25}
+    assert report["score"]["needles"]["full"] == {"value": 0.75, "standard_error": 0.25}
     assert report["difference"]["needles"] == {"worse": {"value": -0.25, "standard_error": 0.25}}
     assert report["cells"][2] == {"kind": "needles", "cache": "worse", "length": 100, "depth": 0.0, "share": 0.5}
     settings = {"kinds": ("needles",), "lengths": (100,), "depths": (0.0, 1.0), "samples": 2, "keys": 1, "text": None}
     made = {"checkpoint": "c", "settings": settings | {"seed": 0, "chunk": 1}, "caches": {"full": {}, "worse": {}}}
     made |= {"context": 99, "dtype": "float32", "device": "cpu", "versions": {}, "commit": "0", "date": "today"}
     text = as_markdown(report | made)
-    assert "| worse | 50.0 ± 28.9 | -25 ± 25 |" in text
+    assert "| needles | 75.0 ± 25.0 | 50.0 ± 28.9 (-25 ± 25) |" in text
     assert "| worse | 0 | 50 |" in text
     assert "above 99 tokens" in text
 
@@ -194,7 +194,7 @@ def test_the_command_leaves_report_table_and_picture_and_a_killed_one_goes_on(me
     assert len(asked) == 2 * 2 * 2  # kinds, lengths and depths, each once
     report = json.loads((folder / "recall.json").read_text())
     assert len(report["cells"]) == 8
-    assert set(report["share"]) == set(KINDS)
+    assert set(report["score"]) == set(KINDS)
     assert done.out.strip() == (folder / "recall.md").read_text().strip()
     assert (folder / "recall.png").stat().st_size > 1000
 

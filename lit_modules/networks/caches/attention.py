@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from lit_modules.networks.caches.counted import CountedCacheLayer
-
-REWINDABLE = 64
-"""Tokens whose unshifted key and value are kept; `crop` can remove one fewer."""
+from lit_modules.networks.caches.shifted import REWINDABLE, UnshiftedStates
 
 REBASE_EVERY = 256
 """Tokens after which the sums of log gates are rebased to the newest token."""
 
 
-class AttentionCacheLayer(CountedCacheLayer):
+class AttentionCacheLayer(UnshiftedStates, CountedCacheLayer):
     """Keys, values and summed log forget gates of one layer, and the last unshifted keys and values.
 
     Keys and values may differ in heads and width. Nothing is repeated for query heads that share them.
@@ -35,8 +33,6 @@ class AttentionCacheLayer(CountedCacheLayer):
         super().__init__()
         self.cumulative: Tensor | None = None  # [B, capacity, H] float32, None without a gate
         self.positions: Tensor | None = None  # [B, capacity] int32, None unless keys are rotated when read
-        self.unshifted: tuple[Tensor, ...] | None = None  # k~ and v~, [B, n, H, D], None without KV-shift
-        self.record_past = False
         self._since_rebase = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -81,21 +77,6 @@ class AttentionCacheLayer(CountedCacheLayer):
         self.positions[:, start:stop] = positions
         return self.positions[:, :stop]
 
-    def update_unshifted(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor | None, ...]:
-        """Append unshifted keys and values `[B, T, H, D]`; return their predecessors `[B, H, D]`, None at the start.
-
-        All are kept after `activate_past_recording`, otherwise the last `REWINDABLE`.
-        """
-        new: tuple[Tensor, ...] = (key_states.detach(), value_states.detach())
-        last: tuple[Tensor | None, ...] = (None, None)
-        if self.unshifted is not None:
-            last = tuple(states[:, -1] for states in self.unshifted)
-            new = tuple(torch.cat(pair, dim=1) for pair in zip(self.unshifted, new, strict=True))
-        self.unshifted = new
-        if not self.record_past:
-            self._trim_unshifted()
-        return last
-
     def _append_gates(self, log_forget: Tensor, start: int, stop: int) -> None:
         if self.cumulative is None:
             self.cumulative = log_forget.new_empty(log_forget.shape[0], 0, log_forget.shape[2])
@@ -124,25 +105,8 @@ class AttentionCacheLayer(CountedCacheLayer):
             self.reset()
             self.record_past = recording
             return
-        if self.unshifted is not None:
-            kept = self.unshifted[0].shape[1]
-            if removed >= kept:
-                raise ValueError(
-                    f"crop({tokens_to_remove}) takes back {removed} tokens, but KV-shift can take back {kept - 1}: "
-                    "call activate_past_recording() before the tokens are added"
-                )
-            self.unshifted = tuple(states[:, : kept - removed] for states in self.unshifted)
-            self._trim_unshifted()
+        self._crop_unshifted(removed)
         self.length -= removed
-
-    def activate_past_recording(self) -> None:
-        """Keep all unshifted keys and values from now on, so that `crop` can remove any number of tokens."""
-        self.record_past = True
-
-    def _trim_unshifted(self) -> None:
-        if self.unshifted is not None and self.unshifted[0].shape[1] > REWINDABLE:
-            # A copy, because a view would keep the whole prompt in memory.
-            self.unshifted = tuple(states[:, -REWINDABLE:].clone() for states in self.unshifted)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
@@ -152,8 +116,7 @@ class AttentionCacheLayer(CountedCacheLayer):
             self.cumulative = move(self.cumulative)
         if self.positions is not None:
             self.positions = move(self.positions)
-        if self.unshifted is not None:
-            self.unshifted = tuple(move(states) for states in self.unshifted)
+        self._map_unshifted(move)
 
 
 def _fitting(storage: Tensor, held: int, needed: int) -> Tensor:

@@ -5,7 +5,12 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from lit_modules.networks.caches import AttentionCacheLayer, SlidingAttentionCacheLayer, StaticAttentionCacheLayer
+from lit_modules.networks.caches import (
+    AttentionCacheLayer,
+    CompressedCacheLayer,
+    SlidingAttentionCacheLayer,
+    StaticAttentionCacheLayer,
+)
 from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
 from lit_modules.networks.linearized.ring_attention import cached_window_attention
@@ -28,6 +33,8 @@ class SoftmaxAttention(SubstitutedAttention):
         """Return whether a cache holds everything that this layer sees."""
         if isinstance(cache, SlidingAttentionCacheLayer | LinearizedCacheLayer):
             return cache.window == self.sliding_window
+        if isinstance(cache, CompressedCacheLayer):
+            return self.sliding_window is None
         return isinstance(cache, AttentionCacheLayer | StaticAttentionCacheLayer)
 
     def student(
@@ -49,6 +56,11 @@ class SoftmaxAttention(SubstitutedAttention):
             out = cached_window_attention(q, k, v, cache, positions=positions, scale=self.scale)
             cache.update((), q.shape[1])
             return out
+        if isinstance(cache, CompressedCacheLayer):
+            kv_start = positions.kv_start
+            padding = None if kv_start is None else kv_start.tolist
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return cache.attend(q, k, v, scale=self.scale, padding=padding).transpose(1, 2)
         _, first = cache.get_mask_sizes(q.shape[1])
         assert isinstance(cache, AttentionCacheLayer | StaticAttentionCacheLayer)
         # A cache of fixed capacity also returns its number of valid tokens.

@@ -2,8 +2,8 @@
 
 A mixer is a module built as `Mixer(config)`. Its `forward(hidden, positions, cache)` maps `hidden`
 `[B, T, hidden_size]` to the same shape. `positions` is a `lit_modules.networks.positions.Positions`. `cache` is a
-transformers `CacheLayerMixin` from the mixer's `new_cache()`, or None. `mixing_flops(length)` returns the forward
-operations per token besides those of the parameters' matrices.
+transformers `CacheLayerMixin` from the mixer's `new_cache()`, or another that `takes(cache)` accepts, or None.
+`mixing_flops(length)` returns the forward operations per token besides those of the parameters' matrices.
 
 All long-range mixing is in one method, `operation(inputs, positions, ...)`: it maps a tuple of `[B, T, heads, ...]` to
 `[B, T, heads, width]` and treats each head independently. `look_back` is the number of preceding tokens that the inputs

@@ -2,9 +2,11 @@
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
 
 from kernels import forgetting_attention
-from lit_modules.networks.caches import AttentionCacheLayer
+from lit_modules.networks.caches import AttentionCacheLayer, CompressedCacheLayer
+from lit_modules.networks.caches.shifted import UnshiftedStates
 from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.forget_gate import ForgetGate
 from lit_modules.networks.headwise_linear import HeadwiseLinear
@@ -33,7 +35,7 @@ class Attention(nn.Module):
         width, head_dim, key_dim = config.hidden_size, config.head_dim, config.cached_key_dim
         heads, key_heads, value_heads = config.head_counts
         self.head_dim, self.key_dim, self.heads_per_key = head_dim, key_dim, heads // key_heads
-        self.rope_base, self.prune = config.rope_base, config.prune
+        self.rope, self.rope_base, self.prune = config.rope, config.rope_base, config.prune
         self.look_back = int(config.kv_shift)  # preceding tokens that a key and value depend on
         augmented = config.augmented_query_dim
         self.q_proj = nn.Linear(width, width, bias=False)
@@ -54,6 +56,10 @@ class Attention(nn.Module):
         """Return an empty cache for this layer."""
         return AttentionCacheLayer()
 
+    def takes(self, cache: CacheLayerMixin) -> bool:
+        """Return whether a cache is of a kind that this layer fills."""
+        return type(cache) in (AttentionCacheLayer, CompressedCacheLayer)
+
     def mixing_flops(self, length: int) -> int:
         """Return the operations per token of the forward pass, without the projections, for `length` tokens.
 
@@ -62,8 +68,26 @@ class Attention(nn.Module):
         """
         return 2 * self.q_proj.in_features * length
 
-    def forward(self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Positions,
+        cache: AttentionCacheLayer | CompressedCacheLayer | None = None,
+    ) -> Tensor:
         """Mix `hidden` `[B, T, hidden_size]` over time; a cache provides the earlier tokens and is updated."""
+        if isinstance(cache, CompressedCacheLayer):
+            out = self._attend_compressed(hidden, positions, cache)
+        else:
+            out = self._attend(hidden, positions, cache)
+        if self.o_norm is not None:
+            out = self.o_norm(out)
+        out = out.flatten(2)
+        if self.g_proj is not None:
+            out = self.g_proj(hidden).sigmoid() * out
+        return self.o_proj(out)
+
+    def _attend(self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None) -> Tensor:
+        """Compute attention without or with a cache of all keys and values, `[B, T, Hq, D]`."""
         q, k, v, log_forget = self._project(hidden, positions, cache)
         rotary, cumulative = positions.rotary, False
         if self.k_map_proj is None:
@@ -81,13 +105,24 @@ class Attention(nn.Module):
         if self.k_map_proj is not None:
             k = self.finish_keys(k, rotary)
         bound = self._logit_bound() if self.prune is not None else None
-        out = self.operation((q, k, v, log_forget), positions, cumulative=cumulative, logit_bound=bound)
-        if self.o_norm is not None:
-            out = self.o_norm(out)
-        out = out.flatten(2)
-        if self.g_proj is not None:
-            out = self.g_proj(hidden).sigmoid() * out
-        return self.o_proj(out)
+        return self.operation((q, k, v, log_forget), positions, cumulative=cumulative, logit_bound=bound)
+
+    def _attend_compressed(self, hidden: Tensor, positions: Positions, cache: CompressedCacheLayer) -> Tensor:
+        """Compute attention over a compressed cache, `[B, T, Hq, D]`."""
+        if positions.cu_seqlens is not None:
+            raise ValueError("cu_seqlens with a cache: packed documents cannot be cached, set use_cache=False")
+        q, k, v, log_forget = self._project(hidden, positions, cache)
+        if self.k_map_proj is None:
+            k = self.finish_keys(k, positions.rotary)
+        index = positions.index if positions.rotary_index is None else positions.rotary_index
+        out = cache.attend(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            padding=None if positions.kv_start is None else positions.kv_start.tolist,
+            log_forget=log_forget,
+            finish=None if self.k_map_proj is None else self._finish_cached,
+            positions=None if self.k_map_proj is None else index,
+        )
+        return out.transpose(1, 2)
 
     def operation(
         self,
@@ -115,7 +150,7 @@ class Attention(nn.Module):
         return out
 
     def project(
-        self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None = None
+        self, hidden: Tensor, positions: Positions, cache: UnshiftedStates | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compute the inputs of attention for the new tokens only.
 
@@ -128,7 +163,7 @@ class Attention(nn.Module):
         return q, self.finish_keys(k, positions.rotary), v, log_forget
 
     def _project(
-        self, hidden: Tensor, positions: Positions, cache: AttentionCacheLayer | None
+        self, hidden: Tensor, positions: Positions, cache: UnshiftedStates | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compute `project` without finishing the keys: `[B, T, Hk, key_dim]`, only shifted."""
         q = self.q_proj(hidden)
@@ -154,6 +189,14 @@ class Attention(nn.Module):
         if self.k_norm is not None:
             k = self.k_norm(k)
         return k if rotary is None else rotate(k, rotary)
+
+    def _finish_cached(self, keys: Tensor, index: Tensor) -> Tensor:
+        """Finish cached keys `[B, Hk, S, key_dim]` with the rotary positions `[B, S]`: `[B, Hk, S, D]`."""
+        rotary = rotary_tables(index, self.head_dim, self.rope_base) if self.rope else None
+        assert self.k_map_proj is not None
+        # Cached keys are dequantized in float32, which the map's weights need not be.
+        keys = keys.transpose(1, 2).to(self.k_map_proj.weight.dtype)
+        return self.finish_keys(keys, rotary).transpose(1, 2).to(torch.promote_types(keys.dtype, torch.float32))
 
     def _logit_bound(self) -> Tensor | None:
         """Return the bound of |q.k| / sqrt(D) per head `[Hq]` float32 from the QK-norm weights; None without norm."""

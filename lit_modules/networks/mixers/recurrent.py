@@ -4,6 +4,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
 
 from common.settings import SettingError
 from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step
@@ -65,6 +66,10 @@ class RecurrentMixer(nn.Module):
     def new_cache(self) -> RecurrentCacheLayer:
         """Return an empty cache for this layer."""
         return RecurrentCacheLayer()
+
+    def takes(self, cache: CacheLayerMixin) -> bool:
+        """Return whether a cache is of the kind that this layer fills."""
+        return type(cache) is RecurrentCacheLayer
 
     @staticmethod
     def new_convolutions(config: PalimpsestConfig, bias: bool = False, **channels: int) -> nn.ModuleDict | None:

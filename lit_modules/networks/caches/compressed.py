@@ -1,0 +1,452 @@
+"""One layer of a compressed cache: what it holds, and attention over it."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.settings import SettingError
+from kernels.packed_kv import PackedPast, packed_attention
+from lit_modules.networks.caches.attention import REBASE_EVERY
+from lit_modules.networks.caches.books import Books
+from lit_modules.networks.caches.choosing import choose_by_gate, choose_heavy_hitters
+from lit_modules.networks.caches.counted import CountedCacheLayer
+from lit_modules.networks.caches.held import Held, HeldNumbers, HeldStates
+from lit_modules.networks.caches.in_parts import Finish, Side, attend_in_parts
+from lit_modules.networks.caches.ledger import Array, Move
+from lit_modules.networks.caches.settings import CacheSettings
+from lit_modules.networks.caches.shifted import UnshiftedStates
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotations of a layer, `[Dk, Dk]` and `[Dv, Dv]`, None where its tensor is packed as it is."""
+
+    keys: Callable[[int], Tensor] | None = None
+    values: Callable[[int], Tensor] | None = None
+
+
+class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
+    """Keys and values of one layer: some in their own dtype, the others packed in 2 or 4 bits, or evicted.
+
+    Tensors are `[batch, heads, time, head_dim]`. Tokens with 16 bits lie in slots; which, the cache's `Books` know.
+    `attend` appends the new tokens, attends to all, and lets go of those whose time has come. A key is quantized once.
+    Numbers that are not finite are packed as such: a NaN in a key shows in every later output of its heads.
+
+    Args:
+        books: what the cache's layers share.
+        rotation: returns the rotations for given widths.
+        reads_gates: whether the model has forget gates.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, books: Books, rotation: Rotation, reads_gates: bool = False):
+        super().__init__()
+        self.books, self.rotation, self.reads_gates = books, rotation, reads_gates
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self.key_states: HeldStates | None = None
+        self.value_states: HeldStates | None = None
+        self.numbers: dict[str, HeldNumbers] = {}  # beside each key: sums of log gates, positions, scores
+        self._layouts: dict[str, Tensor] = {}  # what the last attention saw, until its roll
+        self._last_sum: Tensor | None = None  # float64 [B, Hq]
+        self._since_rebase = 0
+        self._groups = 1
+        books.layers.append(self)
+
+    @property
+    def settings(self) -> CacheSettings:
+        """The settings of the cache."""
+        return self.books.settings
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]  # an attribute of the class there
+        """Whether tokens can always be taken back."""
+        return not self.settings.compresses
+
+    @property
+    def shape(self) -> Any:
+        """Raise: attention took this handle for a tensor."""
+        raise ValueError(
+            "a compressed cache was given to another attention implementation: make the cache after "
+            "model.set_attn_implementation"
+        )
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens seen, padding included."""
+        return self.books.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of tokens with `query_length` new ones, and 0, the position of the first."""
+        return self.books.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return the capacity, or -1 without one."""
+        return -1 if self.books.capacity is None else self.books.capacity
+
+    get_max_cache_shape = get_max_length  # its name in older transformers
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Prepare for keys `[B, Hk, T, Dk]` and values `[B, Hv, T, Dv]`.
+
+        Raises:
+            ValueError: heads of this width cannot be packed.
+        """
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._groups = math.gcd(key_states.shape[1], value_states.shape[1])
+        capacity = self.books.capacity
+        made = []
+        for name, states, ledger in (
+            ("keys", key_states, self.books.keys),
+            ("values", value_states, self.books.values),
+        ):
+            tensor, width = self.settings.tensors[name], states.shape[3]
+            format = tensor.format if tensor.is_packed else None
+            if format is not None:
+                try:
+                    format.check_head_dim(width)
+                except ValueError as error:
+                    raise ValueError(f"cache.{name}: {error}") from None
+            rotate = getattr(self.rotation, name)
+            slots = ledger.bound
+            if capacity is not None:
+                slots = capacity if slots is None else min(slots, capacity)
+            made.append(
+                HeldStates(
+                    format,
+                    ledger.block,
+                    by_channel=name == "values",
+                    rotation=None if rotate is None or format is None else rotate(width).to(self.device),
+                    slots=slots,
+                    blocks=None if capacity is None or format is None else capacity // ledger.block,
+                    is_fixed=capacity is not None,
+                )
+            )
+        self.key_states, self.value_states = made
+        if capacity is not None:
+            for held, states in zip(made, (key_states, value_states), strict=True):
+                held.allocate(states)
+        self.is_initialized = True
+
+    def update(  # type: ignore[override]  # attention gets the layer in place of tensors
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple["CompressedCacheLayer", "CompressedCacheLayer"]:
+        """Take a stock model's new keys and values `[B, H, T, D]`; attention gets this layer, for `attend_new`."""
+        self.pending = key_states, value_states
+        return self, self
+
+    def attend_new(self, q: Tensor, **options: Any) -> Tensor:
+        """Append what `update` took, and attend; arguments as in `attend`."""
+        assert self.pending is not None
+        (keys, values), self.pending = self.pending, None
+        return self.attend(q, keys, values, **options)
+
+    @torch.no_grad()
+    def attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float | None = None,
+        padding: Callable[[], Sequence[int]] | None = None,
+        softcap: float | None = None,
+        log_forget: Tensor | None = None,
+        finish: Finish | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Append T tokens, attend to all tokens, and let go of those that no longer keep 16 bits.
+
+        Args:
+            q: `[B, Hq, T, D]`.
+            keys, values: `[B, Hk, T, Dk]` and `[B, Hv, T, Dv]`.
+            scale: factor on the logits; None: `D ** -0.5`.
+            padding: returns the padding on the left of each row, all tokens considered; None without a mask.
+            softcap: logits become `softcap * tanh(logit / softcap)`; None leaves them.
+            log_forget: log forget gates `[B, T, Hq]`, or None.
+            finish: for keys that are cached before they are mapped and rotated, what does so.
+            positions: with `finish`, the rotary positions of the new tokens, `[B, T]`.
+
+        Returns:
+            `[B, Hq, T, Dv]` in q's dtype; 0 for padding.
+
+        Raises:
+            ValueError: the tokens do not fit what is held.
+        """
+        keys, values = keys.detach(), values.detach()
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        assert self.key_states is not None
+        assert self.value_states is not None
+        self._check(keys, values)
+        key_move, value_move = self.books.step(self, len(keys), keys.shape[2], keys.device, padding)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        layouts = {"keys": self.key_states.write(keys, key_move), "values": self.value_states.write(values, value_move)}
+        self._write_numbers(layouts, key_move, log_forget, positions)
+        self._layouts = layouts
+        if finish is None and not self.books.apart and "scores" not in layouts:
+            out = packed_attention(
+                q,
+                layouts["keys"],
+                layouts["values"],
+                key_move.end,
+                self._past(key_move),
+                dense_start=key_move.start,
+                scale=scale,
+                decay=layouts.get("sums"),
+                softcap=softcap,
+            )
+        else:
+            out = self._attend_in_parts(q, layouts, key_move, value_move, scale, softcap, finish)
+        if self.books.rolls_now:
+            self.roll()
+        return out
+
+    def roll(self) -> None:
+        """Let the tokens go that the last move releases: pack or evict them, and close the gaps."""
+        assert self.books.moves is not None
+        key_move, value_move = self.books.moves
+        layouts, self._layouts = self._layouts, {}
+        assert self.key_states is not None
+        assert self.value_states is not None
+        key_side: dict[str, Held] = {"keys": self.key_states, **self.numbers}
+        sides: list[tuple[Move, dict[str, Held]]] = [(key_move, key_side), (value_move, {"values": self.value_states})]
+        chosen: tuple[Tensor, Tensor] | None = None
+        for move, helds in sides:
+            if move.roll is None:
+                continue
+            kept, released = move.roll.kept, move.roll.released
+            if move.roll.turns:
+                # Keys and values share the policy, and so the choice.
+                chosen = chosen or self._choose(move, layouts)
+                released, kept = chosen
+            assert kept is not None
+            for name, held in helds.items():
+                held.roll(layouts[name], kept, released, move.roll.filing)
+        if "sums" in self.numbers:
+            self._rebase()
+
+    def positions(self, head: int = 0, tensor: str = "keys") -> list[list[int]]:
+        """Return for each row the positions, after its padding, that keep 16 bits by the policy, ascending.
+
+        Tokens that wait for a full block are not among them, although they have 16 bits too.
+
+        Args:
+            head: the key head; they differ only where tokens are chosen by their content.
+            tensor: "keys" or "values".
+        """
+        self.books.settle()
+        ledger = self.books.keys if tensor == "keys" else self.books.values
+        rows = range(ledger.batch())
+        if not ledger.reads_content:
+            return [ledger.positions(row) for row in rows]
+        assert self.key_states is not None
+        assert self.key_states.dense is not None
+        held = self.numbers["positions"].dense
+        assert held is not None
+        group = head * self._groups // self.key_states.dense.shape[1]
+        return [held[row, group, :count].tolist() for row, count in zip(rows, ledger.counts(), strict=True)]
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes held: `packed` codes, `metadata` (scales and zero-points), `dense`, and `numbers` beside.
+
+        The numbers are what a full cache would hold too: sums of gates, positions, scores; and what KV-shift needs.
+        """
+        self.books.settle()
+        sizes = dict.fromkeys(("packed", "metadata", "dense", "numbers"), 0)
+        for held in (self.key_states, self.value_states):
+            if held is not None:
+                codes, metadata = held.packed_nbytes
+                sizes["packed"] += codes
+                sizes["metadata"] += metadata
+                sizes["dense"] += held.nbytes
+        sizes["numbers"] = sum(each.nbytes + each.packed_nbytes for each in self.numbers.values())
+        sizes["numbers"] += sum(each.nbytes for each in self.unshifted or ())
+        return sizes
+
+    def elements(self) -> int:
+        """Return the numbers that the tokens so far have, without padding."""
+        if self.key_states is None or self.value_states is None:
+            return 0
+        tokens = sum(group.length for group in map(self.books.keys.groups.__getitem__, self.books.keys.starts or ()))
+        dense = [held.dense for held in (self.key_states, self.value_states) if held.dense is not None]
+        return tokens * sum(each.shape[1] * each.shape[3] for each in dense)
+
+    def keep_slots(self, keys: list[Array], values: list[Array], removed: int) -> None:
+        """Keep these slots of each row alone, after tokens were taken back (`Ledger.rewind`)."""
+        self._crop_unshifted(removed)
+        for rows, helds in ((keys, (self.key_states, *self.numbers.values())), (values, (self.value_states,))):
+            for held in helds:
+                if held is not None and held.dense is not None:
+                    held.compact(rows)
+
+    def check_crop(self, removed: int) -> None:
+        """Raise ValueError if KV-shift cannot take back so many tokens."""
+        self._check_unshifted(removed)
+
+    def reset(self) -> None:
+        """Drop all content; with a capacity, storage keeps its address."""
+        self._last_sum, self._since_rebase, self._layouts, self.unshifted = None, 0, {}, None
+        if self.books.capacity is None:
+            self.key_states = self.value_states = None
+            self.numbers, self.is_initialized = {}, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise: the layers of a compressed cache are cropped together, by the cache."""
+        raise NotImplementedError("call the cache's crop: its layers share what they know of the tokens")
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        for name, held, new in (("keys", self.key_states, keys), ("values", self.value_states, values)):
+            dense = None if held is None else held.dense
+            if dense is None or not dense.shape[0]:
+                continue
+            if dense.shape[1::2] != new.shape[1::2] or dense.dtype != new.dtype:
+                raise ValueError(
+                    f"the cache holds {name} of {dense.shape[1]} heads of {dense.shape[3]} in {dense.dtype}, the new "
+                    f"ones are {new.shape[1]} of {new.shape[3]} in {new.dtype}: begin another model with a new cache"
+                )
+
+    def _past(self, move: Move) -> PackedPast | None:
+        """Return the packed tokens before the new ones."""
+        keys, values = self.key_states, self.value_states
+        assert keys is not None
+        assert values is not None
+        if not keys.packed or not (move.past or self.books.capacity is not None):
+            return None
+        return PackedPast(
+            keys.as_packed(),
+            values.as_packed(),
+            move.blocks,
+            decay=self.numbers["sums"].packed[0] if "sums" in self.numbers else None,
+            key_rotation=keys.rotation,
+            value_rotation=values.rotation,
+        )
+
+    def _attend_in_parts(
+        self,
+        q: Tensor,
+        layouts: dict[str, Tensor],
+        key_move: Move,
+        value_move: Move,
+        scale: float,
+        softcap: float | None,
+        finish: Finish | None,
+    ) -> Tensor:
+        assert self.key_states is not None
+        assert self.value_states is not None
+        places = None
+        if finish is not None:
+            packed = self.numbers["rotary"].packed
+            places = layouts["rotary"], packed[0] if packed and key_move.past else None
+        keys, values = (
+            Side(
+                layouts[name],
+                move.end,
+                held.as_packed() if move.past else None,
+                move.blocks,
+                held.rotation,
+                finish if name == "keys" else None,
+                places if name == "keys" else None,
+            )
+            for name, held, move in (("keys", self.key_states, key_move), ("values", self.value_states, value_move))
+        )
+        decay = None
+        if "sums" in layouts:
+            decay = layouts["sums"], self.numbers["sums"].packed[0] if key_move.past else None
+        sizes = keys.packed_tokens, keys.layout.shape[2], values.packed_tokens, values.layout.shape[2]
+        return attend_in_parts(
+            q,
+            keys,
+            values,
+            scale=scale,
+            start=key_move.start,
+            softcap=softcap,
+            decay=decay,
+            link=self.books.link(sizes, q.device),
+            received=layouts.get("scores"),
+        )
+
+    def _write_numbers(
+        self, layouts: dict[str, Tensor], move: Move, log_forget: Tensor | None, rotary: Tensor | None
+    ) -> None:
+        """Write what lies beside each key: sums of log gates, rotary positions, what a choice by content reads."""
+        batch, _, tokens, _ = layouts["keys"].shape[0], 0, move.tokens, 0
+        new: dict[str, Tensor] = {}
+        if log_forget is not None:
+            new["sums"] = self._summed(log_forget.detach())
+        if rotary is not None:
+            new["rotary"] = rotary.int()[:, None]
+        ledger = self.books.keys
+        if ledger.reads_content:
+            new["positions"] = self._new_positions(batch, tokens, rotary is not None)
+            if ledger.keep == "heavy_hitters":
+                new["scores"] = torch.zeros_like(new["positions"], dtype=torch.float32)
+            elif log_forget is None:
+                fix = "choose another policy"
+                raise SettingError("cache.keys.keep", ledger.keep, fix, "needs a model with forget gates")
+        assert self.key_states is not None
+        for name, numbers in new.items():
+            held = self.numbers.get(name)
+            if held is None:
+                held = self.numbers[name] = HeldNumbers(
+                    ledger.block,
+                    self.key_states.least_slots,
+                    self.key_states.least_blocks,
+                    is_fixed=self.books.capacity is not None,
+                    outlives=name in ("sums", "rotary"),
+                )
+                if self.books.capacity is not None:
+                    held.allocate(numbers)
+            layouts[name] = held.write(numbers, move)
+
+    def _new_positions(self, batch: int, tokens: int, is_mapped: bool) -> Tensor:
+        """Return the positions of the new tokens in their rows, int32 `[B, G, T]`; padding has negative ones."""
+        ledger = self.books.keys
+        assert ledger.starts is not None
+        # Keys that are mapped when they are read have one position for all heads.
+        groups = 1 if is_mapped else self._groups
+        starts = torch.tensor([max(start, 0) for start in ledger.starts], device=self.device, dtype=torch.int32)
+        new = torch.arange(ledger.length - tokens, ledger.length, device=self.device, dtype=torch.int32)
+        return (new - starts[:, None])[:, None].expand(-1, groups, -1).contiguous()
+
+    def _summed(self, log_forget: Tensor) -> Tensor:
+        """Return the sums of log gates up to each new token, `[B, Hq, T]`, for `[B, T, Hq]`."""
+        sums = log_forget.double().cumsum(1)
+        if self._last_sum is not None:
+            sums = sums + self._last_sum[:, None]
+        self._last_sum = sums[:, -1]
+        self._since_rebase += sums.shape[1]
+        return sums.mT.to(log_forget.dtype).contiguous()
+
+    def _rebase(self) -> None:
+        """Bring the origin of the sums near the newest token, because a float32 near -10000 is too coarse."""
+        if self._since_rebase < REBASE_EVERY or self._last_sum is None:
+            return
+        held, origin = self.numbers["sums"], self._last_sum
+        for each in (held.dense, *held.packed):
+            if each is not None:
+                each -= origin.to(each.dtype).view(*origin.shape, *(1,) * (each.ndim - 2))
+        self._last_sum, self._since_rebase = torch.zeros_like(origin), 0
+
+    def _choose(self, move: Move, layouts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the slots to release and to keep, `[B, G, n]` and `[B, G, m]`."""
+        assert move.roll is not None
+        ledger = self.books.keys
+        if ledger.keep == "heavy_hitters":
+            return choose_heavy_hitters(move.roll.turns, layouts["scores"], ledger.window, ledger.block)
+        positions = layouts["positions"]
+        sums = layouts["sums"].unflatten(1, (positions.shape[1], -1)).mean(2)
+        return choose_by_gate(move.roll.turns, sums, positions, ledger.window, ledger.block)
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> None:
+        for held in (self.key_states, self.value_states, *self.numbers.values()):
+            if held is not None:
+                held.map(move)
+        if self._last_sum is not None:
+            self._last_sum = move(self._last_sum)
+        self._map_unshifted(move)
