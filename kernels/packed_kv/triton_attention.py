@@ -4,25 +4,26 @@
 
 A program owns a group of query heads that share a key head and a value head, a tile of rows (query x head), and one
 split of the tokens: of the packed blocks, or of the dense slots. Eight 2-bit codes lie in each 16-bit word, for eight
-tiles of D / 8 channels. Two words fill a 32-bit register, and one instruction makes two operands of tile i from it:
+tiles of D / 8 channels. Two words fill a 32-bit register, and at most two instructions make two operands of tile i
+from it:
 
-    (register >> shift_i) & mask_i | magic  =  offset + 4^e_i code        with e_i = i mod 3
+    (register >> 6 (i / 3)) & mask_i  =  4^e_i code 2^-24        with e_i = i mod 3
 
-as bits of two 16-bit floats: `magic` is the float `offset` whose last mantissa bits are free (128 in bfloat16, 1024 in
-float16). No number is converted or multiplied. What is left is linear algebra on the small side of each product:
+as the bits of two float16 numbers below the normal range, which tensor cores multiply exactly: no number is converted.
+What is left is linear algebra on the small side of each product:
 
     keys, groups along channels:  q . k_j   = sum_g scale_jg (q_g . code_j) + zero_jg sum(q_g)
     keys, groups along tokens:    q . k_j   = (q * scale) . code_j + q . zero
     values, along channels:       sum p v   = sum_j (p_j scale_j) code_j + sum_j p_j zero_j
     values, along tokens:         sum p v   = scale * (sum_j p_j code_j) + zero sum_j p_j
 
-with 4^-e_i in the query (exact) or in the result, and offset times the row's sum, of the rounded numbers that the
-product took, subtracted. Rotations: the query comes rotated for the packed tokens, and the join turns their output
-back. A row's blocks are divided evenly among the splits on the device: a captured launch stays right as the cache
-grows.
+with 4^-e_i in the query or in the result, both exact. Rotations: the query comes rotated for the packed tokens, and the
+join turns their output back. A row's blocks are divided evenly among the splits on the device: a captured launch stays
+right as the cache grows.
 """
 # ruff: noqa: RUF005  # Triton has no starred expressions
 
+import functools
 import math
 
 import torch
@@ -37,16 +38,18 @@ LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 LN_2 = math.log(2.0)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-MAX_TOKENS = tl.constexpr(64)
+QUERY_UNIT = tl.constexpr(1 / 16)
+"""Factor on the queries in products with codes: scales of outliers reach 4e4, and float16 65504."""
+MAX_TOKENS = 128
 """Packed tokens of one step."""
 DENSE_TILE = 32
 """Dense tokens of one step."""
 SLOTS_PER_SPLIT = 128
 """Dense slots of one program."""
-BLOCKS_PER_SPLIT = 2
-"""Fewer packed blocks do not pay for another program and its part of the join."""
+BLOCKS_PER_DENSE_SPLIT = 3
+"""Packed blocks that take as long as SLOTS_PER_SPLIT dense slots."""
 PROGRAMS_PER_MULTIPROCESSOR = 8
-"""Programs of one warp that a multiprocessor runs at once."""
+"""Programs that a multiprocessor runs at once: their registers fill it."""
 NUM_STAGES = 3
 """Depth of the pipeline that loads blocks."""
 MAX_QUERIES = 16
@@ -55,31 +58,25 @@ MAX_QUERIES = 16
 
 @triton.jit
 def _tile(words, TILE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return `offset + 4^(TILE mod 3) code` of tile TILE, in DTYPE, of int16 words; offset as `_offset`."""
+    """Return the codes of tile TILE of int16 words, times `_unit`, in DTYPE."""
     SHIFT: tl.constexpr = 6 * (TILE // 3)
     MASK: tl.constexpr = 3 << (2 * (TILE % 3))
-    # Two words of a register at once; 0xEA is (a & b) | c.
-    PAIR: tl.constexpr = MASK | (MASK << 16)
-    if INTERPRETED or DTYPE == tl.float32:  # noqa: SIM300
-        return (((words.to(tl.int32) >> SHIFT) & MASK) + _offset(DTYPE)).to(DTYPE)
-    elif DTYPE == tl.bfloat16:  # noqa: SIM300, RET505  # Triton compiles what follows a return, but no other branch
-        return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; lop3.b32 $0, t, {PAIR}, 0x43004300, 0xEA; }}",
-            "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
+    if DTYPE == tl.float32:  # noqa: SIM300
+        return ((words >> SHIFT) & MASK).to(tl.float32)
+    elif INTERPRETED:  # noqa: RET505  # Triton compiles what follows a return, but no other branch
+        return ((words >> SHIFT) & MASK).to(tl.float16, bitcast=True)
     else:
+        # Two words of a register at once.
         return tl.inline_asm_elementwise(
-            f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; lop3.b32 $0, t, {PAIR}, 0x64006400, 0xEA; }}",
+            f"{{ .reg .b32 t; shr.b32 t, $1, {SHIFT}; and.b32 $0, t, {MASK | (MASK << 16)}; }}",
             "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
 
 
 @triton.constexpr_function
-def _offset(dtype):
-    """Return what `_tile` adds to every code: the float whose low mantissa bits hold codes, 0 where none is needed."""
-    if INTERPRETED or dtype == tl.float32:
-        return 0
-    return 128 if dtype == tl.bfloat16 else 1024
+def _unit(tile, dtype):
+    """Return what `_tile` makes of the code 1."""
+    return 4.0 ** (tile % 3) * (1.0 if dtype == tl.float32 else 2.0**-24)
 
 
 @triton.constexpr_function
@@ -90,77 +87,78 @@ def _padded(size, least):
 
 @triton.jit
 def _query_tiles(q, row_offset, row_used, WORDS: tl.constexpr, PADDED: tl.constexpr):
-    """Load the rows' queries as eight tiles [rows, PADDED] of WORDS channels each, 0 beyond."""
-    word = tl.arange(0, PADDED)
-    mask = row_used[:, None] & (word < WORDS)
+    """Load the rows' queries as eight tiles [PADDED, rows] of WORDS channels each, 0 beyond."""
+    word = tl.arange(0, PADDED)[:, None]
+    mask = row_used & (word < WORDS)
     tiles = ()
     for tile in tl.static_range(8):
-        tiles = tiles + (tl.load(q + row_offset[:, None] + tile * WORDS + word, mask=mask, other=0.0),)
+        tiles = tiles + (tl.load(q + row_offset + tile * WORDS + word, mask=mask, other=0.0),)
     return tiles
 
 
 @triton.jit
 def _scaled(queries, WEIGHT: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the tiles of the queries, divided by the power of 4 that `_tile` leaves in the codes, times WEIGHT."""
+    """Return the tiles of the queries, divided by the codes' units (up to QUERY_UNIT), times WEIGHT."""
     tiles = ()
     for tile in tl.static_range(8):
-        tiles = tiles + ((queries[tile].to(tl.float32) * (WEIGHT / 4 ** (tile % 3))).to(DTYPE),)
+        scaled = queries[tile].to(tl.float32) * (WEIGHT * QUERY_UNIT / _unit(tile % 3, tl.float32))
+        tiles = tiles + (scaled.to(DTYPE),)
     return tiles
 
 
 @triton.jit
 def _scaled_by_channel(
-    queries, rest, metadata, WORDS: tl.constexpr, PADDED: tl.constexpr, WEIGHT: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DTYPE: tl.constexpr,
+    queries, metadata, WORDS: tl.constexpr, PADDED: tl.constexpr, WEIGHT: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """Return `_scaled` with a block's scales in it, and rest [rows, PADDED] with terms added whose sum a score lacks.
-
-    WEIGHT is 1 for the low plane, which has the zero-points, and 4 for the high one.
-    """
-    word = tl.arange(0, PADDED)
+    """Return `_scaled` with a block's scales in it."""
+    word = tl.arange(0, PADDED)[:, None]
     tiles = ()
     for tile in tl.static_range(8):
-        query = queries[tile].to(tl.float32)
-        channel = tile * WORDS + word
-        scale = tl.load(metadata + channel, mask=word < WORDS, other=0.0).to(tl.float32)
-        if WEIGHT == 1:
-            zero = tl.load(metadata + HEAD_DIM + channel, mask=word < WORDS, other=0.0).to(tl.float32)
-            rest += query * zero
-        scaled = (query * (scale * (WEIGHT / 4 ** (tile % 3)))).to(DTYPE)
-        rest -= scaled.to(tl.float32) * _offset(DTYPE)
-        tiles = tiles + (scaled,)
-    return tiles, rest
+        scale = tl.load(metadata + tile * WORDS + word, mask=word < WORDS, other=0.0).to(tl.float32)
+        scaled = queries[tile].to(tl.float32) * (scale * (WEIGHT * QUERY_UNIT / _unit(tile % 3, tl.float32)))
+        tiles = tiles + (scaled.to(DTYPE),)
+    return tiles
+
+
+@triton.jit
+def _zero_point_scores(queries, metadata, WORDS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return `q . zero` of a block whose zero-points belong to channels, [rows]."""
+    word = tl.arange(0, PADDED)[:, None]
+    terms = tl.zeros(queries[0].shape, tl.float32)
+    for tile in tl.static_range(8):
+        zero = tl.load(metadata + HEAD_DIM + tile * WORDS + word, mask=word < WORDS, other=0.0)
+        terms += queries[tile].to(tl.float32) * zero.to(tl.float32)
+    return tl.sum(terms, 0)
 
 
 @triton.jit
 def _group_sum(tiles, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """Return the sum over the channels of a group of the tiles, [rows] float32."""
-    total = tl.zeros((tiles[0].shape[0],), tl.float32)
+    total = tl.zeros((tiles[0].shape[1],), tl.float32)
     for tile in tl.static_range(8):
         if tile * GROUPS // 8 == GROUP:
-            total += tl.sum(tiles[tile].to(tl.float32), 1)
+            total += tl.sum(tiles[tile].to(tl.float32), 0)
     return total
 
 
 @triton.jit
 def _add_products(scores, queries, words, GROUP: tl.constexpr, GROUPS: tl.constexpr, DTYPE: tl.constexpr,
                   PRECISION: tl.constexpr):  # fmt: skip
-    """Add to scores [rows, tokens] the products of a group's tiles with the codes of one plane [tokens, PADDED]."""
+    """Add to scores [tokens, rows] the products of a group's tiles with the codes of one plane [tokens, PADDED]."""
     for tile in tl.static_range(8):
         if tile * GROUPS // 8 == GROUP:
-            codes = tl.trans(_tile(words, tile, DTYPE))
-            scores = tl.dot(queries[tile], codes, scores, input_precision=PRECISION)
+            scores = tl.dot(_tile(words, tile, DTYPE), queries[tile], scores, input_precision=PRECISION)
     return scores
 
 
 @triton.jit
 def _weighted_codes(acc, weights, words, high_words, TILE: tl.constexpr, FOUR_BITS: tl.constexpr,
                     DTYPE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Add `weights` [rows, block] times the codes of tile TILE to acc; each plane's code comes offset, times 4^e."""
-    acc = tl.dot(weights, tl.trans(_tile(words, TILE, DTYPE)), acc, input_precision=PRECISION)
+    """Add the codes of tile TILE times `weights` [tokens, rows] to acc [PADDED, rows]; codes are in their units."""
+    acc = tl.dot(_tile(words, TILE, DTYPE), weights, acc, input_precision=PRECISION)
     if FOUR_BITS:
         high = (weights.to(tl.float32) * 4).to(DTYPE)
-        acc = tl.dot(high, tl.trans(_tile(high_words, TILE, DTYPE)), acc, input_precision=PRECISION)
+        acc = tl.dot(_tile(high_words, TILE, DTYPE), high, acc, input_precision=PRECISION)
     return acc
 
 
@@ -170,55 +168,49 @@ def _add_values_along_tokens(
     HEAD_DIM: tl.constexpr, FOUR_BITS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the eight tiles of values with a block's added: its scales and zero-points belong to channels."""
-    word = tl.arange(0, PADDED)
+    word = tl.arange(0, PADDED)[:, None]
     rounded = weights.to(DTYPE)
-    offset = tl.sum(rounded.to(tl.float32), 1) * (_offset(DTYPE) * (5 if FOUR_BITS else 1))
-    total = tl.sum(weights, 1)
+    total = tl.sum(weights, 0)
     new = ()
     for tile in tl.static_range(8):
-        codes = tl.zeros((weights.shape[0], PADDED), tl.float32)
+        codes = tl.zeros((PADDED, weights.shape[1]), tl.float32)
         codes = _weighted_codes(codes, rounded, words, high_words, tile, FOUR_BITS, DTYPE, PRECISION)
         channel = tile * WORDS + word
-        scale = tl.load(metadata + channel, mask=word < WORDS, other=0.0).to(tl.float32) * (1 / 4 ** (tile % 3))
+        scale = tl.load(metadata + channel, mask=word < WORDS, other=0.0).to(tl.float32) * (1 / _unit(tile, DTYPE))
         zero = tl.load(metadata + HEAD_DIM + channel, mask=word < WORDS, other=0.0).to(tl.float32)
-        values = (codes - offset[:, None]) * scale + total[:, None] * zero
-        new = new + (accs[tile] * shrink[:, None] + values,)
+        new = new + (accs[tile] * shrink + codes * scale + total * zero,)
     return new
 
 
 @triton.jit
 def _add_values_along_channels(
-    accs, offsets, zeros, shrink, weights, words, high_words, metadata, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    accs, zeros, shrink, weights, words, high_words, metadata, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS: tl.constexpr, FOUR_BITS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the eight tiles of codes with a block's added, and what turns them into values at the end.
-
-    For each group of channels: offsets, the sums of the products' rounded weights; zeros, those of weight * zero-point.
-    """
-    token = tl.arange(0, TOKENS)
-    new, new_offsets, new_zeros = (), (), ()
+    """Return the eight tiles of weighted codes with a block's added, and each group's sum of weight * zero-point."""
+    token = tl.arange(0, TOKENS)[:, None]
+    new, new_zeros = (), ()
     for group in tl.static_range(GROUPS):
         scale = tl.load(metadata + group * BLOCK + token).to(tl.float32)
         zero = tl.load(metadata + (GROUPS + group) * BLOCK + token).to(tl.float32)
         rounded = (weights * scale).to(DTYPE)
-        new_offsets = new_offsets + (offsets[group] * shrink + tl.sum(rounded.to(tl.float32), 1),)
-        new_zeros = new_zeros + (zeros[group] * shrink + tl.sum(weights * zero, 1),)
+        new_zeros = new_zeros + (zeros[group] * shrink + tl.sum(weights * zero, 0),)
         for tile in tl.static_range(8):
             if tile * GROUPS // 8 == group:
-                acc = accs[tile] * shrink[:, None]
+                acc = accs[tile] * shrink
                 new = new + (_weighted_codes(acc, rounded, words, high_words, tile, FOUR_BITS, DTYPE, PRECISION),)
-    return new, new_offsets, new_zeros
+    return new, new_zeros
 
 
 @triton.jit
 def _softmax_step(scores, row_max, row_sum):
-    """Return a block's weights [rows, block], the factor on what came before, and the new maximum and sum (base 2)."""
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    """Return the weights of scores [tokens, rows], the factor on what came before, the new maximum and sum (base 2)."""
+    new_max = tl.maximum(row_max, tl.max(scores, 0))
     # -inf - -inf is NaN: a row that has seen nothing yet uses the reference 0.
     reference = tl.where(new_max == -float("inf"), 0.0, new_max)
-    weights = tl.exp2(scores - reference[:, None])
+    weights = tl.exp2(scores - reference)
     shrink = tl.exp2(row_max - reference)
-    return weights, shrink, new_max, row_sum * shrink + tl.sum(weights, 1)
+    return weights, shrink, new_max, row_sum * shrink + tl.sum(weights, 0)
 
 
 @triton.jit
@@ -233,9 +225,9 @@ def _store_lse(lse, result_row, row_used, row_max, row_sum):
 def _attend_blocks(
     q, row_offset, row_used, row_head, own_decay, begin, stop, key_words, key_high, key_metadata, value_words,
     value_high, value_metadata, past_decay, partial, lse, result_row, scale, block_capacity,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr, HIGH_KEYS: tl.constexpr, FOUR_BIT_VALUES: tl.constexpr,
-    KEY_DTYPE: tl.constexpr, VALUE_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to the blocks from begin to stop; pointers are the head's. *_GROUPS is 0 for groups along tokens."""
     WORDS: tl.constexpr = KEY_DIM // 8
@@ -243,46 +235,35 @@ def _attend_blocks(
     VALUE_WORDS: tl.constexpr = VALUE_DIM // 8
     PADDED: tl.constexpr = _padded(WORDS, 16)  # the least sum that a product on tensor cores takes
     HIGH_PADDED: tl.constexpr = _padded(HIGH_WORDS, 16)
-    VALUE_PADDED: tl.constexpr = _padded(VALUE_WORDS, 8)
+    VALUE_PADDED: tl.constexpr = _padded(VALUE_WORDS, 16)
     KEY_METADATA: tl.constexpr = 2 * KEY_DIM if KEY_GROUPS == 0 else 2 * KEY_GROUPS * BLOCK
     VALUE_METADATA: tl.constexpr = 2 * VALUE_DIM if VALUE_GROUPS == 0 else 2 * VALUE_GROUPS * BLOCK
-    TOKENS: tl.constexpr = min(BLOCK, MAX_TOKENS)
     word = tl.arange(0, PADDED)
     high_word, value_word = tl.arange(0, HIGH_PADDED), tl.arange(0, VALUE_PADDED)
     queries = _query_tiles(q, row_offset, row_used, WORDS, PADDED)
     high_queries = queries
     if HIGH_KEYS and HIGH_KEYS != KEY_DIM:
         high_queries = _query_tiles(q, row_offset, row_used, HIGH_WORDS, HIGH_PADDED)
-    low_scaled, high_scaled = _scaled(queries, 1, KEY_DTYPE), _scaled(high_queries, 4, KEY_DTYPE)
-    totals, shifts = (), ()
+    low_scaled, high_scaled = _scaled(queries, 1, DTYPE), _scaled(high_queries, 4, DTYPE)
+    totals = ()
     for group in tl.static_range(KEY_GROUPS):
         totals = totals + (_group_sum(queries, group, KEY_GROUPS),)
-        shift = _group_sum(low_scaled, group, KEY_GROUPS)
-        if HIGH_KEYS:
-            shift += _group_sum(high_scaled, group, KEY_GROUPS)
-        shifts = shifts + (shift * _offset(KEY_DTYPE),)
+    UNIT: tl.constexpr = 1 / (QUERY_UNIT * _unit(0, DTYPE))
     row_max = tl.full((ROWS,), -float("inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
-    accs, offsets, zeros = (), (), ()
+    accs, zeros = (), ()
     for _ in tl.static_range(8):
-        accs = accs + (tl.zeros((ROWS, VALUE_PADDED), tl.float32),)
+        accs = accs + (tl.zeros((VALUE_PADDED, ROWS), tl.float32),)
     for _ in tl.static_range(VALUE_GROUPS):
-        offsets = offsets + (tl.zeros((ROWS,), tl.float32),)
         zeros = zeros + (tl.zeros((ROWS,), tl.float32),)
     for block in tl.range(begin, stop):
         of_keys = key_metadata + block * KEY_METADATA
         of_values = value_metadata + block * VALUE_METADATA
-        rest = tl.zeros((ROWS,), tl.float32)
         if KEY_GROUPS == 0:
-            terms = tl.zeros((ROWS, PADDED), tl.float32)
-            low_scaled, terms = _scaled_by_channel(queries, terms, of_keys, WORDS, PADDED, 1, KEY_DIM, KEY_DTYPE)
-            rest += tl.sum(terms, 1)
+            low_scaled = _scaled_by_channel(queries, of_keys, WORDS, PADDED, 1, DTYPE)
             if HIGH_KEYS:
-                terms = tl.zeros((ROWS, HIGH_PADDED), tl.float32)
-                high_scaled, terms = _scaled_by_channel(
-                    high_queries, terms, of_keys, HIGH_WORDS, HIGH_PADDED, 4, KEY_DIM, KEY_DTYPE
-                )
-                rest += tl.sum(terms, 1)
+                high_scaled = _scaled_by_channel(high_queries, of_keys, HIGH_WORDS, HIGH_PADDED, 4, DTYPE)
+            rest = _zero_point_scores(queries, of_keys, WORDS, PADDED, KEY_DIM)
         for part in tl.static_range(BLOCK // TOKENS):
             token = part * TOKENS + tl.arange(0, TOKENS)
             words = tl.load(
@@ -299,45 +280,44 @@ def _attend_blocks(
                 )  # fmt: skip
             if FOUR_BIT_VALUES:
                 high_value_tile = tl.load(value_high + value_offset, mask=value_mask, other=0)
-            scores = tl.zeros((ROWS, TOKENS), tl.float32)
+            scores = tl.zeros((TOKENS, ROWS), tl.float32)
             if KEY_GROUPS == 0:
-                scores = _add_products(scores, low_scaled, words, 0, 1, KEY_DTYPE, PRECISION)
+                scores = _add_products(scores, low_scaled, words, 0, 1, DTYPE, PRECISION)
                 if HIGH_KEYS:
-                    scores = _add_products(scores, high_scaled, high_tile, 0, 1, KEY_DTYPE, PRECISION)
-                scores += rest[:, None]
+                    scores = _add_products(scores, high_scaled, high_tile, 0, 1, DTYPE, PRECISION)
+                scores = scores * UNIT + rest
             for group in tl.static_range(KEY_GROUPS):
-                product = tl.zeros((ROWS, TOKENS), tl.float32)
-                product = _add_products(product, low_scaled, words, group, KEY_GROUPS, KEY_DTYPE, PRECISION)
+                product = tl.zeros((TOKENS, ROWS), tl.float32)
+                product = _add_products(product, low_scaled, words, group, KEY_GROUPS, DTYPE, PRECISION)
                 if HIGH_KEYS:
-                    product = _add_products(product, high_scaled, high_tile, group, KEY_GROUPS, KEY_DTYPE, PRECISION)
-                group_scale = tl.load(of_keys + group * BLOCK + token).to(tl.float32)
-                group_zero = tl.load(of_keys + (KEY_GROUPS + group) * BLOCK + token).to(tl.float32)
-                scores += (product - shifts[group][:, None]) * group_scale + totals[group][:, None] * group_zero
+                    product = _add_products(product, high_scaled, high_tile, group, KEY_GROUPS, DTYPE, PRECISION)
+                group_scale = tl.load(of_keys + group * BLOCK + token[:, None]).to(tl.float32)
+                group_zero = tl.load(of_keys + (KEY_GROUPS + group) * BLOCK + token[:, None]).to(tl.float32)
+                scores += product * (group_scale * UNIT) + totals[group] * group_zero
             scores *= scale
             if past_decay is not None:
-                decay_offset = (row_head[:, None] * block_capacity + block) * BLOCK + token
-                key_decay = tl.load(past_decay + decay_offset, mask=row_used[:, None], other=0.0)
-                scores += (own_decay[:, None] - key_decay) * LOG2_E
+                decay_offset = (row_head * block_capacity + block) * BLOCK + token[:, None]
+                key_decay = tl.load(past_decay + decay_offset, mask=row_used, other=0.0)
+                scores += (own_decay - key_decay) * LOG2_E
             weights, shrink, row_max, row_sum = _softmax_step(scores, row_max, row_sum)
             if VALUE_GROUPS == 0:
                 accs = _add_values_along_tokens(
                     accs, shrink, weights, value_tile, high_value_tile, of_values, VALUE_WORDS, VALUE_PADDED,
-                    VALUE_DIM, FOUR_BIT_VALUES, VALUE_DTYPE, PRECISION,
+                    VALUE_DIM, FOUR_BIT_VALUES, DTYPE, PRECISION,
                 )  # fmt: skip
             else:
-                accs, offsets, zeros = _add_values_along_channels(
-                    accs, offsets, zeros, shrink, weights, value_tile, high_value_tile, of_values + part * TOKENS,
-                    TOKENS, BLOCK, VALUE_GROUPS, FOUR_BIT_VALUES, VALUE_DTYPE, PRECISION,
+                accs, zeros = _add_values_along_channels(
+                    accs, zeros, shrink, weights, value_tile, high_value_tile, of_values + part * TOKENS,
+                    TOKENS, BLOCK, VALUE_GROUPS, FOUR_BIT_VALUES, DTYPE, PRECISION,
                 )  # fmt: skip
     share = _store_lse(lse, result_row, row_used, row_max, row_sum)
     for tile in tl.static_range(8):
         out = accs[tile]
         if VALUE_GROUPS:
-            offset = offsets[tile * VALUE_GROUPS // 8] * (_offset(VALUE_DTYPE) * (5 if FOUR_BIT_VALUES else 1))
-            out = (out - offset[:, None]) * (1 / 4 ** (tile % 3)) + zeros[tile * VALUE_GROUPS // 8][:, None]
+            out = out * (1 / _unit(tile, DTYPE)) + zeros[tile * VALUE_GROUPS // 8]
         tl.store(
-            partial + result_row[:, None] * VALUE_DIM + tile * VALUE_WORDS + value_word, out * share[:, None],
-            mask=row_used[:, None] & (value_word < VALUE_WORDS),
+            partial + result_row * VALUE_DIM + tile * VALUE_WORDS + value_word[:, None], out * share,
+            mask=row_used & (value_word[:, None] < VALUE_WORDS),
         )  # fmt: skip
 
 
@@ -351,32 +331,29 @@ def _attend_slots(
     KEY_PADDED: tl.constexpr = _padded(KEY_DIM, 16)
     VALUE_PADDED: tl.constexpr = _padded(VALUE_DIM, 16)
     token, channel, value_channel = tl.arange(0, TILE), tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
-    query = tl.load(q + row_offset[:, None] + channel, mask=row_used[:, None] & (channel < KEY_DIM), other=0.0)
+    query = tl.load(q + row_offset + channel[:, None], mask=row_used & (channel[:, None] < KEY_DIM), other=0.0)
     row_max = tl.full((ROWS,), -float("inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, VALUE_PADDED), tl.float32)
+    acc = tl.zeros((VALUE_PADDED, ROWS), tl.float32)
     for first in tl.range(begin, stop, TILE, num_stages=2):
-        slot = first + token
+        slot = first + token[:, None]
         held = slot < stop
-        key = tl.load(keys + slot[:, None] * key_stride + channel, mask=held[:, None] & (channel < KEY_DIM), other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        key = tl.load(keys + slot * key_stride + channel, mask=held & (channel < KEY_DIM), other=0.0)
+        scores = tl.dot(key, query, input_precision=PRECISION) * scale
         if decay is not None:
-            decay_offset = row_head[:, None] * slot_capacity + slot
-            key_decay = tl.load(decay + decay_offset, mask=row_used[:, None] & held, other=0.0)
-            scores += (own_decay[:, None] - key_decay) * LOG2_E
-        visible = held & (slot <= own_slot[:, None])
-        scores = tl.where(visible, scores, -float("inf"))
+            key_decay = tl.load(decay + row_head * slot_capacity + slot, mask=row_used & held, other=0.0)
+            scores += (own_decay - key_decay) * LOG2_E
+        scores = tl.where(held & (slot <= own_slot), scores, -float("inf"))
         weights, shrink, row_max, row_sum = _softmax_step(scores, row_max, row_sum)
         # Slots out of use may hold NaN, and 0 * NaN is NaN.
         value = tl.load(
-            values + slot[:, None] * value_stride + value_channel,
-            mask=held[:, None] & (value_channel < VALUE_DIM), other=0.0,
-        )  # fmt: skip
-        acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
+            values + slot * value_stride + value_channel, mask=held & (value_channel < VALUE_DIM), other=0.0
+        )
+        acc = tl.dot(tl.trans(value), weights.to(value.dtype), acc * shrink, input_precision=PRECISION)
     share = _store_lse(lse, result_row, row_used, row_max, row_sum)
     tl.store(
-        partial + result_row[:, None] * VALUE_DIM + value_channel, acc * share[:, None],
-        mask=row_used[:, None] & (value_channel < VALUE_DIM),
+        partial + result_row * VALUE_DIM + value_channel[:, None], acc * share,
+        mask=row_used & (value_channel[:, None] < VALUE_DIM),
     )  # fmt: skip
 
 
@@ -388,9 +365,9 @@ def _attend_split(
     num_queries, slot_capacity, block_capacity, past_splits, scale,
     NUM_HEADS: tl.constexpr, HEADS_PER_KEY_HEAD: tl.constexpr, HEADS_PER_VALUE_HEAD: tl.constexpr,
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr,
-    HIGH_KEYS: tl.constexpr, FOUR_BIT_VALUES: tl.constexpr, KEY_DTYPE: tl.constexpr, VALUE_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr, HIGH_KEYS: tl.constexpr, FOUR_BIT_VALUES: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of one group of heads, one tile of rows, one batch row."""
     GROUPS: tl.constexpr = NUM_HEADS // HEADS
@@ -433,8 +410,8 @@ def _attend_split(
         _attend_blocks(
             past_q, row_offset, row_used, row_head, own_decay, begin, stop, key_words, key_high, key_metadata,
             value_words, value_high, value_metadata, past_decay, partial, lse, result_row, scale, block_capacity,
-            ROWS, BLOCK, KEY_DIM, VALUE_DIM, KEY_GROUPS, VALUE_GROUPS, HIGH_KEYS, FOUR_BIT_VALUES, KEY_DTYPE,
-            VALUE_DTYPE, PRECISION,
+            ROWS, BLOCK, TOKENS, KEY_DIM, VALUE_DIM, KEY_GROUPS, VALUE_GROUPS, HIGH_KEYS, FOUR_BIT_VALUES, DTYPE,
+            PRECISION,
         )  # fmt: skip
     else:
         start = 0
@@ -576,7 +553,7 @@ def _launch(
     per_key, per_value = num_heads // keys.low.shape[1], num_heads // values.low.shape[1]
     heads = math.gcd(per_key, per_value)
     padded_heads = next_power_of_2(heads)
-    rows = min(max(16, next_power_of_2(queries) * padded_heads), max(64, padded_heads))
+    rows = min(max(8, next_power_of_2(queries) * padded_heads), max(64, padded_heads))
     row_tiles = -(-queries // (rows // padded_heads))
     past_splits, dense_splits = _splits(
         batch * (num_heads // heads) * row_tiles, keys.blocks, dense_keys.shape[2] if with_dense else 0, q.device
@@ -585,10 +562,9 @@ def _launch(
     partial = q.new_empty(splits, batch, num_heads, queries, value_dim, dtype=torch.float32)
     lse = q.new_empty(splits, batch, num_heads, queries, dtype=torch.float32)
     q = q.contiguous()
-    past_q = q if past.key_rotation is None else (q.float() @ past.key_rotation.float()).to(q.dtype)
+    past_q = _rotated(q, past.key_rotation)
     dense_keys, dense_values = (x if x.stride(-1) == 1 else x.contiguous() for x in (dense_keys, dense_values))
     decay, past_decay = (None if x is None else x.contiguous() for x in (decay, past.decay))
-    dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[q.dtype]
     with torch.cuda.device_of(q):
         _attend_split[(splits, num_heads // heads * row_tiles, batch)](
             q, past_q, keys.low, keys.high, keys.metadata, values.low, values.high, values.metadata, past.blocks,
@@ -603,15 +579,14 @@ def _launch(
             ROWS=rows,
             TILE=DENSE_TILE,
             BLOCK=keys.block,
+            TOKENS=min(keys.block, MAX_TOKENS),
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             KEY_GROUPS=_groups(past.keys),
             VALUE_GROUPS=_groups(past.values),
             HIGH_KEYS=keys.format.high_of(key_dim),
             FOUR_BIT_VALUES=values.format.bits == 4,
-            KEY_DTYPE=dtype,
-            # float16 has too few exponents for weight * scale; bfloat16 holds the codes as exactly.
-            VALUE_DTYPE=tl.bfloat16 if dtype == tl.float16 and q.is_cuda else dtype,
+            DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16,
             PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
             num_warps=max(1, rows // 16),
             num_stages=NUM_STAGES,
@@ -636,4 +611,46 @@ def _splits(programs: int, blocks: int, slots: int, device: torch.device) -> tup
     if device.type != "cuda":
         return min(3, blocks), dense
     at_once = torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_MULTIPROCESSOR
-    return max(1, min(at_once // programs, -(-blocks // BLOCKS_PER_SPLIT))), dense
+    return _past_splits(programs, blocks, dense, at_once), dense
+
+
+@functools.lru_cache(maxsize=1024)
+def _past_splits(programs: int, blocks: int, dense: int, at_once: int) -> int:
+    """Return the splits of `blocks` blocks that take the least time, beside `dense` splits of dense slots."""
+
+    def cost(splits: int) -> float:
+        """Estimate the time in steps of one block; a program's start and end take about another."""
+        share = -(-blocks // splits) + 1
+        if programs * (splits + dense) <= at_once:
+            return share
+        # Programs that do not fit wait for others: the last ones end half a program late on average.
+        return programs * (splits * share + dense * BLOCKS_PER_DENSE_SPLIT) / at_once + share / 2
+
+    return min(range(1, min(blocks, max(1, 4 * at_once // programs)) + 1), key=lambda splits: (cost(splits), splits))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rotate_rows(
+    x, rotation, out, num_rows, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Compute `x @ rotation` for ROWS rows [DIM] and CHUNK channels."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    every = tl.arange(0, PADDED)
+    rows = tl.load(x + row * DIM + every, mask=(row < num_rows) & (every < DIM), other=0.0).to(tl.float32)
+    turn = tl.load(rotation + every[:, None] * DIM + channel, mask=(every[:, None] < DIM) & (channel < DIM), other=0.0)
+    turned = tl.dot(rows, turn, input_precision="tf32x3")
+    tl.store(out + row * DIM + channel, turned.to(out.dtype.element_ty), mask=(row < num_rows) & (channel < DIM))
+
+
+def _rotated(q: Tensor, rotation: Tensor | None) -> Tensor:
+    """Return contiguous `q` `[..., D]` times `rotation` `[D, D]` float32, in q's dtype; q itself for None."""
+    if rotation is None:
+        return q
+    out, dim = torch.empty_like(q), q.shape[-1]
+    rows, padded = q.numel() // dim, max(16, next_power_of_2(dim))
+    with torch.cuda.device_of(q):
+        _rotate_rows[(-(-rows // 16), -(-padded // 32))](
+            q, rotation.contiguous(), out, rows, dim, padded, ROWS=16, CHUNK=min(32, padded), num_warps=2
+        )  # fmt: skip
+    return out
