@@ -15,5 +15,6 @@
 | `perplexity_by_position` | what each cache costs, by the number of tokens it holds |
 | `recall` | facts that a model is to find again in a long text, at each depth and length |
 | `gsm8k` | school mathematics, as lm-eval's task |
+| `longbench` | LongBench's 21 sets with their own metrics |
 | `calibration` | `job=calibrate`: rotations of a quantized cache, and what they gain |
 """
