@@ -16,5 +16,6 @@
 | `recall` | facts that a model is to find again in a long text, at each depth and length |
 | `gsm8k` | school mathematics, as lm-eval's task |
 | `longbench` | LongBench's 21 sets with their own metrics |
+| `cache_analysis` | what compressed caches do to attention, layer by layer |
 | `calibration` | `job=calibrate`: rotations of a quantized cache, and what they gain |
 """

@@ -29,6 +29,11 @@ class AttentionInputs(NamedTuple):
         values: `[B, Hv, S, Dv]`.
         cached_keys: `[B, Hk, S, Dc]`, as a cache holds them: `keys`, or what a map makes them from.
         finish: computes keys from cached keys, both as above; None where they are the same.
+        log_forget: logs of the forget gates `[B, Hq, S]` float32, or None without: their sum from key to query is added
+            to a score.
+        scale: the factor of the scores; None is `D ** -0.5`.
+        softcap: scores become `softcap * tanh(score / softcap)` before the gates; None leaves them.
+        window: the number of newest tokens that a query sees; None is all.
     """
 
     queries: Tensor
@@ -36,6 +41,10 @@ class AttentionInputs(NamedTuple):
     values: Tensor
     cached_keys: Tensor
     finish: Callable[[Tensor], Tensor] | None = None
+    log_forget: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
 
 
 See = Callable[[int, AttentionInputs], None]
@@ -72,10 +81,12 @@ def _watched_mixer(mixer: Attention, see: Callable[[AttentionInputs], None]) -> 
 
     def watch(inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], positions: Positions, **options: Any) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in inputs[:3])
+        log_forget = None if inputs[3] is None else inputs[3].transpose(1, 2)
         if mixer.k_map_proj is None:
-            see(AttentionInputs(q, k, v, k))
+            see(AttentionInputs(q, k, v, k, log_forget=log_forget))
         else:
-            see(AttentionInputs(q, k, v, unmapped.pop().transpose(1, 2), functools.partial(finish, positions)))
+            cached, mapped = unmapped.pop().transpose(1, 2), functools.partial(finish, positions)
+            see(AttentionInputs(q, k, v, cached, mapped, log_forget))
         return operation(inputs, positions, **options)
 
     def finish(positions: Positions, cached: Tensor) -> Tensor:
@@ -101,7 +112,8 @@ def _watched_softmax(attention: SoftmaxAttention, see: Callable[[AttentionInputs
 
     def watch(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
         keys = k.transpose(1, 2)
-        see(AttentionInputs(q.transpose(1, 2), keys, v.transpose(1, 2), keys))
+        scale, window = attention.scale, attention.sliding_window
+        see(AttentionInputs(q.transpose(1, 2), keys, v.transpose(1, 2), keys, scale=scale, window=window))
         return operation(q, k, v, *arguments, **options)
 
     with _replaced(attention, "softmax_attention", watch):
@@ -128,7 +140,8 @@ def _watched_stock(model: PreTrainedModel, see: See) -> Iterator[None]:
     before = model.config._attn_implementation
 
     def watch(module: Any, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
-        see(module.layer_idx, AttentionInputs(query, key, value, key))
+        scale, softcap, window = (options.get(name) for name in ("scaling", "softcap", "sliding_window"))
+        see(module.layer_idx, AttentionInputs(query, key, value, key, scale=scale, softcap=softcap, window=window))
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get(before, eager)(module, query, key, value, *arguments, **options)
 

@@ -174,10 +174,10 @@ def _errors(x: Tensor, rotation: Tensor, clip: float) -> list[Tensor]:
     """Return what quantization adds to `x` `[B, H, T, D]` under each treatment."""
     width = x.shape[-1]
     turned = (None, 1.0), (hadamard(width), 1.0), (rotation, 1.0), (rotation, clip)
-    return [_rounding_error(x, matrix, measured_format(width, quantile)) for matrix, quantile in turned]
+    return [rounding_error(x, matrix, measured_format(width, quantile)) for matrix, quantile in turned]
 
 
-def _rounding_error(x: Tensor, rotation: Tensor | None, format: Format) -> Tensor:
+def rounding_error(x: Tensor, rotation: Tensor | None, format: Format) -> Tensor:
     """Return what quantization and back adds to `x`, rotated meanwhile."""
     if rotation is None:
         return dequantize(*quantize(x, format), format) - x
