@@ -27,6 +27,7 @@ from lit_modules import checkpoints
 from lit_modules.generation import cuda_graphs
 from lit_modules.launching import run_folder
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, load_adapted
+from lit_modules.networks.caches import CacheSettings, CompressedCache
 from lit_modules.networks.loading import load_whole
 from lit_modules.planning import out_of_memory
 
@@ -34,7 +35,8 @@ log = logging.getLogger(__name__)
 
 PROMPT_KEYS = ("prompt", "prompt_file", "prompts_file")
 FILE_KEYS = ("output", "batch_size")  # settings for prompts_file only
-SETTINGS = ("checkpoint", *PROMPT_KEYS, *FILE_KEYS, "max_new_tokens", "temperature", "top_k", "top_p", "device", "seed")
+SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+SETTINGS = ("checkpoint", *PROMPT_KEYS, *FILE_KEYS, *SAMPLING, "device", "cache")
 SHARED_KEYS = ("job", "debug", "local", "hydra")
 
 
@@ -49,6 +51,7 @@ def run(cfg: DictConfig) -> None:
     transformers.logging.disable_progress_bar()
     prompts = read_prompts(cfg)
     settings = sampling_arguments(cfg.temperature, cfg.top_k, cfg.top_p)
+    cache = CacheSettings.of(OmegaConf.to_container(cfg.cache, resolve=True))
     for key in ("max_new_tokens", "batch_size"):
         check_whole(key, cfg[key], 1)
     check_whole("seed", cfg.seed, 0, 2**32 - 1)
@@ -58,23 +61,25 @@ def run(cfg: DictConfig) -> None:
         check_output(Path(str(cfg.output)))
     smaller = "max_new_tokens" if cfg.prompts_file is None else "batch_size or max_new_tokens"
     with out_of_memory.explain_out_of_memory(cfg, f"give a smaller {smaller}, or device=cpu"):
-        generate(cfg, prompts, settings)
+        generate(cfg, prompts, settings, cache if cache.compresses else None)
 
 
-def generate(cfg: DictConfig, prompts: list[str], settings: dict[str, Any]) -> None:
-    """Load the model, and print or write the continuations of the prompts."""
+def generate(cfg: DictConfig, prompts: list[str], settings: dict[str, Any], cache: CacheSettings | None) -> None:
+    """Load the model, and print or write the continuations of the prompts; `cache` None is the model's own."""
     model, tokenizer = load(str(cfg.checkpoint))
     model.to(choose_device(cfg.device)).eval()
+    if cache is not None:
+        CompressedCache(model.config, cache)  # what does not fit is said before a prompt is printed
     torch.manual_seed(cfg.seed)
     if cfg.prompts_file is None:
         print(prompts[0], end="", flush=True)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        continue_prompts(model, tokenizer, prompts, cfg.max_new_tokens, settings, streamer=streamer)
+        continue_prompts(model, tokenizer, prompts, cfg.max_new_tokens, settings, streamer=streamer, cache=cache)
         return
     records = []
     for start in range(0, len(prompts), cfg.batch_size):
         batch = prompts[start : start + cfg.batch_size]
-        texts = continue_prompts(model, tokenizer, batch, cfg.max_new_tokens, settings)
+        texts = continue_prompts(model, tokenizer, batch, cfg.max_new_tokens, settings, cache=cache)
         records += [{"prompt": prompt, "text": text} for prompt, text in zip(batch, texts, strict=True)]
         log.info("%s of %s prompts", len(records), len(prompts))
         if cfg.output is None:
@@ -287,13 +292,14 @@ def continue_prompts(
     max_new_tokens: int,
     settings: dict[str, Any],
     streamer: TextStreamer | None = None,
+    cache: CacheSettings | None = None,
 ) -> list[str]:
     """Return the continuations of `prompts`, generated as one left-padded batch.
 
     Each prompt gets the special tokens that the tokenizer adds or, if it has no tokens at all, the start token. A text
     ends at the tokenizer's eos, at the end tokens of the model's generation settings, and for our own models at the
     start of the next document. Random numbers come from torch's global generator. A linearized model on a GPU decodes
-    by CUDA graph replays.
+    by CUDA graph replays. With `cache`, keys and values are compressed; without, the model has its own cache.
 
     Raises:
         ValueError: a prompt is empty and the tokenizer has no start token.
@@ -308,7 +314,7 @@ def continue_prompts(
     pad = next((t for t in (tokenizer.pad_token_id, *sorted(ends)) if t is not None), 0)
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    if cuda_graphs.can_be_captured(model):
+    if cache is None and cuda_graphs.can_be_captured(model):
         out = cuda_graphs.generate_captured(
             model,
             ids,
@@ -330,6 +336,7 @@ def continue_prompts(
                 eos_token_id=sorted(ends) or None,
                 pad_token_id=pad,
                 streamer=streamer,
+                past_key_values=None if cache is None else CompressedCache(model.config, cache),
                 **settings,
             )
     return tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)

@@ -186,3 +186,30 @@ def test_an_output_that_is_there_stays_until_there_is_something_to_put_in_its_pl
     assert output.read_text() == "precious\n"
     assert generate(run, trained, *overrides, "temperature=0").status == 0
     assert json.loads(output.read_text())["prompt"] == "a"
+
+
+@pytest.mark.parametrize("cache", ["logquant", "partial_logquant", "streaming_llm", "h2o"])
+def test_a_compressed_cache_that_holds_all_changes_no_text(run, trained, cache):
+    groups = [] if cache in ("streaming_llm", "h2o") else ["cache.keys.group=16", "cache.values.group=16"]
+    asked = ("prompt='the kernel'", "temperature=0")
+    full, compressed = (generate(run, trained, *asked, *more) for more in ([], [f"cache={cache}", *groups]))
+    assert compressed.status == 0, compressed.err
+    assert compressed.out == full.out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["cache=logquant", "cache.window=0"], "cache.window=0: give a whole number, 1 or more"),
+        (["cache=logquant", "cache.keys.bits=3"], "cache.keys.bits=3: give one of 0, 2, 4, 16"),
+        (["cache=oscar"], "cache.rotations=null with keys.transform=rotation: name the file that job=calibrate wrote"),
+        (["cache=logquant"], "is not a multiple of group=64: give a group that divides it"),
+        (["cache=h2o", "cache.values.keep=recent"], "cache.values.keep=recent chooses for keys and values at once"),
+    ],
+)
+def test_a_cache_that_does_not_fit_ends_in_one_line(run, trained, overrides, line):
+    found = generate(run, trained, "prompt=a", *overrides)
+    assert found.status == 2
+    assert line in found.err
+    assert len(found.err.splitlines()) == 1
+    assert found.out == ""

@@ -106,12 +106,8 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             ("values", value_states, self.books.values),
         ):
             tensor, width = self.settings.tensors[name], states.shape[3]
-            format = tensor.format if tensor.is_packed else None
-            if format is not None:
-                try:
-                    format.check_head_dim(width)
-                except ValueError as error:
-                    raise ValueError(f"cache.{name}: {error}") from None
+            tensor.check_width(f"cache.{name}", width)
+            format = tensor.format_of(width) if tensor.is_packed else None
             rotate = getattr(self.rotation, name)
             slots = ledger.bound
             if capacity is not None:
@@ -122,6 +118,7 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
                     ledger.block,
                     by_channel=name == "values",
                     rotation=None if rotate is None or format is None else rotate(width).to(self.device),
+                    sorts=tensor.transform == "sorted",
                     slots=slots,
                     blocks=None if capacity is None or format is None else capacity // ledger.block,
                     is_fixed=capacity is not None,
@@ -284,6 +281,12 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             for held in helds:
                 if held is not None and held.dense is not None:
                     held.compact(rows)
+        if self._last_sum is not None:
+            sums = self.numbers["sums"].dense
+            assert sums is not None
+            # The newest token that is left lies in the last slot.
+            last = torch.tensor([max(len(slots) - 1, 0) for slots in keys], device=sums.device)
+            self._last_sum = sums.gather(2, last[:, None, None].expand(-1, sums.shape[1], 1))[..., 0].double()
 
     def check_crop(self, removed: int) -> None:
         """Raise ValueError if KV-shift cannot take back so many tokens."""

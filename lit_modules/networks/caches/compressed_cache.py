@@ -22,7 +22,7 @@ from lit_modules.networks.caches.books import Books
 from lit_modules.networks.caches.compressed import CompressedCacheLayer, Rotation
 from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.caches.recurrent import RecurrentCacheLayer
-from lit_modules.networks.caches.rotations import hadamard, read_rotations
+from lit_modules.networks.caches.rotations import hadamard, model_identity, read_rotations
 from lit_modules.networks.caches.settings import CacheSettings, TensorSettings
 from lit_modules.networks.caches.sliding import SlidingAttentionCacheLayer
 from lit_modules.networks.caches.stock_attention import restore_attention, use_compressed_attention
@@ -54,6 +54,7 @@ class CompressedCache(Cache):
         self.books = Books(settings, capacity)
         if capacity is not None:
             self._check_capacity()
+        self._check_widths()
         self._rotations = None
         if settings.rotations is not None:
             self._rotations = read_rotations(Path(settings.rotations), self.config)
@@ -82,7 +83,8 @@ class CompressedCache(Cache):
         """Prepare a decoding step that is captured or replayed; with a capacity, call it before each such step.
 
         It counts the new token and, where it is time, packs old ones, for all layers. The step itself then only
-        launches the same work at the same addresses.
+        launches the same work at the same addresses. Within the step `get_seq_length` counts the new token, so give the
+        model `position_ids`.
 
         Raises:
             ValueError: there is no capacity, no prompt yet, or no more room.
@@ -204,12 +206,19 @@ class CompressedCache(Cache):
         )
 
     def _rotation(self, number: int, tensor: TensorSettings, which: int) -> Any:
-        if not tensor.is_packed or tensor.transform == "none":
+        if not tensor.is_packed or tensor.transform not in ("hadamard", "rotation"):
             return None
         if self._rotations is None or tensor.transform == "hadamard":
             return hadamard
         rotation = self._rotations.of_layer(number)[which]
         return lambda width: rotation
+
+    def _check_widths(self) -> None:
+        if hasattr(self.config, "kv_lora_rank") or not hasattr(self.config, "num_attention_heads"):
+            return  # their widths are known only with the first keys, which are checked again
+        sizes = model_identity(self.config)
+        for name, tensor in self.settings.tensors.items():
+            tensor.check_width(f"cache.{name}", sizes[f"{name[:-1]}_dim"])
 
     def _check_capacity(self) -> None:
         problem, fix = None, "leave it out"

@@ -138,6 +138,7 @@ class HeldStates(Held):
         block: tokens of a block.
         by_channel: the layout of values.
         rotation: orthogonal `[D, D]`, applied before they are quantized, or None.
+        sorts: rotate by a permutation, which the first block decides.
         slots, blocks, is_fixed: as in `Held`.
     """
 
@@ -148,6 +149,7 @@ class HeldStates(Held):
         *,
         by_channel: bool,
         rotation: Tensor | None = None,
+        sorts: bool = False,
         slots: int | None = None,
         blocks: int | None = None,
         is_fixed: bool = False,
@@ -155,9 +157,30 @@ class HeldStates(Held):
         super().__init__(block, slots, blocks, is_fixed=is_fixed)
         self.format, self.by_channel, self.rotation = format, by_channel, rotation
         self.side: Packed | None = None
+        self.sorts = sorts
+
+    def allocate(self, like: Tensor) -> None:
+        """Allocate the slots and blocks at once, for tokens like `[B, H, T, D]`."""
+        sorts, self.sorts = self.sorts, False
+        if sorts:
+            self.rotation = torch.eye(like.shape[3], device=like.device)
+        super().allocate(like)
+        self.sorts = sorts
+
+    def _sort(self, x: Tensor) -> None:
+        """Set the permutation by the channels' ranges in `x` `[B, H, n, D]`, the mean over rows and heads."""
+        self.sorts = False
+        ranges = (x.amax(2) - x.amin(2)).float().mean((0, 1))
+        permutation = torch.eye(len(ranges), device=x.device)[:, ranges.argsort(descending=True, stable=True)]
+        if self.rotation is None:
+            self.rotation = permutation
+        else:
+            self.rotation.copy_(permutation)
 
     def _pack(self, x: Tensor) -> list[Tensor]:
         assert self.format is not None
+        if self.sorts:
+            self._sort(x[:, :, : self.block])
         if self.rotation is not None:
             # Not back to the dtype of x: a float16 of 6e4 may leave its range when it is rotated.
             x = x.to(torch.promote_types(x.dtype, torch.float32))

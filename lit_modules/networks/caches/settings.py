@@ -14,7 +14,7 @@ from lit_modules.networks.caches.selection import POLICIES as BY_POSITION
 BY_CONTENT = ("heavy_hitters", "forget_gate")
 """Policies that read attention scores or gates, not positions alone."""
 
-WAYS = ("none", "hadamard", "rotation")
+WAYS = ("none", "hadamard", "rotation", "sorted")
 BLOCK = 64
 """Tokens of a block where no group runs along tokens."""
 
@@ -30,9 +30,10 @@ class TensorSettings:
             `forget_gate`: the newest third, and others as dense as the forget gate's weight of them.
         bits: of the other tokens: 2 or 4; 0 evicts them; 16 keeps all tokens as they are, whatever `keep` says.
         groups_along: numbers that share a scale: `channels` of one token, or `tokens` of one channel (KIVI's keys).
-        group: numbers in a group, a multiple of 16.
+        group: numbers in a group, a multiple of 16; None: a head's width, along channels.
         high_channels: the first so many channels have 4 bits (Kitty); for 2 bits along tokens.
-        transform: an orthogonal map before packing: `none`, `hadamard`, or `rotation` from the file `rotations`.
+        transform: an orthogonal map before packing: `none`, `hadamard`, `rotation` from the file `rotations`, or
+            `sorted`: channels by their range in the first block of the cache, the widest first.
         clip: quantile of a group's absolute values to which it is clipped before rounding (OSCAR); 1 clips nothing.
         window: the window of this tensor where it differs from the cache's.
 
@@ -43,7 +44,7 @@ class TensorSettings:
     keep: str = "log_sparse"
     bits: int = 2
     groups_along: str = "channels"
-    group: int = 64
+    group: int | None = 64
     high_channels: int = 0
     transform: str = "none"
     clip: float = 1.0
@@ -54,8 +55,8 @@ class TensorSettings:
         check_choice("bits", self.bits, (0, 2, 4, 16))
         check_choice("groups_along", self.groups_along, ("channels", "tokens"))
         check_choice("transform", self.transform, WAYS)
-        check_whole("group", self.group, 16)
-        if self.group % 16:
+        check_whole("group", self.group, 16, null=self.groups_along == "channels")
+        if self.group is not None and self.group % 16:
             raise SettingError("group", self.group, "give a multiple of 16")
         check_whole("high_channels", self.high_channels, 0)
         if self.high_channels % 8:
@@ -76,10 +77,17 @@ class TensorSettings:
         """Whether the choice of tokens depends on more than their positions."""
         return self.bits != 16 and self.keep in BY_CONTENT
 
-    @property
-    def format(self) -> Format:
-        """How tokens are quantized; only where they are."""
-        return Format(self.bits, self.groups_along, self.group, self.high_channels, self.clip)
+    def format_of(self, width: int) -> Format:
+        """Return how tokens of heads of this width are quantized; only where they are."""
+        return Format(self.bits, self.groups_along, self.group or width, self.high_channels, self.clip)
+
+    def check_width(self, name: str, width: int) -> None:
+        """Raise ValueError if heads of this width cannot be packed; `name` is where the settings are."""
+        if self.is_packed:
+            try:
+                self.format_of(width).check_head_dim(width)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ class CacheSettings:
     def block(self) -> int:
         """Tokens that are packed together: the group that runs along tokens, or 64."""
         along = [t.group for t in self.tensors.values() if t.is_packed and t.groups_along == "tokens"]
-        return along[0] if along else BLOCK
+        return along[0] or BLOCK if along else BLOCK
 
     @property
     def compresses(self) -> bool:

@@ -34,7 +34,7 @@ POLICIES = {
         "values": CHANNELS | {"transform": "hadamard"},
         "window": 7,
     },
-    "mixed_bits": {"keys": TOKENS | {"high_channels": 8}, "values": CHANNELS | {"bits": 4}, "window": 10},
+    "mixed_bits": {"keys": TOKENS | {"high_channels": 8}, "values": {"group": None, "bits": 4}, "window": 10},
     "partial_logquant": {"keys": TOKENS, "values": CHANNELS | {"keep": "recent", "window": 30}, "window": 10},
     "keys_alone": {"keys": TOKENS, "values": {"bits": 16}, "window": 10},
     "streaming_llm": {
@@ -106,8 +106,8 @@ class Simulation:
             rotation = torch.eye(WIDTH, dtype=torch.float64)
             if tensor.transform == "hadamard":
                 rotation = hadamard(WIDTH, torch.float64)
-            rounded = quantize(self.held[name][:, :, leaving] @ rotation, tensor.format)
-            self.held[name][:, :, leaving] = dequantize(*rounded, tensor.format, torch.float64) @ rotation.mT
+            rounded = quantize(self.held[name][:, :, leaving] @ rotation, tensor.format_of(WIDTH))
+            self.held[name][:, :, leaving] = dequantize(*rounded, tensor.format_of(WIDTH), torch.float64) @ rotation.mT
 
 
 def check_decoding(policy: str, length: int, every: int) -> None:
