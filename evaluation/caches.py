@@ -2,18 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from common.settings import NO_VALUE, SettingError
+from common.settings import SettingError
+from data_pipeline.identity import WHOLE, file_identity
+from lit_modules.launching.choices import choices
+from lit_modules.launching.conf_files import is_part
+from lit_modules.networks.caches import CacheSettings, CompressedCache
 
 KEY = "benchmark.caches"
-FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -22,17 +27,39 @@ class NamedCache:
 
     Attributes:
         name: as it is in tables: the file's name and what was changed.
-        settings: the keys of its file, with the changes.
+        plain: the keys of its file, with the changes.
+        settings: the same, checked.
     """
 
     name: str
-    settings: dict[str, Any]
+    plain: dict[str, Any]
+    settings: CacheSettings
 
     def new(self, model: Any) -> Cache:
-        """Return an empty cache for `past_key_values` of the model."""
-        if hasattr(model, "new_cache"):
-            return model.new_cache()
-        return DynamicCache(config=model.config)
+        """Return an empty cache for `past_key_values` of the model: its own where nothing is compressed.
+
+        Raises:
+            ValueError: the model has no attention that can be compressed, or the settings do not fit it.
+        """
+        if self.settings.compresses:
+            return CompressedCache(model.config, self.settings)
+        return model.new_cache() if hasattr(model, "new_cache") else DynamicCache(config=model.config)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the results: the settings, with the content of the rotations instead of their place."""
+        if self.settings.rotations is None:
+            return self.plain
+        return self.plain | {"rotations": file_identity([Path(self.settings.rotations)], WHOLE)}
+
+
+def bits_per_element(cache: Cache, dtype: torch.dtype) -> float:
+    """Return the bits that a cache holds for each number of its keys and values, metadata included.
+
+    Args:
+        cache: one that has read its tokens.
+        dtype: of the model, which a cache that compresses nothing keeps.
+    """
+    return cache.bits_per_element if isinstance(cache, CompressedCache) else float(torch.finfo(dtype).bits)
 
 
 def read_caches(asked: Any) -> list[NamedCache]:
@@ -47,7 +74,7 @@ def read_caches(asked: Any) -> list[NamedCache]:
         raise SettingError(KEY, given, "name one or more, as [full,logquant]")
     found = [read_cache(entry) for entry in entries]
     for number, cache in enumerate(found):
-        if cache in found[:number]:
+        if cache.name in [other.name for other in found[:number]]:
             raise SettingError(KEY, cache.name, "name it once", "is there twice")
     return found
 
@@ -60,23 +87,32 @@ def read_cache(entry: Any) -> NamedCache:
         name, changes = entry, {}
     if not isinstance(name, str) or not isinstance(changes, Mapping):
         raise SettingError(KEY, entry, "give a name, or {name: {key: value}}", "is no cache")
-    settings = read_file(name)
+    plain = OmegaConf.to_container(OmegaConf.merge(read_file(name), changes))
+    try:
+        settings = CacheSettings.of(plain)
+    except SettingError as error:
+        key = f"{KEY}.{name}.{error.key.removeprefix('cache.')}"
+        raise SettingError(key, error.value, error.fix, error.problem) from error
+    if settings.rotations is not None and not Path(settings.rotations).is_file():
+        fix = "give the file that job=calibrate wrote"
+        raise SettingError(f"{KEY}.{name}.rotations", settings.rotations, fix, "is not a file")
     flat = flattened(changes)
-    for key in flat:
-        if OmegaConf.select(OmegaConf.create(settings), key, default=NO_VALUE) is NO_VALUE:
-            raise SettingError(f"{KEY}.{name}.{key}", flat[key], f"conf/cache/{name}.yaml has the keys", "is not known")
-    merged = OmegaConf.to_container(OmegaConf.merge(settings, changes))
-    return NamedCache(" ".join([name, *(f"{key}={value}" for key, value in flat.items())]), merged)
+    changed = [f"{key}={Path(value).name if isinstance(value, str) else value}" for key, value in flat.items()]
+    return NamedCache(" ".join([name, *changed]), plain, settings)
 
 
 def read_file(name: str) -> dict[str, Any]:
-    """Return the keys of conf/cache/NAME.yaml."""
-    if name == FULL:
-        return {}
+    """Return the keys of conf/cache/NAME.yaml.
+
+    Raises:
+        SettingError: it is not there.
+    """
     try:
+        if is_part(name):
+            raise MissingConfigException(f"{name} is a part of others")
         return OmegaConf.to_container(hydra.compose(f"cache/{name}").cache, resolve=True)
     except MissingConfigException as error:
-        raise SettingError(KEY, name, "conf/cache/ has the choices", "is not known") from error
+        raise SettingError(KEY, name, f"give one of {choices('cache')}", "is not known") from error
 
 
 def flattened(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ def saved_results(
         compute: returns the results (JSON values) of the items with these numbers.
         batch_size: items computed at a time.
     """
-    file = folder / f"{name}-{fingerprint(identity)}.json"
+    plain = re.sub(r"[^\w.=-]+", "_", name)
+    file = folder / f"{plain}-{fingerprint(identity)}.json"
     found = json.loads(file.read_text(encoding="utf-8"))["results"] if file.is_file() else {}
     missing = [item for item in range(number) if str(item) not in found]
     if found and missing:

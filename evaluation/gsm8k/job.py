@@ -85,8 +85,8 @@ def run(cfg: DictConfig) -> None:
         asked.cache = cache
         texts = saved_results(
             place.folder / NAME,
-            "_".join(cache.name.split()),
-            {**identity, "cache": cache.settings},
+            cache.name,
+            {**identity, "cache": cache.identity()},
             len(task.instances),
             functools.partial(answer, asked, task),
             batch,
@@ -95,12 +95,13 @@ def run(cfg: DictConfig) -> None:
             found.setdefault(name, {})[cache.name] = values
     report = {
         "checkpoint": str(cfg.checkpoint),
+        "weights": identity["weights"],
         **scores.compared(found),
         "settings": dataclasses.asdict(settings),
         "questions": len(task.instances),
         "longest_prompt": longest,
         "context": asked.max_length,
-        "caches": {cache.name: cache.settings for cache in caches},
+        "caches": {cache.name: cache.plain for cache in caches},
         "dtype": str(model.dtype).removeprefix("torch."),
         **said,
     }

@@ -24,7 +24,7 @@ from evaluation.longbench.documents import (
     read_documents,
     room_for_prompt,
 )
-from evaluation.longbench.report import as_markdown, draw, summary
+from evaluation.longbench.report import as_markdown, draw, math_beside, summary
 from evaluation.saved_results import saved_results
 from lit_modules.generation import job
 
@@ -106,14 +106,16 @@ def run(cfg: DictConfig) -> None:
             found.setdefault(definitions[name].title, {})[cache.name] = asked.scores(metrics, texts)
     report = {
         "checkpoint": str(cfg.checkpoint),
+        "weights": identity["weights"],
         **summary(scores.compared(found), {name: definitions[name] for name in settings.sets}),
         "documents": {name: len(each) for name, each in documents.items()},
         "cut_prompts": cut,
         "settings": dataclasses.asdict(settings),
-        "caches": {cache.name: cache.settings for cache in caches},
+        "caches": {cache.name: cache.plain for cache in caches},
         "dtype": str(model.dtype).removeprefix("torch."),
         **said,
     }
+    report["math"] = math_beside(report, place.folder)
     results.write_results(NAME, report, place, as_markdown, draw, scores.logged(report["sets"]))
 
 
@@ -154,10 +156,10 @@ class Set:
         longest = max(len(tokens) for tokens, _ in self.prompts) + self.definition.max_new_tokens
         return saved_results(
             folder,
-            "_".join([*cache.name.split(), self.name]),
+            f"{cache.name} {self.name}",
             {
                 **identity,
-                "cache": cache.settings,
+                "cache": cache.identity(),
                 "definition": dataclasses.asdict(self.definition),
                 "data": file_identity([Path(self.settings.folder) / f"{self.name}.jsonl"], WHOLE),
                 "max_length": self.max_length,

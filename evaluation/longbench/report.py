@@ -1,5 +1,8 @@
 """LongBench's tables: by set, by group with differences, and a row for each cache; and the picture."""
 
+import functools
+import json
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,9 +35,19 @@ def summary(found: scores.Estimates, definitions: Mapping[str, Definition]) -> d
     }
 
 
+def math_beside(report: Mapping[str, Any], folder: Path) -> scores.Estimates | None:
+    """Return the exact match in GSM8K of the same weights under the same caches, if `benchmark=gsm8k` left it there."""
+    file = folder / "gsm8k.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if any(found.get(key) != json.loads(json.dumps(report[key])) for key in ("weights", "caches", "dtype")):
+        return None
+    return {part: {"Math (GSM8K)": found[part]["strict-match"]} for part in ("score", "difference")}
+
+
 def as_markdown(report: Mapping[str, Any]) -> str:
     """Format a row for each cache and a column for each group, then groups and sets with differences."""
-    groups = {part: report["groups"][part] | report["overall"][part] for part in ("score", "difference")}
+    others = [report[name] for name in ("math", "groups", "overall") if report[name] is not None]
+    groups = {part: functools.reduce(operator.or_, (each[part] for each in others)) for part in ("score", "difference")}
     parts = [f"# {report['checkpoint']}", "", *scores.columns(groups), ""]
     parts += [*scores.rows(groups, "group"), "", *scores.rows(report["sets"], "set"), ""]
     return "\n".join([*parts, *notes(report)]) + "\n"

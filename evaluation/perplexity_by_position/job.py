@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from common.settings import check_whole
 from evaluation import result_folder, results
-from evaluation.caches import NamedCache, read_caches
+from evaluation.caches import NamedCache, bits_per_element, read_caches
 from evaluation.loading import batch_of, check_loading, cut_text, explain_batch_memory, load_checkpoint
 from evaluation.perplexity_by_position.report import as_markdown, compared, draw, logged
 from evaluation.perplexity_by_position.scoring import buckets, curve_ranges, mean_losses, token_losses
@@ -78,10 +78,8 @@ def measured(
     found = {}
     for cache in caches:
         compute = functools.partial(losses_of, model, sequences, cache, settings, batch)
-        name = "_".join(cache.name.split())
-        found[cache.name] = saved_results(
-            folder, name, {**identity, "cache": cache.settings}, len(sequences), compute, batch
-        )
+        key = {**identity, "cache": cache.identity()}
+        found[cache.name] = saved_results(folder, cache.name, key, len(sequences), compute, batch)
     return {
         "checkpoint": str(cfg.checkpoint),
         "text": str(settings.text),
@@ -89,7 +87,7 @@ def measured(
         "chunk": settings.chunk,
         "sequences": len(sequences),
         **compared(found, settings.length),
-        "caches": {cache.name: cache.settings for cache in caches},
+        "caches": {cache.name: cache.plain for cache in caches},
         "dtype": str(model.dtype).removeprefix("torch."),
         **said,
     }
@@ -97,9 +95,11 @@ def measured(
 
 def losses_of(
     model: Any, sequences: torch.Tensor, cache: NamedCache, settings: Settings, batch: int, rows: list[int]
-) -> list[dict[str, list[float]]]:
-    """Return the mean losses of these sequences in the buckets and along the curve."""
+) -> list[dict[str, Any]]:
+    """Return these sequences' mean losses in the buckets and along the curve, and the cache's bits at their end."""
+    filled = cache.new(model)
     with explain_batch_memory(batch, model.device, f"{settings.length} tokens"):
-        losses = token_losses(model, cache.new(model), sequences[rows].to(model.device), settings.chunk)
-    by_bucket, by_range = buckets(settings.length), curve_ranges(settings.length)
-    return [{"buckets": mean_losses(row, by_bucket), "curve": mean_losses(row, by_range)} for row in losses]
+        losses = token_losses(model, filled, sequences[rows].to(model.device), settings.chunk)
+    parts = {"buckets": buckets(settings.length), "curve": curve_ranges(settings.length)}
+    bits = {"bits": bits_per_element(filled, model.dtype)}
+    return [{part: mean_losses(row, ranges) for part, ranges in parts.items()} | bits for row in losses]

@@ -14,12 +14,13 @@ from evaluation.tables import UNDECIDED, difference, table
 from evaluation.uncertainty import Estimate, is_decided, mean, paired_difference
 
 
-def compared(found: Mapping[str, Sequence[Mapping[str, list[float]]]], length: int) -> dict[str, Any]:
+def compared(found: Mapping[str, Sequence[Mapping[str, Any]]], length: int) -> dict[str, Any]:
     """Return means over sequences, and paired differences to the first cache, from each sequence's mean losses.
 
     Returns:
-        `loss` and `difference` (nats per token, of all tokens), and `buckets` and `curve`: lists over ranges of tokens
-        before, each with `from`, `to` (not included) and the same by cache.
+        `loss` and `difference` (nats per token, of all tokens), `bits` (of an element at a sequence's end), and
+        `buckets` and `curve`: lists over ranges of tokens before, each with `from`, `to` (not included) and the same by
+        cache.
     """
     parts = {"buckets": buckets(length), "curve": curve_ranges(length)}
     sizes = [stop - start for start, stop in parts["buckets"]]
@@ -30,6 +31,7 @@ def compared(found: Mapping[str, Sequence[Mapping[str, list[float]]]], length: i
         for cache, rows in found.items()
     }
     said: dict[str, Any] = against_first(whole)
+    said["bits"] = {cache: math.fsum(row["bits"] for row in rows) / len(rows) for cache, rows in found.items()}
     for part, ranges in parts.items():
         said[part] = [
             {"from": start, "to": stop}
@@ -66,8 +68,11 @@ def logged(report: Mapping[str, Any]) -> dict[str, float]:
 def as_markdown(report: Mapping[str, Any]) -> str:
     """Format perplexity by cache, then by position, then the conditions."""
     first, *others = report["loss"]
-    lines = [["cache", "perplexity ± standard error", f"loss against {first}, nats a token"]]
-    lines += [[cache, shown(report["loss"][cache]), against(report, cache)] for cache in report["loss"]]
+    lines = [["cache", "bits an element", "perplexity ± standard error", f"loss against {first}, nats a token"]]
+    lines += [
+        [cache, f"{report['bits'][cache]:.2f}", shown(report["loss"][cache]), against(report, cache)]
+        for cache in report["loss"]
+    ]
     by_position = [["tokens before", *report["loss"]]]
     for row in report["buckets"]:
         cells = [shown(row["loss"][first])]
@@ -76,6 +81,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     notes = [
         f"- {report['text']}: {report['sequences']:,} sequences of {report['length']:,} tokens, read "
         f"{report['chunk']} at a time",
+        f"- bits an element: of keys and values at a sequence's end, metadata and tokens in {report['dtype']} counted",
         "- standard errors over sequences; differences are paired by sequence",
         conditions_line(report, report["dtype"]),
     ]

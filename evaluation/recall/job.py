@@ -101,7 +101,7 @@ def run(cfg: DictConfig) -> None:
         "checkpoint": str(cfg.checkpoint),
         **compared(found, settings.kinds),
         "settings": dataclasses.asdict(settings),
-        "caches": {cache.name: cache.settings for cache in caches},
+        "caches": {cache.name: cache.plain for cache in caches},
         "context": getattr(model.config, "max_position_embeddings", None),
         "dtype": str(model.dtype).removeprefix("torch."),
         **said,
@@ -126,8 +126,8 @@ class Asking:
         for kind, length, depth in every:
             said = saved_results(
                 folder,
-                "_".join([*cache.name.split(), kind, str(length), f"{depth:g}"]),
-                {**identity, "cache": cache.settings, "kind": kind, "length": length, "depth": depth},
+                f"{cache.name} {kind} {length} {depth:g}",
+                {**identity, "cache": cache.identity(), "kind": kind, "length": length, "depth": depth},
                 self.settings.samples,
                 functools.partial(self.ask, cache, kind, length, depth),
                 batch_of(self.batch_size, length, self.model.device),

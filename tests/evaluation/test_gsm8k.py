@@ -89,6 +89,16 @@ def test_the_command_leaves_report_table_and_picture_and_more_questions_use_what
     assert (out / "gsm8k.png").stat().st_size > 1000
 
 
+def test_a_compressed_cache_that_keeps_all_tokens_answers_as_the_full_one(measure, tmp_path):
+    caches = "[full,{kivi:{window:256,keys:{group:16},values:{group:16}}}]"
+    done = measure(f"benchmark.caches={caches}", "benchmark.max_new_tokens=8", "batch_size=2")
+    assert done.status == 0, done.err
+    folder = tmp_path / "out" / "evaluation" / "gsm8k"
+    texts = [json.loads(file.read_text())["results"] for file in folder.iterdir()]
+    assert len(texts) == 2
+    assert texts[0] == texts[1]
+
+
 def test_prompts_beyond_the_context_are_told(measure):
     done = measure("benchmark.num_fewshot=5")
     assert done.status == 0, done.err

@@ -9,7 +9,7 @@ import yaml
 
 from evaluation.longbench import job
 from evaluation.longbench.documents import Definition, Document, prompt_tokens
-from evaluation.longbench.report import GROUPS
+from evaluation.longbench.report import GROUPS, as_markdown, math_beside
 from tests.conftest import ROOT
 from tests.evaluation.conftest import TEXT, make_starting_tokenizer
 
@@ -155,6 +155,17 @@ def test_a_template_and_another_length_are_answered_anew(measure, asked):
         assert len(asked) - before == again, change
 
 
+def test_gsm8k_of_the_same_weights_and_caches_is_beside_the_groups(tmp_path):
+    math = {"full": {"value": 0.5, "standard_error": 0.1}}
+    measured = {"weights": "w", "caches": {"full": {}}, "dtype": "float32"}
+    report = measured | {"score": {"strict-match": math}, "difference": {"strict-match": {}}}
+    assert math_beside(measured, tmp_path) is None
+    (tmp_path / "gsm8k.json").write_text(json.dumps(report))
+    assert math_beside(measured, tmp_path)["score"] == {"Math (GSM8K)": math}
+    assert math_beside(measured | {"weights": "other"}, tmp_path) is None
+    assert math_beside(measured | {"caches": {"full": {}, "kivi": {}}}, tmp_path) is None
+
+
 def test_answers_are_scored_by_their_sets_metric(measure, monkeypatch, tmp_path):
     given = iter(["The gate.", "天气", "Key\nValue", "a key", "3 or 4", "y = 2\n"])
     monkeypatch.setattr(job, "answers", lambda *_, **__: [next(given)])
@@ -164,6 +175,9 @@ def test_answers_are_scored_by_their_sets_metric(measure, monkeypatch, tmp_path)
     found = {title: each["full"]["value"] for title, each in report["sets"]["score"].items()}
     expected = {"Qasper": 1, "DuReader": 1, "TREC": 1, "SAMSum": 1, "PassageCount": 0.5, "LCC": 1}
     assert found == pytest.approx(expected, abs=1e-6)
+    report["math"] = {"score": {"Math (GSM8K)": {"full": {"value": 0.5, "standard_error": None}}}, "difference": {}}
+    report["math"]["difference"]["Math (GSM8K)"] = {}
+    assert as_markdown(report).splitlines()[2].startswith("| cache | Math (GSM8K) | Single-Document QA |")
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,18 @@ import math
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from evaluation.caches import NamedCache
 from evaluation.loading import batch_of, cut_text, text_start
 from evaluation.perplexity_by_position import job
 from evaluation.perplexity_by_position.report import as_markdown, compared
 from evaluation.perplexity_by_position.scoring import buckets, curve_ranges, mean_losses, token_losses
 from tests.evaluation.conftest import TEXT
 
-FULL = NamedCache("full", {})
+
+def fresh(model):
+    """Return an empty cache that compresses nothing."""
+    return model.new_cache() if hasattr(model, "new_cache") else DynamicCache(config=model.config)
 
 
 @pytest.mark.parametrize("folder", ["ours", "llama", "linearized"])
@@ -26,14 +28,14 @@ def test_chunks_of_any_size_give_the_losses_of_one_pass(request, folder, chunk):
     with torch.no_grad():
         logits = model(tokens[:, :-1], use_cache=False).logits
     whole = functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
-    found = token_losses(model, FULL.new(model), tokens, chunk)
+    found = token_losses(model, fresh(model), tokens, chunk)
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, whole, rtol=0, atol=1e-5 if folder == "linearized" else 1e-10)
 
 
 def test_a_sequence_of_two_tokens_has_one_loss(llama):
     model = AutoModelForCausalLM.from_pretrained(llama)
-    assert token_losses(model, FULL.new(model), torch.tensor([[5, 6]]), 64).shape == (1, 1)
+    assert token_losses(model, fresh(model), torch.tensor([[5, 6]]), 64).shape == (1, 1)
 
 
 def test_losses_that_are_not_numbers_are_told(llama):
@@ -41,7 +43,7 @@ def test_losses_that_are_not_numbers_are_told(llama):
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     with pytest.raises(ValueError, match=r"^checkpoint: its losses are not numbers"):
-        token_losses(model, FULL.new(model), torch.tensor([[5, 6, 7]]), 2)
+        token_losses(model, fresh(model), torch.tensor([[5, 6, 7]]), 2)
 
 
 def test_buckets_are_powers_of_two_of_tokens_before():
@@ -66,7 +68,8 @@ def test_the_loss_is_that_of_all_tokens_and_differences_are_paired():
 
     def rows(extra):
         losses = (easy + extra, hard + extra)
-        return [{"buckets": mean_losses(x, buckets(4)), "curve": mean_losses(x, curve_ranges(4))} for x in losses]
+        parts = {"buckets": buckets(4), "curve": curve_ranges(4)}
+        return [{part: mean_losses(x, ranges) for part, ranges in parts.items()} | {"bits": 2.0} for x in losses]
 
     report = compared({"full": rows(0), "worse": rows(0.5)}, 4)
     assert report["loss"]["full"]["value"] == pytest.approx((7 / 3 + 38 / 3) / 2)
@@ -115,7 +118,7 @@ def test_the_command_leaves_report_table_and_picture_and_a_second_one_reads_them
     report = json.loads((folder / "perplexity_by_position.json").read_text())
     assert report["sequences"] == 5
     assert done.out.strip() == (folder / "perplexity_by_position.md").read_text().strip()
-    assert f"| full | {math.exp(report['loss']['full']['value']):.2f} ± " in done.out
+    assert f"| full | 64.00 | {math.exp(report['loss']['full']['value']):.2f} ± " in done.out
     assert (folder / "perplexity_by_position.png").stat().st_size > 1000
 
     scored = []
@@ -126,6 +129,18 @@ def test_the_command_leaves_report_table_and_picture_and_a_second_one_reads_them
     assert len(list(folder.glob("perplexity_by_position_*.json"))) == 1  # the earlier report is kept
 
 
+def test_a_cache_that_keeps_all_tokens_loses_nothing_and_one_that_evicts_them_does(measure, tmp_path):
+    caches = "[full,{kivi:{window:32,values:{group:16}}},{streaming_llm:{window:2}}]"
+    done = measure(f"benchmark.caches={caches}", "benchmark.sequences=6", "benchmark.chunk=4")
+    assert done.status == 0, done.err
+    report = json.loads((tmp_path / "out" / "evaluation" / "perplexity_by_position.json").read_text())
+    whole, evicted = report["difference"].values()
+    assert list(report["difference"]) == ["kivi window=32 values.group=16", "streaming_llm window=2"]
+    assert whole["value"] == pytest.approx(0, abs=1e-6)
+    assert abs(evicted["value"]) > 1e-3
+    assert report["bits"]["streaming_llm window=2"] < report["bits"]["full"] == 64
+
+
 def test_a_table_of_one_sequence_has_no_errors(measure):
     done = measure("benchmark.sequences=1")
     assert done.status == 0, done.err
@@ -133,11 +148,12 @@ def test_a_table_of_one_sequence_has_no_errors(measure):
 
 
 def test_a_table_tells_decided_differences(tmp_path):
-    rows = [{"buckets": [3.0], "curve": [3.0]}, {"buckets": [5.0], "curve": [5.0]}]
-    worse = [{"buckets": [3.5], "curve": [3.5]}, {"buckets": [5.6], "curve": [5.6]}]
+    rows = [{"buckets": [3.0], "curve": [3.0], "bits": 16.0}, {"buckets": [5.0], "curve": [5.0], "bits": 16.0}]
+    worse = [{"buckets": [3.5], "curve": [3.5], "bits": 2.0}, {"buckets": [5.6], "curve": [5.6], "bits": 3.0}]
     made = {"checkpoint": "c", "text": "t", "length": 2, "chunk": 1, "sequences": 2, "dtype": "float32"}
     made |= {"device": "cpu", "versions": {}, "commit": "0", "date": "today"}
     text = as_markdown(compared({"full": rows, "bad": worse, "same": rows}, 2) | made)
+    assert "| bad | 2.50 |" in text
     assert "+0.55 ± 0.05*" in text
     assert "+0 ± 0 |" in text
 

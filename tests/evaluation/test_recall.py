@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from evaluation.answering import answers
-from evaluation.caches import NamedCache
 from evaluation.recall import job
 from evaluation.recall.questions import KINDS, Recall, generated_sentences, is_right, sentences_of
 from evaluation.recall.report import as_markdown, compared
+from lit_modules.networks.caches import CacheSettings, CompressedCache, TensorSettings
 from tests.evaluation.conftest import TEXT, make_starting_tokenizer
 
 DEPTHS = (0, 0.25, 0.5, 1)
@@ -125,11 +125,10 @@ def test_answers_are_the_likeliest_tokens_whatever_the_batch_and_the_chunks(llam
     model, tokenizer = AutoModelForCausalLM.from_pretrained(llama).double().eval(), make_starting_tokenizer()
     model.generation_config.repetition_penalty = 5.0  # which a benchmark does not ask for
     prompts = [[0, 5, 6, 7, 8, 9, 10, 11, 12], [0, 40, 41], [0]]
-    cache = NamedCache("full", {})
 
-    def generate(rows, chunk):
+    def generate(rows, chunk, cache=None):
         settings = {"max_new_tokens": 6, "chunk": chunk, "ends": ()}
-        return answers(model, tokenizer, rows, cache.new(model), **settings)
+        return answers(model, tokenizer, rows, cache or DynamicCache(config=model.config), **settings)
 
     def by_hand(row):
         for _ in range(6):
@@ -140,6 +139,10 @@ def test_answers_are_the_likeliest_tokens_whatever_the_batch_and_the_chunks(llam
     alone = [by_hand(row) for row in prompts]
     assert [generate([row], 64)[0] for row in prompts] == alone
     assert generate(prompts, 4) == generate(prompts, 64) == alone
+    keeping = CompressedCache(
+        model.config, CacheSettings(TensorSettings(group=16), TensorSettings(group=16), window=64)
+    )
+    assert generate(prompts, 4, keeping) == alone
 
 
 def test_shares_are_of_all_questions_and_differences_are_paired():
