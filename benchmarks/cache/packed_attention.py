@@ -45,7 +45,7 @@ class Measurement:
 
 def rotation(device: torch.device) -> Tensor:
     """Return a random orthogonal matrix, as a calibrated rotation would be."""
-    return torch.linalg.qr(torch.randn(DIM, DIM, device=device)).Q
+    return torch.linalg.qr(torch.randn(DIM, DIM, device=device)).Q.contiguous()
 
 
 def packed_arguments(batch: int, length: int, formats: tuple[Format, Format], *, rotated: bool) -> tuple:

@@ -48,7 +48,7 @@ def draw_coverage(axes: Any, report: Mapping[str, Any]) -> None:
     axes.set_ylabel(f"% of attention, without the first {SINKS} tokens")
     axes.set_title("coverage")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.13))
 
 
 def draw_l1(axes: Any, report: Mapping[str, Any]) -> None:
@@ -118,4 +118,4 @@ def draw_errors(axes: Any, report: Mapping[str, Any], part: str, title: str) -> 
     axes.set_ylabel(title)
     axes.set_title(f"{part}: relative error by layer")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=6, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    axes.legend(fontsize=6, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.13))

@@ -5,16 +5,18 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-MAX_METADATA = 65504.0
-"""Largest float16: scales and zero-points are stored in it, and values beyond it are clamped."""
+MAX_SCALE = 65504.0
+"""Largest float16."""
+MAX_OFFSET = 2048.0
+"""Largest offset in steps: float16 has 11 bits."""
 
 
 @dataclass(frozen=True)
 class Format:
     """Asymmetric round-to-nearest quantization of `[B, H, T, D]`.
 
-    A group of numbers shares a scale and a zero-point: `x ~ zero + scale * code`, with `zero = min` and
-    `scale = (max - min) / (2^bits - 1)`, both in float16.
+    A group of numbers shares a scale and an offset, both in float16: `x ~ scale * (code + offset)`, with
+    `scale = (max - min) / (2^bits - 1)`, |min| / MAX_OFFSET at least, and `offset = min / scale`.
 
     Args:
         bits: 2 or 4.
@@ -86,7 +88,7 @@ class Packed:
     Attributes:
         low: int16 `[B, H, N, block, D / 8]`; values `[B, H, N, D / 8, block]`.
         high: int16, the same with C / 8 words, or None.
-        metadata: float16, scales and zero-points: `[B, H, N, 2, D]` for groups along tokens,
+        metadata: float16, scales and offsets: `[B, H, N, 2, D]` for groups along tokens,
             `[B, H, N, 2, D / group, block]` along channels.
         format: the quantization.
         by_channel: True for values.

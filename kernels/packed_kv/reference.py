@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.packed_kv.formats import MAX_METADATA, Format, Packed, PackedPast
+from kernels.packed_kv.formats import MAX_OFFSET, MAX_SCALE, Format, Packed, PackedPast
 
 
 def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
@@ -14,8 +14,8 @@ def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
         format: the quantization; with groups along tokens T is a multiple of the group.
 
     Returns:
-        Codes uint8 `[B, H, T, D]`; scales and zero-points float16, `[B, H, T, D / group]` along channels,
-        `[B, H, T / group, D]` along tokens. Codes are rounded with the float16 scale and zero-point.
+        Codes uint8 `[B, H, T, D]`; scales and offsets float16, `[B, H, T, D / group]` along channels,
+        `[B, H, T / group, D]` along tokens. Codes are rounded with the float16 scale and offset.
 
     Raises:
         ValueError: T or D is not a multiple of the group.
@@ -38,23 +38,24 @@ def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
         grouped = grouped.clamp(-bound, bound)
     least, most = grouped.amin(axis, keepdim=True), grouped.amax(axis, keepdim=True)
     levels = _levels(format, x)
-    scales = _in_float16((most - least) / levels)
-    zeros = _in_float16(least)
-    step = scales.to(x.dtype)
-    codes = (grouped - zeros.to(x.dtype)) / torch.where(step > 0, step, 1.0)
+    # A step below the precision of the least number would gain nothing.
+    scales = torch.maximum((most - least) / levels, least.abs() / MAX_OFFSET).clamp(max=MAX_SCALE).to(torch.float16)
+    step = torch.where(scales == 0, 1.0, scales.to(x.dtype))
+    offsets = (least / step).to(torch.float16)
+    codes = grouped / step - offsets.to(x.dtype)
     codes = codes.round().clamp(min=0).minimum(levels.expand_as(codes)).to(torch.uint8)
-    return codes.view(batch, heads, time, head_dim), scales.squeeze(axis), zeros.squeeze(axis)
+    return codes.view(batch, heads, time, head_dim), scales.squeeze(axis), offsets.squeeze(axis)
 
 
 def dequantize(
-    codes: Tensor, scales: Tensor, zeros: Tensor, format: Format, dtype: torch.dtype = torch.float32
+    codes: Tensor, scales: Tensor, offsets: Tensor, format: Format, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return `zero + scale * code`, `[B, H, T, D]` in `dtype`; arguments as `quantize` returns them."""
+    """Return `scale * (code + offset)`, `[B, H, T, D]` in `dtype`; arguments as `quantize` returns them."""
     if format.groups_along == "tokens":
         grouped, axis = codes.unflatten(2, (-1, format.group)), 3
     else:
         grouped, axis = codes.unflatten(3, (-1, format.group)), 4
-    values = zeros.to(dtype).unsqueeze(axis) + scales.to(dtype).unsqueeze(axis) * grouped.to(dtype)
+    values = scales.to(dtype).unsqueeze(axis) * (grouped.to(dtype) + offsets.to(dtype).unsqueeze(axis))
     return values.view(codes.shape)
 
 
@@ -76,10 +77,10 @@ def pack(x: Tensor, format: Format, block: int, *, by_channel: bool = False) -> 
         raise ValueError(f"block={block} has to be a multiple of 16 that divides the {time} tokens")
     if format.groups_along == "tokens" and format.group != block:
         raise ValueError(f"group={format.group} along tokens has to be block={block}")
-    codes, scales, zeros = quantize(x, format)
+    codes, scales, offsets = quantize(x, format)
     codes = codes.unflatten(2, (-1, block))
     high = format.high_of(head_dim)
-    metadata = torch.stack((scales, zeros), 3)
+    metadata = torch.stack((scales, offsets), 3)
     if format.groups_along == "channels":  # [B, H, T, 2, D / group] -> [B, H, N, 2, D / group, block]
         metadata = metadata.unflatten(2, (-1, block)).permute(0, 1, 2, 4, 5, 3).contiguous()
     return Packed(
@@ -98,10 +99,10 @@ def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     if packed.high is not None:
         high = _codes(packed.high, packed.by_channel)
         codes[..., : high.shape[-1]] += high << 2
-    scales, zeros = packed.metadata.unbind(3)
+    scales, offsets = packed.metadata.unbind(3)
     if format.groups_along == "channels":
-        scales, zeros = (x.mT.flatten(2, 3) for x in (scales, zeros))
-    return dequantize(codes.flatten(2, 3), scales, zeros, format, dtype)
+        scales, offsets = (x.mT.flatten(2, 3) for x in (scales, offsets))
+    return dequantize(codes.flatten(2, 3), scales, offsets, format, dtype)
 
 
 def packed_attention_reference(
@@ -175,10 +176,6 @@ def _levels(format: Format, x: Tensor) -> Tensor:
     levels = x.new_full((x.shape[-1],), 3.0)
     levels[: format.high_channels] = 15.0
     return levels
-
-
-def _in_float16(x: Tensor) -> Tensor:
-    return x.clamp(-MAX_METADATA, MAX_METADATA).to(torch.float16)
 
 
 def _words(codes: Tensor, by_channel: bool) -> Tensor:

@@ -12,10 +12,10 @@ from it:
 as the bits of two float16 numbers below the normal range, which tensor cores multiply exactly: no number is converted.
 What is left is linear algebra on the small side of each product:
 
-    keys, groups along channels:  q . k_j   = sum_g scale_jg (q_g . code_j) + zero_jg sum(q_g)
-    keys, groups along tokens:    q . k_j   = (q * scale) . code_j + q . zero
-    values, along channels:       sum p v   = sum_j (p_j scale_j) code_j + sum_j p_j zero_j
-    values, along tokens:         sum p v   = scale * (sum_j p_j code_j) + zero sum_j p_j
+    keys, groups along channels:  q . k_j   = sum_g scale_jg (q_g . code_j + offset_jg sum(q_g))
+    keys, groups along tokens:    q . k_j   = (q * scale) . (code_j + offset)
+    values, along channels:       sum p v   = sum_j (p_j scale_j) code_j + sum_j (p_j scale_j) offset_j
+    values, along tokens:         sum p v   = scale * (sum_j p_j code_j + offset sum_j p_j)
 
 with 4^-e_i in the query or in the result, both exact. Rotations: the query comes rotated for the packed tokens, and the
 join turns their output back. A row's blocks are divided evenly among the splits on the device: a captured launch stays
@@ -50,6 +50,8 @@ BLOCKS_PER_DENSE_SPLIT = 3
 """Packed blocks that take as long as SLOTS_PER_SPLIT dense slots."""
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Programs that a multiprocessor runs at once: their registers fill it."""
+JOIN_CHUNK, JOIN_SPLITS = 32, 128
+"""Channels of one program of the join, and the most splits of one of its steps."""
 NUM_STAGES = 3
 """Depth of the pipeline that loads blocks."""
 MAX_QUERIES = 16
@@ -121,13 +123,15 @@ def _scaled_by_channel(
 
 
 @triton.jit
-def _zero_point_scores(queries, metadata, WORDS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return `q . zero` of a block whose zero-points belong to channels, [rows]."""
+def _offset_scores(queries, metadata, WORDS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return `(q * scale) . offset` of a block whose scales belong to channels, [rows]."""
     word = tl.arange(0, PADDED)[:, None]
     terms = tl.zeros(queries[0].shape, tl.float32)
     for tile in tl.static_range(8):
-        zero = tl.load(metadata + HEAD_DIM + tile * WORDS + word, mask=word < WORDS, other=0.0)
-        terms += queries[tile].to(tl.float32) * zero.to(tl.float32)
+        channel = tile * WORDS + word
+        scale = tl.load(metadata + channel, mask=word < WORDS, other=0.0).to(tl.float32)
+        offset = tl.load(metadata + HEAD_DIM + channel, mask=word < WORDS, other=0.0).to(tl.float32)
+        terms += queries[tile].to(tl.float32) * (scale * offset)
     return tl.sum(terms, 0)
 
 
@@ -167,7 +171,7 @@ def _add_values_along_tokens(
     accs, shrink, weights, words, high_words, metadata, WORDS: tl.constexpr, PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr, FOUR_BITS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the eight tiles of values with a block's added: its scales and zero-points belong to channels."""
+    """Return the eight tiles of values with a block's added: its scales and offsets belong to channels."""
     word = tl.arange(0, PADDED)[:, None]
     rounded = weights.to(DTYPE)
     total = tl.sum(weights, 0)
@@ -176,30 +180,34 @@ def _add_values_along_tokens(
         codes = tl.zeros((PADDED, weights.shape[1]), tl.float32)
         codes = _weighted_codes(codes, rounded, words, high_words, tile, FOUR_BITS, DTYPE, PRECISION)
         channel = tile * WORDS + word
-        scale = tl.load(metadata + channel, mask=word < WORDS, other=0.0).to(tl.float32) * (1 / _unit(tile, DTYPE))
-        zero = tl.load(metadata + HEAD_DIM + channel, mask=word < WORDS, other=0.0).to(tl.float32)
-        new = new + (accs[tile] * shrink + codes * scale + total * zero,)
+        scale = tl.load(metadata + channel, mask=word < WORDS, other=0.0).to(tl.float32)
+        offset = tl.load(metadata + HEAD_DIM + channel, mask=word < WORDS, other=0.0).to(tl.float32)
+        new = new + (accs[tile] * shrink + (codes * (1 / _unit(tile, DTYPE)) + total * offset) * scale,)
     return new
 
 
 @triton.jit
 def _add_values_along_channels(
-    accs, zeros, shrink, weights, words, high_words, metadata, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    accs, sums, shrink, weights, words, high_words, metadata, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     GROUPS: tl.constexpr, FOUR_BITS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the eight tiles of weighted codes with a block's added, and each group's sum of weight * zero-point."""
-    token = tl.arange(0, TOKENS)[:, None]
-    new, new_zeros = (), ()
+    """Return the eight tiles of weighted codes with a block's added, and each group's sum of weight * scale * offset.
+
+    The sum is a product too, in rows that are all the same: Triton's pipeline loads only what leads to a product.
+    """
+    token = tl.arange(0, TOKENS)
+    new, new_sums = (), ()
     for group in tl.static_range(GROUPS):
-        scale = tl.load(metadata + group * BLOCK + token).to(tl.float32)
-        zero = tl.load(metadata + (GROUPS + group) * BLOCK + token).to(tl.float32)
+        scale = tl.load(metadata + group * BLOCK + token[:, None]).to(tl.float32)
         rounded = (weights * scale).to(DTYPE)
-        new_zeros = new_zeros + (zeros[group] * shrink + tl.sum(weights * zero, 0),)
+        offset = tl.load(metadata + (GROUPS + group) * BLOCK + token[None]).to(DTYPE)
+        offset = tl.broadcast_to(offset, (16, TOKENS))
+        new_sums = new_sums + (tl.dot(offset, rounded, sums[group] * shrink, input_precision=PRECISION),)
         for tile in tl.static_range(8):
             if tile * GROUPS // 8 == group:
                 acc = accs[tile] * shrink
                 new = new + (_weighted_codes(acc, rounded, words, high_words, tile, FOUR_BITS, DTYPE, PRECISION),)
-    return new, new_zeros
+    return new, new_sums
 
 
 @triton.jit
@@ -247,15 +255,15 @@ def _attend_blocks(
     low_scaled, high_scaled = _scaled(queries, 1, DTYPE), _scaled(high_queries, 4, DTYPE)
     totals = ()
     for group in tl.static_range(KEY_GROUPS):
-        totals = totals + (_group_sum(queries, group, KEY_GROUPS),)
-    UNIT: tl.constexpr = 1 / (QUERY_UNIT * _unit(0, DTYPE))
+        totals = totals + (_group_sum(queries, group, KEY_GROUPS) * scale,)
+    unit = scale * (1 / (QUERY_UNIT * _unit(0, DTYPE)))
     row_max = tl.full((ROWS,), -float("inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
-    accs, zeros = (), ()
+    accs, sums = (), ()
     for _ in tl.static_range(8):
         accs = accs + (tl.zeros((VALUE_PADDED, ROWS), tl.float32),)
     for _ in tl.static_range(VALUE_GROUPS):
-        zeros = zeros + (tl.zeros((ROWS,), tl.float32),)
+        sums = sums + (tl.zeros((16, ROWS), tl.float32),)
     for block in tl.range(begin, stop):
         of_keys = key_metadata + block * KEY_METADATA
         of_values = value_metadata + block * VALUE_METADATA
@@ -263,7 +271,7 @@ def _attend_blocks(
             low_scaled = _scaled_by_channel(queries, of_keys, WORDS, PADDED, 1, DTYPE)
             if HIGH_KEYS:
                 high_scaled = _scaled_by_channel(high_queries, of_keys, HIGH_WORDS, HIGH_PADDED, 4, DTYPE)
-            rest = _zero_point_scores(queries, of_keys, WORDS, PADDED, KEY_DIM)
+            rest = _offset_scores(queries, of_keys, WORDS, PADDED, KEY_DIM) * scale
         for part in tl.static_range(BLOCK // TOKENS):
             token = part * TOKENS + tl.arange(0, TOKENS)
             words = tl.load(
@@ -285,16 +293,15 @@ def _attend_blocks(
                 scores = _add_products(scores, low_scaled, words, 0, 1, DTYPE, PRECISION)
                 if HIGH_KEYS:
                     scores = _add_products(scores, high_scaled, high_tile, 0, 1, DTYPE, PRECISION)
-                scores = scores * UNIT + rest
+                scores = scores * unit + rest
             for group in tl.static_range(KEY_GROUPS):
                 product = tl.zeros((TOKENS, ROWS), tl.float32)
                 product = _add_products(product, low_scaled, words, group, KEY_GROUPS, DTYPE, PRECISION)
                 if HIGH_KEYS:
                     product = _add_products(product, high_scaled, high_tile, group, KEY_GROUPS, DTYPE, PRECISION)
                 group_scale = tl.load(of_keys + group * BLOCK + token[:, None]).to(tl.float32)
-                group_zero = tl.load(of_keys + (KEY_GROUPS + group) * BLOCK + token[:, None]).to(tl.float32)
-                scores += product * (group_scale * UNIT) + totals[group] * group_zero
-            scores *= scale
+                group_offset = tl.load(of_keys + (KEY_GROUPS + group) * BLOCK + token[:, None]).to(tl.float32)
+                scores += (product * unit + totals[group] * group_offset) * group_scale
             if past_decay is not None:
                 decay_offset = (row_head * block_capacity + block) * BLOCK + token[:, None]
                 key_decay = tl.load(past_decay + decay_offset, mask=row_used, other=0.0)
@@ -306,15 +313,15 @@ def _attend_blocks(
                     VALUE_DIM, FOUR_BIT_VALUES, DTYPE, PRECISION,
                 )  # fmt: skip
             else:
-                accs, zeros = _add_values_along_channels(
-                    accs, zeros, shrink, weights, value_tile, high_value_tile, of_values + part * TOKENS,
+                accs, sums = _add_values_along_channels(
+                    accs, sums, shrink, weights, value_tile, high_value_tile, of_values + part * TOKENS,
                     TOKENS, BLOCK, VALUE_GROUPS, FOUR_BIT_VALUES, DTYPE, PRECISION,
                 )  # fmt: skip
     share = _store_lse(lse, result_row, row_used, row_max, row_sum)
     for tile in tl.static_range(8):
         out = accs[tile]
         if VALUE_GROUPS:
-            out = out * (1 / _unit(tile, DTYPE)) + zeros[tile * VALUE_GROUPS // 8]
+            out = out * (1 / _unit(tile, DTYPE)) + tl.sum(sums[tile * VALUE_GROUPS // 8], 0) / 16
         tl.store(
             partial + result_row * VALUE_DIM + tile * VALUE_WORDS + value_word[:, None], out * share,
             mask=row_used & (value_word[:, None] < VALUE_WORDS),
@@ -429,21 +436,20 @@ def _attend_split(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_queries", "past_splits", "num_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_queries", "rows_of_batch", "past_splits", "num_splits"])
 def _join(
-    partial, lse, out, rotation, dense_end, dense_start, num_rows, num_queries, past_splits, num_splits,
-    ROWS_OF_BATCH, DIM: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    partial, lse, out, rotation, dense_end, dense_start, num_rows, num_queries, rows_of_batch, past_splits, num_splits,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one row, CHUNK channels of out; `rotation` [DIM, DIM] turns the packed tokens' output back."""
-    row = tl.program_id(0)
+    """Join the splits of ROWS rows, CHUNK channels; `rotation` [DIM, DIM] turns the packed tokens' output back."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    largest = tl.full((), -float("inf"), tl.float32)
+    largest = tl.full((ROWS,), -float("inf"), tl.float32)
     for first in range(0, num_splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        split_lse = tl.load(lse + split.to(tl.int64) * num_rows + row, mask=split < num_splits, other=-float("inf"))
+        split_lse = _split_lse(lse, row, num_rows, first, num_splits, SPLITS)
         largest = tl.maximum(largest, tl.max(split_lse, 0))
     reference = tl.where(largest == -float("inf"), 0.0, largest)
-    total = tl.zeros((), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
     if rotation is None:
         result, total = _weighted(
             partial, lse, row, num_rows, reference, channel, total, 0, num_splits, DIM, CHUNK, SPLITS
@@ -453,21 +459,30 @@ def _join(
         turned, total = _weighted(
             partial, lse, row, num_rows, reference, every, total, 0, past_splits, DIM, PADDED, SPLITS
         )
-        back = tl.load(
-            rotation + channel[:, None] * DIM + every, mask=(channel[:, None] < DIM) & (every < DIM), other=0.0
-        )
+        mask = (channel[:, None] < DIM) & (every < DIM)
+        back = tl.load(rotation + channel[:, None] * DIM + every, mask=mask, other=0.0)
         result, total = _weighted(
             partial, lse, row, num_rows, reference, channel, total, past_splits, num_splits, DIM, CHUNK, SPLITS
         )
-        result += tl.sum(back * turned, 1)
+        result += tl.sum(turned[:, None] * back[None], 2)
     seen = total > 0
     if dense_start is not None:
         # A query of padding sees nothing, not even packed tokens.
-        batch = row // ROWS_OF_BATCH
-        own_slot = tl.load(dense_end + batch) - num_queries + row % num_queries
-        seen = seen & (own_slot >= tl.load(dense_start + batch))
-    result = tl.where(seen, result / tl.where(total > 0, total, 1.0), 0.0)
-    tl.store(out + row.to(tl.int64) * DIM + channel, result.to(out.dtype.element_ty), mask=channel < DIM)
+        batch = row // rows_of_batch
+        held = row < num_rows
+        own_slot = tl.load(dense_end + batch, mask=held, other=0) - num_queries + row % num_queries
+        seen = seen & (own_slot >= tl.load(dense_start + batch, mask=held, other=0))
+    result = tl.where(seen[:, None], result / tl.where(total > 0, total, 1.0)[:, None], 0.0)
+    mask = (row[:, None] < num_rows) & (channel < DIM)
+    tl.store(out + row[:, None].to(tl.int64) * DIM + channel, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _split_lse(lse, row, num_rows, first, stop, SPLITS: tl.constexpr):
+    """Load the lse of SPLITS splits, [SPLITS, rows]; -inf from stop on."""
+    split = first + tl.arange(0, SPLITS)[:, None]
+    written = (split < stop) & (row < num_rows)
+    return tl.load(lse + split.to(tl.int64) * num_rows + row, mask=written, other=-float("inf"))
 
 
 @triton.jit
@@ -475,16 +490,16 @@ def _weighted(
     partial, lse, row, num_rows, reference, channel, total, begin, stop, DIM: tl.constexpr, CHANNELS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of the splits' outputs [CHANNELS] by weight, and `total` with the weights added."""
-    acc = tl.zeros((CHANNELS,), tl.float32)
+    """Return the sum of the splits' outputs [rows, CHANNELS] by weight, and `total` with the weights added."""
+    acc = tl.zeros((total.shape[0], CHANNELS), tl.float32)
     for first in range(begin, stop, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        offset = split.to(tl.int64) * num_rows + row
-        written = split < stop
-        weights = tl.exp2(tl.load(lse + offset, mask=written, other=-float("inf")) - reference)
-        outs = tl.load(partial + offset[:, None] * DIM + channel, mask=written[:, None] & (channel < DIM), other=0.0)
+        weights = tl.exp2(_split_lse(lse, row, num_rows, first, stop, SPLITS) - reference)
+        split = first + tl.arange(0, SPLITS)[:, None, None]
+        offset = (split.to(tl.int64) * num_rows + row[None, :, None]) * DIM + channel
+        mask = (split < stop) & (row[None, :, None] < num_rows) & (channel < DIM)
+        outs = tl.load(partial + offset, mask=mask, other=0.0)
         total += tl.sum(weights, 0)
-        acc += tl.sum(weights[:, None] * outs, 0)
+        acc += tl.sum(weights[:, :, None] * outs, 0)
     return acc, total
 
 
@@ -502,12 +517,13 @@ def attend(
     partial, lse, past_splits = _launch(q, dense_keys, dense_values, dense_end, dense_start, decay, past, scale, True)
     rows, dim = lse[0].numel(), dense_values.shape[3]
     out = q.new_empty(*q.shape[:3], dim)
-    padded, chunk = next_power_of_2(dim), min(64, next_power_of_2(dim))
+    padded = next_power_of_2(dim)
+    chunk = min(JOIN_CHUNK, padded)
     rotation = None if past.value_rotation is None else past.value_rotation.contiguous()
     with torch.cuda.device_of(q):
         _join[(rows, -(-dim // chunk))](
-            partial, lse, out, rotation, dense_end, dense_start, rows, q.shape[2], past_splits, len(lse),
-            q.shape[1] * q.shape[2], dim, padded, chunk, SPLITS=32, num_warps=2,
+            partial, lse, out, rotation, dense_end, dense_start, rows, q.shape[2], q.shape[1] * q.shape[2],
+            past_splits, len(lse), dim, padded, 1, chunk, SPLITS=min(JOIN_SPLITS, next_power_of_2(len(lse))), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -579,7 +595,7 @@ def _launch(
             ROWS=rows,
             TILE=DENSE_TILE,
             BLOCK=keys.block,
-            TOKENS=min(keys.block, MAX_TOKENS),
+            TOKENS=min(keys.block, _tokens_per_step(past.keys)),
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             KEY_GROUPS=_groups(past.keys),
@@ -592,6 +608,11 @@ def _launch(
             num_stages=NUM_STAGES,
         )  # fmt: skip
     return partial, lse, past_splits
+
+
+def _tokens_per_step(keys: Packed) -> int:
+    """Return the tokens of one step: as many as registers hold, which scales of channels take from low-bit keys."""
+    return 64 if keys.format.groups_along == "tokens" and keys.high is None else MAX_TOKENS
 
 
 def _groups(side: Packed) -> int:
