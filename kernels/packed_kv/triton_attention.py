@@ -523,7 +523,8 @@ def attend(
     with torch.cuda.device_of(q):
         _join[(rows, -(-dim // chunk))](
             partial, lse, out, rotation, dense_end, dense_start, rows, q.shape[2], q.shape[1] * q.shape[2],
-            past_splits, len(lse), dim, padded, 1, chunk, SPLITS=min(JOIN_SPLITS, next_power_of_2(len(lse))), num_warps=4,
+            past_splits, len(lse), dim, padded, 1, chunk,
+            SPLITS=min(JOIN_SPLITS, next_power_of_2(len(lse))), num_warps=4,
         )  # fmt: skip
     return out
 
