@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lit_modules.networks.caches.ledger import Array, Ledger, Move, match
+from lit_modules.networks.caches.ledger import Ledger
+from lit_modules.networks.caches.moves import Array, Move, match
 from lit_modules.networks.caches.settings import CacheSettings
 
 

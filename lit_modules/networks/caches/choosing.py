@@ -7,7 +7,7 @@ have 16 bits, `block` of them are released: those of lowest priority among the o
 import torch
 from torch import Tensor
 
-from lit_modules.networks.caches.ledger import Turn
+from lit_modules.networks.caches.moves import Turn
 
 NEWEST = {"heavy_hitters": 2, "forget_gate": 3}
 """One in so many tokens of the window are the newest, which stay."""

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.settings import SettingError
 from kernels.packed_kv import PackedPast, packed_attention
-from lit_modules.networks.caches.attention import REBASE_EVERY
+from lit_modules.networks.caches.beside import Beside
 from lit_modules.networks.caches.books import Books
-from lit_modules.networks.caches.choosing import choose_by_gate, choose_heavy_hitters
 from lit_modules.networks.caches.counted import CountedCacheLayer
-from lit_modules.networks.caches.held import Held, HeldNumbers, HeldStates
+from lit_modules.networks.caches.held import Held, HeldStates
 from lit_modules.networks.caches.in_parts import Finish, Side, attend_in_parts
-from lit_modules.networks.caches.ledger import Array, Move
+from lit_modules.networks.caches.moves import Array, Move
 from lit_modules.networks.caches.settings import CacheSettings
 from lit_modules.networks.caches.shifted import UnshiftedStates
 
@@ -39,24 +37,20 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
     Args:
         books: what the cache's layers share.
         rotation: returns the rotations for given widths.
-        reads_gates: whether the model has forget gates.
     """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, books: Books, rotation: Rotation, reads_gates: bool = False):
+    def __init__(self, books: Books, rotation: Rotation):
         super().__init__()
-        self.books, self.rotation, self.reads_gates = books, rotation, reads_gates
+        self.books, self.rotation = books, rotation
         self.pending: tuple[Tensor, Tensor] | None = None
         self.key_states: HeldStates | None = None
         self.value_states: HeldStates | None = None
-        self.numbers: dict[str, HeldNumbers] = {}  # beside each key: sums of log gates, positions, scores
+        self.beside: Beside | None = None
         self._layouts: dict[str, Tensor] = {}  # what the last attention saw, until its roll
-        self._last_sum: Tensor | None = None  # float64 [B, Hq]
-        self._since_rebase = 0
-        self._groups = 1
         books.layers.append(self)
 
     @property
@@ -98,7 +92,6 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             ValueError: heads of this width cannot be packed.
         """
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._groups = math.gcd(key_states.shape[1], value_states.shape[1])
         capacity = self.books.capacity
         made = []
         for name, states, ledger in (
@@ -125,6 +118,7 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
                 )
             )
         self.key_states, self.value_states = made
+        self.beside = Beside(self.books, made[0], math.gcd(key_states.shape[1], value_states.shape[1]))
         if capacity is not None:
             for held, states in zip(made, (key_states, value_states), strict=True):
                 held.allocate(states)
@@ -180,11 +174,12 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             self.lazy_initialization(keys, values)
         assert self.key_states is not None
         assert self.value_states is not None
+        assert self.beside is not None
         self._check(keys, values)
         key_move, value_move = self.books.step(self, len(keys), keys.shape[2], keys.device, padding)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         layouts = {"keys": self.key_states.write(keys, key_move), "values": self.value_states.write(values, value_move)}
-        self._write_numbers(layouts, key_move, log_forget, positions)
+        layouts |= self.beside.write(key_move, keys, log_forget, positions)
         self._layouts = layouts
         if finish is None and not self.books.apart and "scores" not in layouts:
             out = packed_attention(
@@ -211,7 +206,8 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
         layouts, self._layouts = self._layouts, {}
         assert self.key_states is not None
         assert self.value_states is not None
-        key_side: dict[str, Held] = {"keys": self.key_states, **self.numbers}
+        assert self.beside is not None
+        key_side: dict[str, Held] = {"keys": self.key_states, **self.beside.held}
         sides: list[tuple[Move, dict[str, Held]]] = [(key_move, key_side), (value_move, {"values": self.value_states})]
         chosen: tuple[Tensor, Tensor] | None = None
         for move, helds in sides:
@@ -220,13 +216,12 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             kept, released = move.roll.kept, move.roll.released
             if move.roll.turns:
                 # Keys and values share the policy, and so the choice.
-                chosen = chosen or self._choose(move, layouts)
+                chosen = chosen or self.beside.choose(move.roll.turns, layouts)
                 released, kept = chosen
             assert kept is not None
             for name, held in helds.items():
                 held.roll(layouts[name], kept, released, move.roll.filing)
-        if "sums" in self.numbers:
-            self._rebase()
+        self.beside.rebase()
 
     def positions(self, head: int = 0, tensor: str = "keys") -> list[list[int]]:
         """Return for each row the positions, after its padding, that keep 16 bits by the policy, ascending.
@@ -244,9 +239,10 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             return [ledger.positions(row) for row in rows]
         assert self.key_states is not None
         assert self.key_states.dense is not None
-        held = self.numbers["positions"].dense
+        assert self.beside is not None
+        held = self.beside.held["positions"].dense
         assert held is not None
-        group = head * self._groups // self.key_states.dense.shape[1]
+        group = head * held.shape[1] // self.key_states.dense.shape[1]
         return [held[row, group, :count].tolist() for row, count in zip(rows, ledger.counts(), strict=True)]
 
     def nbytes(self) -> dict[str, int]:
@@ -262,7 +258,7 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
                 sizes["packed"] += codes
                 sizes["metadata"] += metadata
                 sizes["dense"] += held.nbytes
-        sizes["numbers"] = sum(each.nbytes + each.packed_nbytes for each in self.numbers.values())
+        sizes["numbers"] = 0 if self.beside is None else self.beside.nbytes
         sizes["numbers"] += sum(each.nbytes for each in self.unshifted or ())
         return sizes
 
@@ -277,16 +273,11 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
     def keep_slots(self, keys: list[Array], values: list[Array], removed: int) -> None:
         """Keep these slots of each row alone, after tokens were taken back (`Ledger.rewind`)."""
         self._crop_unshifted(removed)
-        for rows, helds in ((keys, (self.key_states, *self.numbers.values())), (values, (self.value_states,))):
-            for held in helds:
-                if held is not None and held.dense is not None:
-                    held.compact(rows)
-        if self._last_sum is not None:
-            sums = self.numbers["sums"].dense
-            assert sums is not None
-            # The newest token that is left lies in the last slot.
-            last = torch.tensor([max(len(slots) - 1, 0) for slots in keys], device=sums.device)
-            self._last_sum = sums.gather(2, last[:, None, None].expand(-1, sums.shape[1], 1))[..., 0].double()
+        for rows, held in ((keys, self.key_states), (values, self.value_states)):
+            if held is not None and held.dense is not None:
+                held.compact(rows)
+        if self.beside is not None:
+            self.beside.keep_slots(keys)
 
     def check_crop(self, removed: int) -> None:
         """Raise ValueError if KV-shift cannot take back so many tokens."""
@@ -294,10 +285,12 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
 
     def reset(self) -> None:
         """Drop all content; with a capacity, storage keeps its address."""
-        self._last_sum, self._since_rebase, self._layouts, self.unshifted = None, 0, {}, None
+        self._layouts, self.unshifted = {}, None
         if self.books.capacity is None:
-            self.key_states = self.value_states = None
-            self.numbers, self.is_initialized = {}, False
+            self.key_states = self.value_states = self.beside = None
+            self.is_initialized = False
+        elif self.beside is not None:
+            self.beside.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise: the layers of a compressed cache are cropped together, by the cache."""
@@ -319,13 +312,15 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
         keys, values = self.key_states, self.value_states
         assert keys is not None
         assert values is not None
-        if not keys.packed or not (move.past or self.books.capacity is not None):
+        assert self.beside is not None
+        # With fixed addresses always: a captured step cannot begin to read packed tokens.
+        if not keys.packed or (self.books.capacity is None and not move.past):
             return None
         return PackedPast(
             keys.as_packed(),
             values.as_packed(),
             move.blocks,
-            decay=self.numbers["sums"].packed[0] if "sums" in self.numbers else None,
+            decay=self.beside.held["sums"].packed[0] if "sums" in self.beside.held else None,
             key_rotation=keys.rotation,
             value_rotation=values.rotation,
         )
@@ -342,10 +337,11 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
     ) -> Tensor:
         assert self.key_states is not None
         assert self.value_states is not None
-        places = None
-        if finish is not None:
-            packed = self.numbers["rotary"].packed
-            places = layouts["rotary"], packed[0] if packed and key_move.past else None
+        assert self.beside is not None
+        decay, places = (
+            (layouts[name], self.beside.held[name].packed[0] if key_move.past else None) if name in layouts else None
+            for name in ("sums", "rotary")
+        )
         keys, values = (
             Side(
                 layouts[name],
@@ -358,9 +354,6 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             )
             for name, held, move in (("keys", self.key_states, key_move), ("values", self.value_states, value_move))
         )
-        decay = None
-        if "sums" in layouts:
-            decay = layouts["sums"], self.numbers["sums"].packed[0] if key_move.past else None
         sizes = keys.packed_tokens, keys.layout.shape[2], values.packed_tokens, values.layout.shape[2]
         return attend_in_parts(
             q,
@@ -374,82 +367,8 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             received=layouts.get("scores"),
         )
 
-    def _write_numbers(
-        self, layouts: dict[str, Tensor], move: Move, log_forget: Tensor | None, rotary: Tensor | None
-    ) -> None:
-        """Write what lies beside each key: sums of log gates, rotary positions, what a choice by content reads."""
-        batch, _, tokens, _ = layouts["keys"].shape[0], 0, move.tokens, 0
-        new: dict[str, Tensor] = {}
-        if log_forget is not None:
-            new["sums"] = self._summed(log_forget.detach())
-        if rotary is not None:
-            new["rotary"] = rotary.int()[:, None]
-        ledger = self.books.keys
-        if ledger.reads_content:
-            new["positions"] = self._new_positions(batch, tokens, rotary is not None)
-            if ledger.keep == "heavy_hitters":
-                new["scores"] = torch.zeros_like(new["positions"], dtype=torch.float32)
-            elif log_forget is None:
-                fix = "choose another policy"
-                raise SettingError("cache.keys.keep", ledger.keep, fix, "needs a model with forget gates")
-        assert self.key_states is not None
-        for name, numbers in new.items():
-            held = self.numbers.get(name)
-            if held is None:
-                held = self.numbers[name] = HeldNumbers(
-                    ledger.block,
-                    self.key_states.least_slots,
-                    self.key_states.least_blocks,
-                    is_fixed=self.books.capacity is not None,
-                    outlives=name in ("sums", "rotary"),
-                )
-                if self.books.capacity is not None:
-                    held.allocate(numbers)
-            layouts[name] = held.write(numbers, move)
-
-    def _new_positions(self, batch: int, tokens: int, is_mapped: bool) -> Tensor:
-        """Return the positions of the new tokens in their rows, int32 `[B, G, T]`; padding has negative ones."""
-        ledger = self.books.keys
-        assert ledger.starts is not None
-        # Keys that are mapped when they are read have one position for all heads.
-        groups = 1 if is_mapped else self._groups
-        starts = torch.tensor([max(start, 0) for start in ledger.starts], device=self.device, dtype=torch.int32)
-        new = torch.arange(ledger.length - tokens, ledger.length, device=self.device, dtype=torch.int32)
-        return (new - starts[:, None])[:, None].expand(-1, groups, -1).contiguous()
-
-    def _summed(self, log_forget: Tensor) -> Tensor:
-        """Return the sums of log gates up to each new token, `[B, Hq, T]`, for `[B, T, Hq]`."""
-        sums = log_forget.double().cumsum(1)
-        if self._last_sum is not None:
-            sums = sums + self._last_sum[:, None]
-        self._last_sum = sums[:, -1]
-        self._since_rebase += sums.shape[1]
-        return sums.mT.to(log_forget.dtype).contiguous()
-
-    def _rebase(self) -> None:
-        """Bring the origin of the sums near the newest token, because a float32 near -10000 is too coarse."""
-        if self._since_rebase < REBASE_EVERY or self._last_sum is None:
-            return
-        held, origin = self.numbers["sums"], self._last_sum
-        for each in (held.dense, *held.packed):
-            if each is not None:
-                each -= origin.to(each.dtype).view(*origin.shape, *(1,) * (each.ndim - 2))
-        self._last_sum, self._since_rebase = torch.zeros_like(origin), 0
-
-    def _choose(self, move: Move, layouts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the slots to release and to keep, `[B, G, n]` and `[B, G, m]`."""
-        assert move.roll is not None
-        ledger = self.books.keys
-        if ledger.keep == "heavy_hitters":
-            return choose_heavy_hitters(move.roll.turns, layouts["scores"], ledger.window, ledger.block)
-        positions = layouts["positions"]
-        sums = layouts["sums"].unflatten(1, (positions.shape[1], -1)).mean(2)
-        return choose_by_gate(move.roll.turns, sums, positions, ledger.window, ledger.block)
-
     def _map(self, move: Callable[[Tensor], Tensor]) -> None:
-        for held in (self.key_states, self.value_states, *self.numbers.values()):
+        for held in (self.key_states, self.value_states, self.beside):
             if held is not None:
                 held.map(move)
-        if self._last_sum is not None:
-            self._last_sum = move(self._last_sum)
         self._map_unshifted(move)

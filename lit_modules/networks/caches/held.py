@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.packed_kv import Format, Packed, pack
-from lit_modules.networks.caches.ledger import Array, Filing, Move
+from lit_modules.networks.caches.moves import Array, Filing, Move
 
 GROWTH = 16
 """Storage that is full grows by one part in so many: allocated bytes count, and the copies stay below 17 a token."""

@@ -285,6 +285,33 @@ def test_a_prepared_step_reads_nothing_of_the_host(monkeypatch):
             assert first[0].end.tolist() == cache.books.keys.counts()
 
 
+def test_a_prepared_step_compiles_whole_and_seldom_again():
+    model, graphs = stock("llama").float(), []
+    ids = torch.randint(1, 61, (1, 120))
+    settings = CacheSettings(window=5, keys={"group": 16, "transform": "hadamard"}, values={"group": 16})
+    eager, traced = (CompressedCache(model.config, settings, capacity=120) for _ in range(2))
+
+    def count(graph, example):
+        graphs.append(graph)
+        return graph
+
+    def step(tokens, place, cache):
+        return model(tokens, past_key_values=cache, position_ids=place).logits
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=count)
+    with torch.no_grad():
+        for cache in (eager, traced):
+            model(ids[:, :20], past_key_values=cache)
+        for t in range(20, 120):
+            for cache in (eager, traced):
+                cache.prepare_step()
+            token, place = ids[:, t : t + 1], torch.tensor([[t]])
+            torch.testing.assert_close(compiled(token, place, traced), step(token, place, eager))
+    # Once more for the length, which is a number of the host there; it is not read.
+    assert len(graphs) <= 2
+
+
 @pytest.mark.parametrize("softmax_layers", [(0,), (0, 1)])
 def test_a_linearized_models_softmax_layers_are_compressed(softmax_layers):
     source = stock("llama").float()
