@@ -13,6 +13,8 @@ from evaluation.results import conditions_line
 from evaluation.tables import UNDECIDED, difference, table
 from evaluation.uncertainty import Estimate, is_decided, mean, paired_difference
 
+FEW = 10  # sequences, below which a standard error is itself rough
+
 
 def compared(found: Mapping[str, Sequence[Mapping[str, Any]]], length: int) -> dict[str, Any]:
     """Return means over sequences, and paired differences to the first cache, from each sequence's mean losses.
@@ -85,8 +87,10 @@ def as_markdown(report: Mapping[str, Any]) -> str:
         "- standard errors over sequences; differences are paired by sequence",
         conditions_line(report, report["dtype"]),
     ]
+    if report["sequences"] < FEW:
+        notes.insert(1, f"- **{report['sequences']} sequences: too few for standard errors that can be relied on**")
     if others:
-        notes.insert(2, f"- {UNDECIDED}")
+        notes.insert(-2, f"- {UNDECIDED}")
     return "\n".join([f"# {report['checkpoint']}", "", *table(lines), "", *table(by_position), "", *notes]) + "\n"
 
 

@@ -154,6 +154,7 @@ def test_a_table_tells_decided_differences(tmp_path):
     made |= {"device": "cpu", "versions": {}, "commit": "0", "date": "today"}
     text = as_markdown(compared({"full": rows, "bad": worse, "same": rows}, 2) | made)
     assert "| bad | 2.50 |" in text
+    assert "2 sequences: too few" in text
     assert "+0.55 ± 0.05*" in text
     assert "+0 ± 0 |" in text
 
