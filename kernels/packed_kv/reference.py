@@ -56,7 +56,7 @@ def dequantize(
     else:
         grouped, axis = codes.unflatten(3, (-1, format.group)), 4
     values = scales.to(dtype).unsqueeze(axis) * (grouped.to(dtype) + offsets.to(dtype).unsqueeze(axis))
-    return values.view(codes.shape)
+    return values.reshape(codes.shape)
 
 
 def pack(x: Tensor, format: Format, block: int, *, by_channel: bool = False) -> Packed:

@@ -4,8 +4,8 @@
 """
 
 from lit_modules.networks.caches.attention import AttentionCacheLayer
-from lit_modules.networks.caches.compressed import CompressedCacheLayer
 from lit_modules.networks.caches.compressed_cache import CompressedCache, LogQuantCache, compressed
+from lit_modules.networks.caches.compressed_layer import CompressedCacheLayer
 from lit_modules.networks.caches.recurrent import RecurrentCacheLayer
 from lit_modules.networks.caches.selection import log_sparse_positions
 from lit_modules.networks.caches.settings import CacheSettings, TensorSettings

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 
 from common.settings import SettingError, check_whole
 from lit_modules.networks.caches.books import Books
-from lit_modules.networks.caches.compressed import CompressedCacheLayer, Rotation
+from lit_modules.networks.caches.compressed_layer import CompressedCacheLayer, Rotation
 from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.caches.recurrent import RecurrentCacheLayer
 from lit_modules.networks.caches.rotations import hadamard, model_identity, read_rotations

@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from common.settings import SettingError
-from lit_modules.networks.caches.compressed import CompressedCacheLayer
+from lit_modules.networks.caches.compressed_layer import CompressedCacheLayer
 
 PREFIX = "compressed:"
 

@@ -37,6 +37,8 @@ def test_unpacking_gives_exactly_the_dequantized_codes(format: Format, by_channe
     packed = pack(x, format, 64, by_channel=by_channel)
     assert torch.equal(unpack(packed), dequantize(*quantize(x, format), format))
     assert (packed.head_dim, packed.block, packed.blocks) == (64, 64, 3)
+    one = packed.map(lambda held: held[:, :, :1])
+    assert torch.equal(unpack(one), unpack(packed)[:, :, :64])
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -10,7 +10,7 @@ from common.settings import SettingError
 from kernels.packed_kv import dequantize, quantize
 from lit_modules.networks.caches import CacheSettings, log_sparse_positions
 from lit_modules.networks.caches.books import Books
-from lit_modules.networks.caches.compressed import CompressedCacheLayer, Rotation
+from lit_modules.networks.caches.compressed_layer import CompressedCacheLayer, Rotation
 from lit_modules.networks.caches.rotations import hadamard
 from lit_modules.networks.caches.selection import Schedule, kept_positions
 
