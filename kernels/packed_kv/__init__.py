@@ -5,6 +5,7 @@ from torch import Tensor
 from kernels.packed_kv.formats import Format, Packed, PackedPast
 from kernels.packed_kv.operator import flat, operation
 from kernels.packed_kv.reference import dequantize, pack, packed_attention_reference, quantize, unpack
+from kernels.packed_kv.write_tokens import write_tokens
 
 __all__ = [
     "Format",
@@ -16,6 +17,7 @@ __all__ = [
     "packed_attention_reference",
     "quantize",
     "unpack",
+    "write_tokens",
 ]
 
 

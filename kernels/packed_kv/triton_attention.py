@@ -596,7 +596,7 @@ def _launch(
             ROWS=rows,
             TILE=DENSE_TILE,
             BLOCK=keys.block,
-            TOKENS=min(keys.block, _tokens_per_step(past.keys)),
+            TOKENS=min(keys.block, _tokens_per_step(past.keys, rows)),
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             KEY_GROUPS=_groups(past.keys),
@@ -611,9 +611,10 @@ def _launch(
     return partial, lse, past_splits
 
 
-def _tokens_per_step(keys: Packed) -> int:
-    """Return the tokens of one step: as many as registers hold, which scales of channels take from low-bit keys."""
-    return 64 if keys.format.groups_along == "tokens" and keys.high is None else MAX_TOKENS
+def _tokens_per_step(keys: Packed, rows: int) -> int:
+    """Return the tokens of one step: as many as registers hold beside the rows, or the scales of channels."""
+    scales_of_channels = keys.format.groups_along == "tokens" and keys.high is None
+    return MAX_TOKENS // 2 if rows > 8 or scales_of_channels else MAX_TOKENS
 
 
 def _groups(side: Packed) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.packed_kv import Format, Packed, pack
+from kernels.packed_kv import Format, Packed, pack, write_tokens
 from lit_modules.networks.caches.moves import Array, Filing, Move
 
 GROWTH = 16
@@ -247,10 +247,8 @@ def _take(layout: Tensor, slots: Tensor) -> Tensor:
 
 def _write_rows(storage: Tensor, new: Tensor, end: Tensor) -> None:
     """Write `[B, H, T, ...]` into the slots of each row that end at `end` `[B]`."""
-    tokens = new.shape[2]
-    place = end.long()[:, None] - tokens + torch.arange(tokens, device=end.device)
-    place = place.view(len(end), 1, tokens, *(1,) * (new.ndim - 3))
-    storage.scatter_(2, place.expand_as(new), new)
+    wide = storage.ndim == 4
+    write_tokens(storage if wide else storage[..., None], new if wide else new[..., None], end)
 
 
 def _longer(x: Tensor, size: int) -> Tensor:

@@ -1,0 +1,83 @@
+"""Decoding steps with a compressed cache, captured in a CUDA graph or compiled."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lit_modules.networks.caches import CompressedCache
+from lit_modules.networks.caches.settings import CacheSettings, TensorSettings
+
+PROMPT, STEPS = 300, 150
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+
+
+def settings(transform: str) -> CacheSettings:
+    keys = TensorSettings(groups_along="tokens", transform=transform)
+    return CacheSettings(keys, TensorSettings(transform=transform), window=20)
+
+
+def prefilled(llama: LlamaForCausalLM, transform: str) -> tuple[CompressedCache, torch.Tensor]:
+    """Return a cache that holds a prompt, and the tokens that are to come."""
+    tokens = torch.randint(0, 96, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(1)).to("cuda")
+    cache = CompressedCache(llama.config, settings(transform), capacity=PROMPT + STEPS + 16)
+    for chunk in tokens[:, :PROMPT].split(128, 1):
+        llama(chunk, past_key_values=cache)
+    return cache, tokens[:, PROMPT:]
+
+
+@pytest.mark.gpu(needs="CUDA")
+@pytest.mark.parametrize("transform", ["none", "hadamard"])
+@torch.no_grad()
+def test_replays_of_a_captured_step_give_what_steps_give(llama, transform) -> None:
+    cache, tokens = prefilled(llama, transform)
+    expected = [llama(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(STEPS)]
+
+    cache, tokens = prefilled(llama, transform)
+    token, position = tokens[:, :1].clone(), torch.full((2, 1), PROMPT, device="cuda")
+
+    def step() -> torch.Tensor:
+        return llama(token, position_ids=position, past_key_values=cache).logits
+
+    found = []
+    graph, out = None, None
+    for i in range(STEPS):
+        token.copy_(tokens[:, i : i + 1])
+        position.fill_(PROMPT + i)
+        cache.prepare_step()
+        if i < 3:
+            found.append(step())
+        elif graph is None:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = step()
+            graph.replay()
+            found.append(out.clone())
+        else:
+            graph.replay()
+            found.append(out.clone())
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), f"step {i}: {(one - other).abs().max()}"
+
+
+@pytest.mark.gpu(needs="CUDA")
+@torch.no_grad()
+def test_a_compiled_model_gives_what_it_gives_uncompiled(llama) -> None:
+    cache, tokens = prefilled(llama, "none")
+    expected = [llama(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(STEPS)]
+    cache, tokens = prefilled(llama, "none")
+    compiled = torch.compile(llama, fullgraph=True)
+    for i in range(STEPS):
+        cache.prepare_step()
+        position = torch.full((2, 1), PROMPT + i, device="cuda")
+        logits = compiled(tokens[:, i : i + 1], position_ids=position, past_key_values=cache).logits
+        assert (logits - expected[i]).abs().max() < 0.05 * expected[i].abs().max()
