@@ -37,6 +37,7 @@ class Books:
         if not self.apart:
             self.values = self.keys
         self.layers: list[Layer] = []
+        self.model = ""  # for stock models: what the cache was made for
         self.moves: tuple[Move, Move] | None = None
         self.is_called_by_hand = False  # whether `prepare_step` is called before each decoding step
         self._link: tuple[tuple[int, ...], Tensor] | None = None

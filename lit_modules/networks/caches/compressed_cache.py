@@ -25,7 +25,7 @@ from lit_modules.networks.caches.recurrent import RecurrentCacheLayer
 from lit_modules.networks.caches.rotations import hadamard, model_identity, read_rotations
 from lit_modules.networks.caches.settings import CacheSettings, TensorSettings
 from lit_modules.networks.caches.sliding import SlidingAttentionCacheLayer
-from lit_modules.networks.caches.stock_attention import restore_attention, use_compressed_attention
+from lit_modules.networks.caches.stock_attention import model_sizes, restore_attention, use_compressed_attention
 from lit_modules.networks.config import PalimpsestConfig
 
 
@@ -61,6 +61,7 @@ class CompressedCache(Cache):
         super().__init__(layers=self._new_layers())
         if not (isinstance(self.config, PalimpsestConfig) or _linearization(self.config)):
             use_compressed_attention(self.config)
+            self.books.model = model_sizes(self.config)
 
     @property
     def compressed_layers(self) -> list[CompressedCacheLayer]:

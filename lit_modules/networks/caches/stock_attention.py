@@ -50,6 +50,11 @@ def restore_attention(config: PreTrainedConfig) -> None:
     config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
 
 
+def model_sizes(config: PreTrainedConfig) -> str:
+    """Return what tells a stock model from one of another kind or size."""
+    return f"{config.model_type} of {config.num_hidden_layers} layers of {config.hidden_size}"
+
+
 def left_padding(mask: Tensor) -> list[int]:
     """Return the padding on the left of each row, by the newest token's row of a mask; waits for the device.
 
@@ -75,7 +80,7 @@ def left_padding(mask: Tensor) -> list[int]:
 
 
 def _attend(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     layer: CompressedCacheLayer,
     mask: Any,
@@ -86,11 +91,13 @@ def _attend(
     """Attend to a compressed layer; returns `[B, T, H, D]`.
 
     Raises:
-        ValueError: the model adds something to its attention that a compressed cache does not have.
+        ValueError: the cache is another model's, or the model adds something to its attention that it does not have.
     """
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} has {name} in its attention, and a compressed cache does not")
+    if layer.books.model != (sizes := model_sizes(module.config)):
+        raise ValueError(f"the cache was made for {layer.books.model}, and this model is {sizes}: make one for it")
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(f"{type(module).__name__} has a mask of type {type(mask).__name__}, give tensors")
     padding: Callable[[], Sequence[int]] | None = None if mask is None else lambda: left_padding(mask)

@@ -369,6 +369,10 @@ def test_a_cache_of_another_model_is_refused():
     CompressedCache(other.config, FULL)
     with pytest.raises(ValueError, match="begin another model with a new cache"):
         other(PROMPT, past_key_values=cache)
+    deeper = stock("llama", num_hidden_layers=3)
+    CompressedCache(deeper.config, FULL)
+    with pytest.raises(ValueError, match="made for llama of 2 layers of 64, and this model is llama of 3 layers of 64"):
+        deeper(PROMPT, past_key_values=CompressedCache(one.config, FULL))
 
 
 def test_a_batch_that_shrinks_without_a_word_is_refused():
