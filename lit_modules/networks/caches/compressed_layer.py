@@ -220,7 +220,10 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
                 released, kept = chosen
             assert kept is not None
             for name, held in helds.items():
-                held.roll(layouts[name], kept, released, move.roll.filing)
+                # A replayed step leaves no layout here: it wrote into the slots.
+                layout = layouts.get(name, held.dense)
+                assert layout is not None
+                held.roll(layout, kept, released, move.roll.filing)
         self.beside.rebase()
 
     def positions(self, head: int = 0, tensor: str = "keys") -> list[list[int]]:
