@@ -4,7 +4,7 @@
 
 Random weights in the shape of Llama-3.1-8B. Prompts are prefilled in chunks; then the step, from token to next token,
 is captured once in a CUDA graph and replayed; between replays the cache packs what is due. Every cache runs in the same
-model and the same step; norms, the rotation of queries and keys, and the layers' products are compiled. Writes packed_decoding.md.
+model and the same step; norms, rotations and products around attention are compiled. Writes packed_decoding.md.
 """
 
 import time

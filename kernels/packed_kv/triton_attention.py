@@ -38,8 +38,6 @@ LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 LN_2 = math.log(2.0)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
-QUERY_UNIT = tl.constexpr(1 / 16)
-"""Factor on the queries in products with codes: scales of outliers reach 4e4, and float16 65504."""
 MAX_TOKENS = 128
 """Packed tokens of one step."""
 DENSE_TILE = 32
@@ -99,11 +97,29 @@ def _query_tiles(q, row_offset, row_used, WORDS: tl.constexpr, PADDED: tl.conste
 
 
 @triton.jit
+def _largest(tiles):
+    """Return the power of 2 that the absolute values of each row of the tiles do not exceed, [rows] float32."""
+    largest = tl.full((tiles[0].shape[1],), 2.0**-60, tl.float32)
+    for tile in tl.static_range(8):
+        largest = tl.maximum(largest, tl.max(tl.abs(tiles[tile].to(tl.float32)), 0))
+    return tl.exp2(tl.ceil(tl.log2(largest)))
+
+
+@triton.jit
+def _divided(tiles, divisor, DTYPE: tl.constexpr):
+    """Return the tiles divided by `divisor` [rows], in DTYPE."""
+    new = ()
+    for tile in tl.static_range(8):
+        new = new + ((tiles[tile].to(tl.float32) / divisor).to(DTYPE),)
+    return new
+
+
+@triton.jit
 def _scaled(queries, WEIGHT: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the tiles of the queries, divided by the codes' units (up to QUERY_UNIT), times WEIGHT."""
+    """Return the tiles of the queries, divided by the powers of 4 in the codes' units, times WEIGHT."""
     tiles = ()
     for tile in tl.static_range(8):
-        scaled = queries[tile].to(tl.float32) * (WEIGHT * QUERY_UNIT / _unit(tile % 3, tl.float32))
+        scaled = queries[tile].to(tl.float32) * (WEIGHT / _unit(tile % 3, tl.float32))
         tiles = tiles + (scaled.to(DTYPE),)
     return tiles
 
@@ -117,7 +133,7 @@ def _scaled_by_channel(
     tiles = ()
     for tile in tl.static_range(8):
         scale = tl.load(metadata + tile * WORDS + word, mask=word < WORDS, other=0.0).to(tl.float32)
-        scaled = queries[tile].to(tl.float32) * (scale * (WEIGHT * QUERY_UNIT / _unit(tile % 3, tl.float32)))
+        scaled = queries[tile].to(tl.float32) * (scale * (WEIGHT / _unit(tile % 3, tl.float32)))
         tiles = tiles + (scaled.to(DTYPE),)
     return tiles
 
@@ -252,11 +268,15 @@ def _attend_blocks(
     high_queries = queries
     if HIGH_KEYS and HIGH_KEYS != KEY_DIM:
         high_queries = _query_tiles(q, row_offset, row_used, HIGH_WORDS, HIGH_PADDED)
+    # Queries of 1 at most, times scales that fill float16's range, stay in it and above its smallest numbers.
+    largest = _largest(queries)
+    queries, high_queries = _divided(queries, largest, DTYPE), _divided(high_queries, largest, DTYPE)
+    scale *= largest
     low_scaled, high_scaled = _scaled(queries, 1, DTYPE), _scaled(high_queries, 4, DTYPE)
     totals = ()
     for group in tl.static_range(KEY_GROUPS):
         totals = totals + (_group_sum(queries, group, KEY_GROUPS) * scale,)
-    unit = scale * (1 / (QUERY_UNIT * _unit(0, DTYPE)))
+    unit = scale * (1 / _unit(0, DTYPE))
     row_max = tl.full((ROWS,), -float("inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     accs, sums = (), ()

@@ -113,7 +113,7 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
                     rotation=None if rotate is None or format is None else rotate(width).to(self.device),
                     sorts=tensor.transform == "sorted",
                     slots=slots,
-                    blocks=None if capacity is None or format is None else capacity // ledger.block,
+                    blocks=None if capacity is None or format is None else ledger.most_blocks(capacity),
                     is_fixed=capacity is not None,
                 )
             )

@@ -87,6 +87,11 @@ class Ledger:
         most = 3 * self.window if self.keep == "log_sparse" else self.window + self.first
         return most + self.block
 
+    def most_blocks(self, tokens: int) -> int:
+        """Return the most packed blocks of a row with so many tokens."""
+        kept = 2 * self.window if self.keep == "log_sparse" else self.window + self.first
+        return max(0, tokens - kept) // self.block
+
     def batch(self) -> int:
         """Return the number of rows, 0 before the first tokens."""
         return 0 if self.starts is None else len(self.starts)

@@ -15,7 +15,7 @@ BY_CONTENT = ("heavy_hitters", "forget_gate")
 """Policies that read attention scores or gates, not positions alone."""
 
 WAYS = ("none", "hadamard", "rotation", "sorted")
-BLOCK = 64
+BLOCK = 128
 """Tokens of a block where no group runs along tokens."""
 
 
@@ -30,7 +30,7 @@ class TensorSettings:
             `forget_gate`: the newest third, and others as dense as the forget gate's weight of them.
         bits: of the other tokens: 2 or 4; 0 evicts them; 16 keeps all tokens as they are, whatever `keep` says.
         groups_along: numbers that share a scale: `channels` of one token, or `tokens` of one channel (KIVI's keys).
-        group: numbers in a group, a multiple of 16; None: a head's width, along channels.
+        group: numbers in a group, a multiple of 16; None: a head's width along channels, BLOCK along tokens.
         high_channels: the first so many channels have 4 bits (Kitty); for 2 bits along tokens.
         transform: an orthogonal map before packing: `none`, `hadamard`, `rotation` from the file `rotations`, or
             `sorted`: channels by their range in the first block of the cache, the widest first.
@@ -44,7 +44,7 @@ class TensorSettings:
     keep: str = "log_sparse"
     bits: int = 2
     groups_along: str = "channels"
-    group: int | None = 64
+    group: int | None = None
     high_channels: int = 0
     transform: str = "none"
     clip: float = 1.0
@@ -55,7 +55,7 @@ class TensorSettings:
         check_choice("bits", self.bits, (0, 2, 4, 16))
         check_choice("groups_along", self.groups_along, ("channels", "tokens"))
         check_choice("transform", self.transform, WAYS)
-        check_whole("group", self.group, 16, null=self.groups_along == "channels")
+        check_whole("group", self.group, 16, null=True)
         if self.group is not None and self.group % 16:
             raise SettingError("group", self.group, "give a multiple of 16")
         check_whole("high_channels", self.high_channels, 0)
@@ -79,12 +79,14 @@ class TensorSettings:
 
     def format_of(self, width: int) -> Format:
         """Return how tokens of heads of this width are quantized; only where they are."""
-        return Format(self.bits, self.groups_along, self.group or width, self.high_channels, self.clip)
+        group = self.group or (width if self.groups_along == "channels" else BLOCK)
+        return Format(self.bits, self.groups_along, group, self.high_channels, self.clip)
 
     def check_width(self, name: str, width: int) -> None:
         """Raise ValueError if heads of this width cannot be packed; `name` is where the settings are."""
         if self.is_packed:
             try:
+                Format(groups_along="tokens").check_head_dim(width)  # before it becomes a group's size
                 self.format_of(width).check_head_dim(width)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
@@ -153,7 +155,7 @@ class CacheSettings:
 
     @property
     def block(self) -> int:
-        """Tokens that are packed together: the group that runs along tokens, or 64."""
+        """Tokens that are packed together: the group that runs along tokens, or BLOCK."""
         along = [t.group for t in self.tensors.values() if t.is_packed and t.groups_along == "tokens"]
         return along[0] or BLOCK if along else BLOCK
 
@@ -187,7 +189,7 @@ class CacheSettings:
         )
 
     def _check_block(self) -> None:
-        along = {n: t.group for n, t in self.tensors.items() if t.is_packed and t.groups_along == "tokens"}
+        along = {n: t.group or BLOCK for n, t in self.tensors.items() if t.is_packed and t.groups_along == "tokens"}
         if len(set(along.values())) > 1:
             fix = f"give keys.group={along['keys']} too"
             raise SettingError("values.group", along["values"], fix, "runs along tokens, and so do the keys' groups")

@@ -38,7 +38,6 @@ def test_logquant_in_a_file_and_as_defaults_differ_in_the_keys_groups_alone():
         ({"keys": {"bit": 2}}, "keys.bit is not known: did you mean keys.bits?"),
         ({"values": {"bits": 8}}, "cache.values.bits=8: give one of 0, 2, 4, 16"),
         ({"keys": {"group": 24}}, "cache.keys.group=24: give a multiple of 16"),
-        ({"keys": {"group": None, "groups_along": "tokens"}}, "cache.keys.group=null: give a whole number"),
         ({"keys": {"high_channels": 16}}, "cache.keys.high_channels=16 is for 2 bits along tokens"),
         ({"keys": {"clip": 0}}, "cache.keys.clip=0: give a number above 0 and at most 1"),
         ({"keys": {"keep": "newest"}}, "cache.keys.keep=newest: give one of log_sparse"),
@@ -50,8 +49,8 @@ def test_logquant_in_a_file_and_as_defaults_differ_in_the_keys_groups_alone():
         ({"keys": {"transform": "rotation"}}, "cache.rotations=null with keys.transform=rotation: name the file"),
         ({"rotations": "a"}, "cache.rotations=a is not read: set keys.transform=rotation"),
         (
-            {"keys": {"groups_along": "tokens"}, "values": {"groups_along": "tokens", "group": 128}},
-            "cache.values.group=128 runs along tokens, and so do the keys' groups: give keys.group=64 too",
+            {"keys": {"groups_along": "tokens"}, "values": {"groups_along": "tokens", "group": 64}},
+            "cache.values.group=64 runs along tokens, and so do the keys' groups: give keys.group=128 too",
         ),
     ],
 )

@@ -7,11 +7,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lit_modules.networks.caches import CompressedCache
 from lit_modules.networks.caches.settings import CacheSettings, TensorSettings
 
+pytestmark = pytest.mark.gpu
 PROMPT, STEPS = 300, 150
 
 
 @pytest.fixture(scope="module")
 def llama() -> LlamaForCausalLM:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -34,7 +37,6 @@ def prefilled(llama: LlamaForCausalLM, transform: str) -> tuple[CompressedCache,
     return cache, tokens[:, PROMPT:]
 
 
-@pytest.mark.gpu(needs="CUDA")
 @pytest.mark.parametrize("transform", ["none", "hadamard"])
 @torch.no_grad()
 def test_replays_of_a_captured_step_give_what_steps_give(llama, transform) -> None:
@@ -69,7 +71,6 @@ def test_replays_of_a_captured_step_give_what_steps_give(llama, transform) -> No
         assert torch.equal(one, other), f"step {i}: {(one - other).abs().max()}"
 
 
-@pytest.mark.gpu(needs="CUDA")
 @torch.no_grad()
 def test_a_compiled_model_gives_what_it_gives_uncompiled(llama) -> None:
     cache, tokens = prefilled(llama, "none")

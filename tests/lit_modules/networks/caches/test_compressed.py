@@ -333,7 +333,7 @@ def test_storage_is_what_the_policy_needs():
 
 def test_a_head_that_no_group_divides_is_refused():
     with pytest.raises(ValueError, match=r"cache.values: head_dim=16 is not a multiple of group=64"):
-        new_layer({"keys": TOKENS}).attend(*draw(3))
+        new_layer({"keys": TOKENS, "values": {"group": 64}}).attend(*draw(3))
 
 
 def test_other_heads_or_rows_are_refused():
