@@ -5,9 +5,10 @@ from torch import Tensor
 
 from kernels.forgetting_attention import forgetting_attention
 from kernels.operation import register_operation
-from kernels.packed_kv import chunked, triton_attention
+from kernels.packed_kv import chunked
 from kernels.packed_kv.chunked import RunningSoftmax, merge
 from kernels.packed_kv.formats import Format, Packed, PackedPast
+from kernels.packed_kv.triton import launch
 
 
 def _packed_attention(
@@ -34,11 +35,11 @@ def _packed_attention(
     keys, values = _read(packed, key_format, value_format)
     past = PackedPast(keys, values, blocks, past_decay, key_rotation, value_rotation)
     in_triton = q.is_cuda and q.dtype != torch.float64 and softcap is None
-    if in_triton and q.shape[2] <= triton_attention.MAX_QUERIES:
-        return triton_attention.attend(q, *dense, past, scale)
+    if in_triton and q.shape[2] <= launch.MAX_QUERIES:
+        return launch.attend(q, *dense, past, scale)
     out, lse = _attend_dense(q, *dense, scale, softcap)
     if in_triton:
-        past_out, past_lse = triton_attention.attend_past(q, dense_end, decay, past, scale)
+        past_out, past_lse = launch.attend_past(q, dense_end, decay, past, scale)
     else:
         query_decay = None if decay is None else _own(decay, dense_end, q.shape[2])
         past_out, past_lse = chunked.attend_past(q, past, query_decay, scale, softcap)

@@ -15,8 +15,8 @@ from kernels.packed_kv import (
     pack,
     packed_attention,
     packed_attention_reference,
-    triton_attention,
 )
+from kernels.packed_kv.triton import launch
 from tests.kernels.packed_kv.test_against_reference import FORMATS, SHAPES, make
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -47,10 +47,10 @@ def agree(device):
         wide = (q.double(), keys.double(), values.double(), end, past)
         there = [None if x is None else x.to(device) for x in (q, keys, values, end, dense_start, decay)]
         past_there = moved(past, device)
-        if q.shape[2] <= triton_attention.MAX_QUERIES:
-            out = triton_attention.attend(*there, past_there, scale)
+        if q.shape[2] <= launch.MAX_QUERIES:
+            out = launch.attend(*there, past_there, scale)
             close(out, packed_attention_reference(*wide, **options, dense_start=dense_start), q.dtype)
-        out, lse = triton_attention.attend_past(there[0], there[3], there[5], past_there, scale)
+        out, lse = launch.attend_past(there[0], there[3], there[5], past_there, scale)
         own = end.long()[:, None] - q.shape[2] + torch.arange(q.shape[2])
         query_decay = None if decay is None else decay.double().gather(2, own[:, None].expand(-1, q.shape[1], -1))
         expected, expected_lse = chunked.attend_past(wide[0], past, query_decay, scale, None)
@@ -109,5 +109,5 @@ def test_the_operation_reaches_the_kernels_and_compiles(device) -> None:
     q, keys, values, end, decay = (x.to(device) for x in (*args[:4], options["decay"]))
     past = moved(args[4], device)
     run = torch.compile(lambda q: packed_attention(q, keys, values, end, past, decay=decay), fullgraph=True)
-    expected = triton_attention.attend(q, keys, values, end, None, decay, past, 128**-0.5)
+    expected = launch.attend(q, keys, values, end, None, decay, past, 128**-0.5)
     assert torch.equal(run(q), expected)

@@ -1,0 +1,181 @@
+"""The launches of attention over packed tokens: sizes of tiles, number of splits."""
+
+import functools
+import math
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kernels.packed_kv.formats import Packed, PackedPast
+from kernels.packed_kv.triton.attention import LOG2_E, attend_split
+from kernels.packed_kv.triton.join import join, rotated
+from kernels.rounding import next_power_of_2
+
+LN_2 = math.log(2.0)
+
+MAX_TOKENS = 128
+"""Packed tokens of one step."""
+DENSE_TILE = 32
+"""Dense tokens of one step."""
+SLOTS_PER_SPLIT = 128
+"""Dense slots of one program."""
+BLOCKS_PER_DENSE_SPLIT = 3
+"""Packed blocks that take as long as SLOTS_PER_SPLIT dense slots."""
+PROGRAMS_PER_MULTIPROCESSOR = 8
+"""Programs that a multiprocessor runs at once: their registers fill it."""
+JOIN_CHUNK, JOIN_SPLITS = 32, 128
+"""Channels of one program of the join, and the most splits of one of its steps."""
+NUM_STAGES = 3
+"""Depth of the pipeline that loads blocks."""
+MAX_QUERIES = 16
+"""Queries up to which one launch also covers the dense tokens."""
+
+
+def attend(
+    q: Tensor,
+    dense_keys: Tensor,
+    dense_values: Tensor,
+    dense_end: Tensor,
+    dense_start: Tensor | None,
+    decay: Tensor | None,
+    past: PackedPast,
+    scale: float,
+) -> Tensor:
+    """Compute `packed_attention` in two launches, for MAX_QUERIES queries or fewer; same arguments."""
+    partial, lse, past_splits = _launch(q, dense_keys, dense_values, dense_end, dense_start, decay, past, scale, True)
+    rows, dim = lse[0].numel(), dense_values.shape[3]
+    out = q.new_empty(*q.shape[:3], dim)
+    padded = next_power_of_2(dim)
+    chunk = min(JOIN_CHUNK, padded)
+    rotation = None if past.value_rotation is None else past.value_rotation.contiguous()
+    with torch.cuda.device_of(q):
+        join[(rows, -(-dim // chunk))](
+            partial, lse, out, rotation, dense_end, dense_start, rows, q.shape[2], q.shape[1] * q.shape[2],
+            past_splits, len(lse), dim, padded, 1, chunk,
+            SPLITS=min(JOIN_SPLITS, next_power_of_2(len(lse))), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def attend_past(
+    q: Tensor, dense_end: Tensor, decay: Tensor | None, past: PackedPast, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to the packed tokens alone, for any number of queries.
+
+    Args:
+        q, dense_end, decay, past, scale: as in `packed_attention`; decay has the sums at the queries' own slots.
+
+    Returns:
+        Output `[B, Hq, T, Dv]` float32, and lse `[B, Hq, T]` float32, -inf where a row has no packed token.
+    """
+    nothing = q.new_empty(*past.values.low.shape[:2], 1, past.values.head_dim)
+    partial, lse, _ = _launch(q, nothing, nothing, dense_end, None, decay, past, scale, False)
+    lse *= LN_2
+    total = lse.logsumexp(0)
+    if len(lse) == 1:
+        out = partial[0]
+    else:
+        reference = total.masked_fill(total == -torch.inf, 0.0)
+        out = ((lse - reference).exp()[..., None] * partial).sum(0)
+    return (out if past.value_rotation is None else out @ past.value_rotation.mT), total
+
+
+def _launch(
+    q: Tensor,
+    dense_keys: Tensor,
+    dense_values: Tensor,
+    dense_end: Tensor,
+    dense_start: Tensor | None,
+    decay: Tensor | None,
+    past: PackedPast,
+    scale: float,
+    with_dense: bool,
+) -> tuple[Tensor, Tensor, int]:
+    """Return the splits' outputs `[splits, B, Hq, T, Dv]` and lse (base 2), and how many are of packed tokens."""
+    batch, num_heads, queries, key_dim = q.shape
+    keys, values = past.keys, past.values
+    value_dim = values.head_dim
+    per_key, per_value = num_heads // keys.low.shape[1], num_heads // values.low.shape[1]
+    heads = math.gcd(per_key, per_value)
+    padded_heads = next_power_of_2(heads)
+    rows = min(max(8, next_power_of_2(queries) * padded_heads), max(64, padded_heads))
+    row_tiles = -(-queries // (rows // padded_heads))
+    past_splits, dense_splits = _splits(
+        batch * (num_heads // heads) * row_tiles, keys.blocks, dense_keys.shape[2] if with_dense else 0, q.device
+    )
+    splits = past_splits + dense_splits
+    partial = q.new_empty(splits, batch, num_heads, queries, value_dim, dtype=torch.float32)
+    lse = q.new_empty(splits, batch, num_heads, queries, dtype=torch.float32)
+    q = q.contiguous()
+    past_q = rotated(q, past.key_rotation)
+    dense_keys, dense_values = (x if x.stride(-1) == 1 else x.contiguous() for x in (dense_keys, dense_values))
+    decay, past_decay = (None if x is None else x.contiguous() for x in (decay, past.decay))
+    with torch.cuda.device_of(q):
+        attend_split[(splits, num_heads // heads * row_tiles, batch)](
+            q, past_q, keys.low, keys.high, keys.metadata, values.low, values.high, values.metadata, past.blocks,
+            past_decay, dense_keys, dense_values, dense_end, dense_start, decay, partial, lse,
+            *dense_keys.stride()[:3], *dense_values.stride()[:3],
+            queries, 0 if decay is None else decay.shape[2], keys.blocks, past_splits, scale * LOG2_E.value,
+            NUM_HEADS=num_heads,
+            HEADS_PER_KEY_HEAD=per_key,
+            HEADS_PER_VALUE_HEAD=per_value,
+            HEADS=heads,
+            PADDED_HEADS=padded_heads,
+            ROWS=rows,
+            TILE=DENSE_TILE,
+            BLOCK=keys.block,
+            TOKENS=min(keys.block, _tokens_per_step(past.keys, rows)),
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_GROUPS=_groups(past.keys),
+            VALUE_GROUPS=_groups(past.values),
+            HIGH_KEYS=keys.format.high_of(key_dim),
+            FOUR_BIT_VALUES=values.format.bits == 4,
+            DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16,
+            PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+            num_warps=max(1, rows // 16),
+            num_stages=NUM_STAGES,
+        )  # fmt: skip
+    return partial, lse, past_splits
+
+
+def _tokens_per_step(keys: Packed, rows: int) -> int:
+    """Return the tokens of one step: as many as registers hold beside the rows, or the scales of channels."""
+    scales_of_channels = keys.format.groups_along == "tokens" and keys.high is None
+    return MAX_TOKENS // 2 if rows > 8 or scales_of_channels else MAX_TOKENS
+
+
+def _groups(side: Packed) -> int:
+    """Return the groups of a token's channels, 0 for groups along tokens."""
+    return 0 if side.format.groups_along == "tokens" else side.head_dim // side.format.group
+
+
+def _splits(programs: int, blocks: int, slots: int, device: torch.device) -> tuple[int, int]:
+    """Return the splits of the packed blocks and of the dense slots.
+
+    Args:
+        programs: programs of one split.
+        blocks: blocks that the past has room for.
+        slots: slots that the dense tokens have room for; 0: they are not attended to.
+    """
+    dense = -(-slots // SLOTS_PER_SPLIT)
+    if device.type != "cuda":
+        return min(3, blocks), dense
+    at_once = torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_MULTIPROCESSOR
+    return _past_splits(programs, blocks, dense, at_once), dense
+
+
+@functools.lru_cache(maxsize=1024)
+def _past_splits(programs: int, blocks: int, dense: int, at_once: int) -> int:
+    """Return the splits of `blocks` blocks that take the least time, beside `dense` splits of dense slots."""
+
+    def cost(splits: int) -> float:
+        """Estimate the time in steps of one block; a program's start and end take about another."""
+        share = -(-blocks // splits) + 1
+        if programs * (splits + dense) <= at_once:
+            return share
+        # Programs that do not fit wait for others: the last ones end half a program late on average.
+        return programs * (splits * share + dense * BLOCKS_PER_DENSE_SPLIT) / at_once + share / 2
+
+    return min(range(1, min(blocks, max(1, 4 * at_once // programs)) + 1), key=lambda splits: (cost(splits), splits))
