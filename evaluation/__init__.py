@@ -17,5 +17,5 @@
 | `gsm8k` | school mathematics, as lm-eval's task |
 | `longbench` | LongBench's 21 sets with their own metrics |
 | `cache_analysis` | what compressed caches do to attention, layer by layer |
-| `calibration` | `job=calibrate`: rotations of a quantized cache, and what they gain |
+| `calibration` | `job=calibrate`: rotations and maps of a quantized cache, and what they gain |
 """

@@ -17,6 +17,7 @@ from data_pipeline.identity import WHOLE, file_identity
 from lit_modules.launching.choices import choices
 from lit_modules.launching.conf_files import is_part
 from lit_modules.networks.caches import CacheSettings, CompressedCache
+from lit_modules.networks.caches.rotations import COMMAND
 
 KEY = "benchmark.caches"
 
@@ -94,7 +95,7 @@ def read_cache(entry: Any) -> NamedCache:
         key = f"{KEY}.{name}.{error.key.removeprefix('cache.')}"
         raise SettingError(key, error.value, error.fix, error.problem) from error
     if settings.rotations is not None and not Path(settings.rotations).is_file():
-        fix = "give the file that job=calibrate wrote"
+        fix = f"give the file that job=calibrate wrote ({COMMAND})"
         raise SettingError(f"{KEY}.{name}.rotations", settings.rotations, fix, "is not a file")
     flat = flattened(changes)
     changed = [f"{key}={Path(value).name if isinstance(value, str) else value}" for key, value in flat.items()]

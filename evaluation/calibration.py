@@ -1,4 +1,4 @@
-"""`job=calibrate`: fit the rotations of a model's cache to text, and print what they gain."""
+"""`job=calibrate`: fit the rotations and maps of a model's cache to text, and print what they gain."""
 
 import logging
 import os

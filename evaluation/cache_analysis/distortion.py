@@ -12,7 +12,7 @@ from evaluation.cache_analysis import selections
 from evaluation.cache_analysis.heads import KeyHead
 from kernels.packed_kv import Format
 from lit_modules.networks.caches.calibration import CLIPS, rounding_error
-from lit_modules.networks.caches.rotations import Rotations, hadamard
+from lit_modules.networks.caches.rotations import Rotations, Transform, hadamard
 
 SELECTIONS: dict[str, Callable[[int], selections.Selection]] = {
     "log_sparse": selections.log_sparse,
@@ -36,9 +36,10 @@ class Rounding:
     Args:
         bits: 2 or 4.
         groups_along: of keys, "tokens" or "channels"; the groups of values are along channels.
-        transform: "plain", "hadamard", "rotation", or "clipped": the rotation with OSCAR's clipping.
+        transform: "plain", "hadamard", "rotation", "clipped": the rotation with OSCAR's clipping, or "balanced": the
+            balanced map with the same clipping.
         group: numbers in a group; a narrower head has one group.
-        rotations: calibrated ones, for the last two transforms.
+        rotations: calibrated ones, for the last three transforms.
     """
 
     bits: int
@@ -52,32 +53,37 @@ class Rounding:
         """The name in reports: `2 bits, tokens, plain`."""
         return f"{self.bits} bits, {self.groups_along}, {self.transform}"
 
-    def of_keys(self, order: Tensor, layer: int) -> Change:
-        """Return the function that rounds the tokens `order` `[n]` of keys `[1, H, S, D]`."""
-        return partial(self._rounded, order=order, what="key", along=self.groups_along, layer=layer)
+    def of_keys(self, order: Tensor, layer: int, heads: slice) -> Change:
+        """Return the function that rounds the tokens `order` `[n]` of the keys `[1, H, S, D]` of these heads."""
+        transform = partial(self._transform, "key", layer, heads)
+        return partial(self._rounded, order=order, what="key", along=self.groups_along, transform=transform)
 
-    def of_values(self, order: Tensor, layer: int) -> Change:
-        """Return the function that rounds the tokens `order` `[n]` of values `[1, H, S, D]`."""
-        return partial(self._rounded, order=order, what="value", along="channels", layer=layer)
+    def of_values(self, order: Tensor, layer: int, heads: slice) -> Change:
+        """Return the function that rounds the tokens `order` `[n]` of the values `[1, H, S, D]` of these heads."""
+        transform = partial(self._transform, "value", layer, heads)
+        return partial(self._rounded, order=order, what="value", along="channels", transform=transform)
 
-    def _rounded(self, x: Tensor, *, order: Tensor, what: str, along: str, layer: int) -> Tensor:
+    def _rounded(
+        self, x: Tensor, *, order: Tensor, what: str, along: str, transform: Callable[[int], Transform | None]
+    ) -> Tensor:
         """Return `x` with the tokens `order`, grouped in this order, quantized and dequantized, float32 at least."""
         format, rows = self._format(what, along, x.shape[-1]), x[:, :, order]
         rows = rows.to(torch.promote_types(x.dtype, torch.float32))
         result = x.to(rows.dtype, copy=True)
-        result[:, :, order] = rows + rounding_error(rows, self._rotation(what, layer, x.shape[-1]), format)
+        result[:, :, order] = rows + rounding_error(rows, transform(x.shape[-1]), format)
         return result
 
-    def _rotation(self, what: str, layer: int, head_dim: int) -> Tensor | None:
+    def _transform(self, what: str, layer: int, heads: slice, head_dim: int) -> Transform | None:
         if self.transform == "plain":
             return None
         if self.transform == "hadamard":
-            return hadamard(head_dim)
+            return Transform.rotation(hadamard(head_dim))
         assert self.rotations is not None
-        return getattr(self.rotations.of_layer(layer), what)
+        way = "balanced" if self.transform == "balanced" else "rotation"
+        return self.rotations.of_layer(layer).transform(what, way).of_heads(heads)
 
     def _format(self, what: str, along: str, head_dim: int) -> Format:
-        clip = CLIPS[what] if self.transform == "clipped" else 1.0
+        clip = CLIPS[what] if self.transform in ("clipped", "balanced") else 1.0
         group = self.group if along == "tokens" else min(self.group, head_dim)
         try:
             found = Format(bits=self.bits, groups_along=along, group=group, clip=clip)
@@ -126,7 +132,7 @@ class AttentionError:
             found["l1", name, length, EVICTED] = l1_error(left, head.weights)
         for rounding in self.roundings:
             for order, cases in self._shared(rounding, head):
-                logits = head.logits_of(head.changed_keys(rounding.of_keys(order, layer)), head.rows)
+                logits = head.logits_of(head.changed_keys(rounding.of_keys(order, layer, head.key_heads)), head.rows)
                 for name, length in cases:
                     weights = torch.where(self.packed[name, length], logits, head.logits).softmax(-1)
                     found["l1", name, length, rounding.name] = l1_error(weights, head.weights)
@@ -163,7 +169,8 @@ class Reconstruction:
         """
         exact, found = head.outputs(head.weights), {}
         for rounding in self.roundings:
-            change_keys, change_values = rounding.of_keys(self.order, layer), rounding.of_values(self.order, layer)
+            change_keys = rounding.of_keys(self.order, layer, head.key_heads)
+            change_values = rounding.of_values(self.order, layer, head.value_heads)
             logits = head.logits_of(head.changed_keys(change_keys), head.rows)
             weights = torch.where(self.packed, logits, head.logits).softmax(-1)
             parts = {

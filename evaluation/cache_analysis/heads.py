@@ -35,6 +35,17 @@ class KeyHead:
         shared = self.inputs.queries.shape[1] // self.inputs.keys.shape[1]
         return range(self.head * shared, (self.head + 1) * shared)
 
+    @property
+    def key_heads(self) -> slice:
+        """This head among the key heads."""
+        return slice(self.head, self.head + 1)
+
+    @property
+    def value_heads(self) -> slice:
+        """The n value heads that the query heads read."""
+        shared = self.inputs.queries.shape[1] // self.inputs.values.shape[1]
+        return slice(self.query_heads.start // shared, (self.query_heads.stop - 1) // shared + 1)
+
     @cached_property
     def rows(self) -> Tensor:
         """The positions of the measured queries `[Q]`."""
@@ -73,26 +84,26 @@ class KeyHead:
     @property
     def cached_keys(self) -> Tensor:
         """The keys of this head as a cache holds them, `[1, 1, S, Dc]`."""
-        return self.inputs.cached_keys[:, self.head : self.head + 1]
+        return self.inputs.cached_keys[:, self.key_heads]
 
     @property
     def values(self) -> Tensor:
         """The values that the query heads read, `[1, n, S, Dv]`: each of n value heads once."""
-        shared = self.inputs.queries.shape[1] // self.inputs.values.shape[1]
-        return self.inputs.values[:, self.query_heads.start // shared : (self.query_heads.stop - 1) // shared + 1]
+        return self.inputs.values[:, self.value_heads]
 
     def changed_keys(self, change: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the keys `[S, D]` that scores read where those in the cache, `[1, n, S, Dc]`, are changed."""
+        """Return the keys `[S, D]` that scores read where those in the cache, `[1, 1, S, Dc]`, are changed."""
         if self.inputs.finish is None:
             return change(self.cached_keys)[0, 0]
-        cached = self.inputs.cached_keys
-        return self.inputs.finish(change(cached).to(cached.dtype))[0, self.head]
+        cached = self.inputs.cached_keys.clone()
+        cached[:, self.key_heads] = change(self.cached_keys).to(cached.dtype)
+        return self.inputs.finish(cached)[0, self.head]
 
     def outputs(self, weights: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return `weights` `[g, Q, S]` times the query heads' values, `[g, Q, Dv]`; the values may be changed."""
         values = (self.values if change is None else change(self.values))[0].to(weights.dtype)
         shared = self.inputs.queries.shape[1] // self.inputs.values.shape[1]
-        first = self.query_heads.start // shared
+        first = self.value_heads.start
         return weights @ values[[head // shared - first for head in self.query_heads]]
 
     @cached_property

@@ -199,10 +199,10 @@ def measure(
 
 
 def roundings(settings: Settings, rotations: Rotations | None) -> list[Rounding]:
-    """Return every way to round that is compared; calibrated rotations have groups along channels, as OSCAR has."""
+    """Return every way to round that is compared; calibrated ones have groups along channels, as OSCAR has."""
     ways = [("tokens", "plain"), ("channels", "plain"), ("tokens", "hadamard"), ("channels", "hadamard")]
     if rotations is not None:
-        ways += [("channels", "rotation"), ("channels", "clipped")]
+        ways += [("channels", "rotation"), ("channels", "clipped"), ("channels", "balanced")]
     return [
         Rounding(bits, along, transform, settings.group, rotations)
         for bits in settings.bits

@@ -138,8 +138,9 @@ class PackedPast:
         keys, values: blocks of the same number of tokens, `N` of each row.
         blocks: int32 `[B]`, how many of a row's N blocks are in use, the first ones.
         decay: float32 `[B, Hq, N, block]`, the sum of the log forget gates up to each token, or None without gates.
-        key_rotation: orthogonal `[D, D]`, or None: keys were packed as `k @ key_rotation`.
-        value_rotation: the same for values.
+        key_rotation: invertible `[D, D]`, or None: keys were packed as `k A` with `A = key_rotation^-T`, which is
+            `key_rotation` itself where that is orthogonal. Queries of packed keys are multiplied with it.
+        value_rotation: the same for values; the packed tokens' output is multiplied with its transpose.
     """
 
     keys: Packed

@@ -16,7 +16,7 @@ from kernels.packed_kv import Format, dequantize, quantize
 from lit_modules.networks import Linearization, PalimpsestConfig, PalimpsestForCausalLM, linearize
 from lit_modules.networks.attention_inputs import AttentionInputs, watched_attention
 from lit_modules.networks.caches import log_sparse_positions
-from lit_modules.networks.caches.rotations import LayerRotations, Rotations, hadamard
+from lit_modules.networks.caches.rotations import LayerRotations, Rotations, Transform, hadamard
 from tests.evaluation.conftest import TEXT
 
 CPU = torch.device("cpu")
@@ -215,17 +215,18 @@ def test_reconstruction_errors_are_those_of_all_but_the_last_tokens():
 def test_a_rotation_is_undone_after_rounding():
     x = torch.randn(1, 1, 32, 16)
     x[..., 3] *= 50  # an outlier channel, whose rows a Hadamard matrix spreads
-    order = torch.arange(32)
-    rotations = Rotations({0: LayerRotations(hadamard(16), hadamard(16))}, {}, 1)
-    plain, spread, fitted = (
-        Rounding(2, "channels", transform, 16, rotations).of_keys(order, 0)(x)
-        for transform in ("plain", "hadamard", "rotation")
+    order, turn = torch.arange(32), hadamard(16)
+    rotations = Rotations({0: LayerRotations(turn, turn, *2 * [Transform(3 * turn, turn / 3, x[0].mean(1))])}, {}, 1)
+    plain, spread, fitted, balanced = (
+        Rounding(2, "channels", transform, 16, rotations).of_keys(order, 0, slice(0, 1))(x)
+        for transform in ("plain", "hadamard", "rotation", "balanced")
     )
     assert torch.equal(spread, fitted)
     small = [channel for channel in range(16) if channel != 3]
     assert (plain - x)[..., small].norm() > (x[..., small]).norm() / 2
     assert not torch.equal(plain, spread)
     assert (spread - x).norm() < 0.5 * x.norm()
+    assert (balanced - x).norm() < 0.5 * x.norm()
 
 
 @pytest.fixture

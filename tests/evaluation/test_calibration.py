@@ -73,8 +73,8 @@ def test_no_more_of_a_text_is_read_than_is_needed(tmp_path):
 
 
 def test_the_last_line_has_the_means():
-    low, high = LayerErrors((0.1,) * 4, (0.5,) * 4), LayerErrors((0.3,) * 4, (0.6,) * 4)
-    assert as_markdown({0: low, 3: high}).splitlines()[-1] == "| mean " + "| 0.200 " * 4 + "| 0.550 " * 4 + "|"
+    low, high = LayerErrors((0.1,) * 5, (0.5,) * 5), LayerErrors((0.3,) * 5, (0.6,) * 5)
+    assert as_markdown({0: low, 3: high}).splitlines()[-1] == "| mean " + "| 0.200 " * 5 + "| 0.550 " * 5 + "|"
 
 
 @pytest.mark.parametrize(

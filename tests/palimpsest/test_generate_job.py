@@ -203,6 +203,15 @@ def test_a_compressed_cache_that_holds_all_changes_no_text(run, trained, cache):
         (["cache=logquant", "cache.window=0"], "cache.window=0: give a whole number, 1 or more"),
         (["cache=logquant", "cache.keys.bits=3"], "cache.keys.bits=3: give one of 0, 2, 4, 16"),
         (["cache=oscar"], "cache.rotations=null with keys.transform=rotation: name the file that job=calibrate wrote"),
+        (
+            ["cache=best"],
+            "cache.rotations=null with keys.transform=balanced: name the file that job=calibrate wrote (palimpsest "
+            "job=calibrate checkpoint=CHECKPOINT text=TEXT output=FILE.safetensors)",
+        ),
+        (
+            ["cache=best", "cache.rotations=nowhere.safetensors"],
+            "rotations=nowhere.safetensors is not a file: give the output of job=calibrate (palimpsest job=calibrate ",
+        ),
         (["cache=logquant"], "is not a multiple of group=64: give a group that divides it"),
         (["cache=h2o", "cache.values.keep=recent"], "cache.values.keep=recent chooses for keys and values at once"),
     ],

@@ -1,11 +1,15 @@
-"""Fit the rotations of a model's cache to text, and measure on other text what they gain.
+"""Fit the transforms of a model's cache to text, and measure on other text what they gain.
 
 OSCAR (arXiv 2605.17757) chooses a layer's rotations by what attention does with the rounding errors. An error e of a
 key changes the scores by `q . e`, so keys are rotated by the covariance of the queries that read them. An error of a
 value matters as much as its token is read; OSCAR weights the values' covariance by `w_t = k_t (Q^T Q) k_t^T`, the
 energy of the token's scores. Heads are averaged, each with weights of mean 1.
 
-Only covariances are held. The weights need the covariance of all queries first, so the text is read twice.
+`balanced.py` has a better map than any rotation: it knows the covariance of the cached keys and values beside that of
+the queries. Errors of values count alike in all channels there.
+
+Only covariances are held. OSCAR's weights need the covariance of all queries first, so the text is read
+twice.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,9 +21,11 @@ from transformers import PreTrainedModel
 
 from kernels.packed_kv import Format, dequantize, quantize
 from lit_modules.networks.attention_inputs import AttentionInputs, See, watched_attention
+from lit_modules.networks.caches.balanced import balanced_transform
 from lit_modules.networks.caches.rotations import (
     LayerRotations,
     Rotations,
+    Transform,
     covariance_rotation,
     hadamard,
     model_identity,
@@ -31,7 +37,7 @@ LARGEST_GROUP = 128
 CLIPS = {"key": 0.96, "value": 0.92}
 """OSCAR's quantiles of a token's absolute values in a head, to which it clips before rounding."""
 
-TREATMENTS = ("plain", "hadamard", "rotated", "rotated and clipped")
+TREATMENTS = ("plain", "hadamard", "rotated", "rotated and clipped", "balanced and clipped")
 
 TINY = torch.finfo(torch.float64).tiny
 
@@ -43,12 +49,15 @@ def silent(tokens: int) -> None:
 
 
 def fit_rotations(model: PreTrainedModel, sequences: Sequence[Tensor], progress: Progress = silent) -> Rotations:
-    """Fit OSCAR's rotations to token sequences; each is read twice.
+    """Fit OSCAR's rotations and the balanced maps to token sequences; each is read twice.
 
     The covariance of the keys is that of the queries, `mean(q^T q)` over tokens and heads, and that of the values
     `mean(w_t v_t^T v_t)`, as in OSCAR. Where a map, norm and rotation follow the cache (DiffQKV's half-width keys), an
     error e of a cached key changes the scores by `q . J_t e`, J_t the Jacobian of what follows at key t; the covariance
     is that of `J_t^T q`, over each key and a random query of its sequence.
+
+    Balanced maps come with the mean of each head, except that of keys whose logits are capped: these are not the same
+    when all keys change alike.
 
     Args:
         model: any causal language model whose attention `watched_attention` can watch.
@@ -64,10 +73,16 @@ def fit_rotations(model: PreTrainedModel, sequences: Sequence[Tensor], progress:
     read_keys: dict[int, Tensor] = {}  # [Hk, Dc, Dc] sums over sequences, weighted by their tokens
     values: dict[int, Tensor] = {}  # [Hv, Dv, Dv] sums of w v^T v
     weights: dict[int, Tensor] = {}  # [Hv] sums of w
+    moments: dict[str, dict[int, Moments]] = {"key": {}, "value": {}}
+    capped: set[int] = set()
 
     def see_queries(layer: int, inputs: AttentionInputs) -> None:
         _add(queries, layer, _products(inputs.queries.float()))
         _add(read_keys, layer, key_metric(inputs) * inputs.queries[:, 0, :, 0].numel())
+        moments["key"].setdefault(layer, Moments()).add(inputs.cached_keys.double())
+        moments["value"].setdefault(layer, Moments()).add(inputs.values.double())
+        if inputs.softcap is not None:
+            capped.add(layer)
 
     def see_values(layer: int, inputs: AttentionInputs) -> None:
         weight = score_energy(inputs, queries[layer]).unflatten(1, (inputs.values.shape[1], -1)).sum(2)
@@ -81,10 +96,34 @@ def fit_rotations(model: PreTrainedModel, sequences: Sequence[Tensor], progress:
         number: LayerRotations(
             covariance_rotation(read_keys[number].mean(0)),
             covariance_rotation((values[number] / weights[number].clamp(min=TINY)[:, None, None]).mean(0)),
+            moments["key"][number].balanced(read_keys[number].mean(0), has_mean=number not in capped),
+            moments["value"][number].balanced(None),
         )
         for number in sorted(queries)
     }
     return Rotations(layers, identity, sum(ids.numel() for ids in sequences))
+
+
+class Moments:
+    """Sums of the vectors of each head, and of their products with themselves."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sums: Tensor | float = 0.0  # [H, D] float64
+        self.products: Tensor | float = 0.0  # [H, D, D] float64
+
+    def add(self, x: Tensor) -> None:
+        """Count vectors `[B, H, T, D]` float64, because a mean is much larger than what varies in some channels."""
+        self.count += x[:, 0, :, 0].numel()
+        self.sums = self.sums + x.sum((0, 2))
+        self.products = self.products + _products(x)
+
+    def balanced(self, metric: Tensor | None, *, has_mean: bool = True) -> Transform:
+        """Return the balanced map for a metric `[D, D]`, None for the identity, about the heads' means or about 0."""
+        mean, products = torch.as_tensor(self.sums) / self.count, torch.as_tensor(self.products) / self.count
+        covariance = (products - mean[:, :, None] * mean[:, None] if has_mean else products).mean(0)
+        metric = torch.eye(len(covariance)) if metric is None else metric
+        return balanced_transform(metric, covariance, mean if has_mean else None)
 
 
 class LayerErrors(NamedTuple):
@@ -113,9 +152,9 @@ def measure_rotations(
     sums: dict[int, Tensor] = {}  # [2, 1 + treatments]: squares of scores and values, and of their errors
 
     def see(layer: int, inputs: AttentionInputs) -> None:
-        matrices, metric = rotations.of_layer(layer), key_metric(inputs).float()
-        of_keys = _errors(inputs.cached_keys.float(), matrices.key, CLIPS["key"])
-        of_values = _errors(inputs.values.float(), matrices.value, CLIPS["value"])
+        fitted, metric = rotations.of_layer(layer), key_metric(inputs).float()
+        of_keys = _errors(inputs.cached_keys.float(), fitted, "key")
+        of_values = _errors(inputs.values.float(), fitted, "value")
         queries = _products(inputs.queries.float()).unflatten(0, (len(metric), -1)).mean(1)
         scores = _energy(inputs.keys.float(), queries.float() / inputs.queries[:, 0, :, 0].numel())
         squares = [
@@ -170,19 +209,22 @@ def measured_format(head_dim: int, clip: float = 1.0) -> Format:
     return format
 
 
-def _errors(x: Tensor, rotation: Tensor, clip: float) -> list[Tensor]:
-    """Return what quantization adds to `x` `[B, H, T, D]` under each treatment."""
-    width = x.shape[-1]
-    turned = (None, 1.0), (hadamard(width), 1.0), (rotation, 1.0), (rotation, clip)
-    return [rounding_error(x, matrix, measured_format(width, quantile)) for matrix, quantile in turned]
+def _errors(x: Tensor, fitted: LayerRotations, name: str) -> list[Tensor]:
+    """Return what quantization adds to `x` `[B, H, T, D]`, keys or values, under each treatment."""
+    width, clip = x.shape[-1], CLIPS[name]
+    rotation, balanced = (fitted.transform(name, way) for way in ("rotation", "balanced"))
+    plain, spread = (None, 1.0), (Transform.rotation(hadamard(width)), 1.0)
+    ways = (plain, spread, (rotation, 1.0), (rotation, clip), (balanced, clip))
+    return [rounding_error(x, transform, measured_format(width, quantile)) for transform, quantile in ways]
 
 
-def rounding_error(x: Tensor, rotation: Tensor | None, format: Format) -> Tensor:
-    """Return what quantization and back adds to `x`, rotated meanwhile."""
-    if rotation is None:
+def rounding_error(x: Tensor, transform: Transform | None, format: Format) -> Tensor:
+    """Return what quantization and back adds to `x` `[B, H, T, D]`, transformed meanwhile."""
+    if transform is None:
         return dequantize(*quantize(x, format), format) - x
-    rotation = rotation.to(x.device)
-    return dequantize(*quantize(x @ rotation, format), format) @ rotation.mT - x
+    matrix, inverse, mean = transform.like(x)
+    centred = x if mean is None else x - mean[:, None]
+    return dequantize(*quantize(centred @ matrix, format), format) @ inverse.mT - centred
 
 
 def _energy(x: Tensor, metric: Tensor) -> Tensor:

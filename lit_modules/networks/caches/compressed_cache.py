@@ -1,6 +1,6 @@
 """Caches that keep some tokens in 16 bits, and pack or evict the others: for stock models and for ours."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from transformers.cache_utils import (
 
 from common.settings import SettingError, check_whole
 from lit_modules.networks.caches.books import Books
-from lit_modules.networks.caches.compressed_layer import CompressedCacheLayer, Rotation
+from lit_modules.networks.caches.compressed_layer import CompressedCacheLayer, Transforms
 from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.caches.recurrent import RecurrentCacheLayer
-from lit_modules.networks.caches.rotations import hadamard, model_identity, read_rotations
+from lit_modules.networks.caches.rotations import Transform, hadamard, model_identity, read_rotations
 from lit_modules.networks.caches.settings import CacheSettings, TensorSettings
 from lit_modules.networks.caches.sliding import SlidingAttentionCacheLayer
 from lit_modules.networks.caches.stock_attention import model_sizes, restore_attention, use_compressed_attention
@@ -200,19 +200,19 @@ class CompressedCache(Cache):
     def _new_layer(self, number: int) -> CompressedCacheLayer:
         return CompressedCacheLayer(
             self.books,
-            Rotation(
-                keys=self._rotation(number, self.settings.keys, 0),
-                values=self._rotation(number, self.settings.values, 1),
+            Transforms(
+                keys=self._transform(number, self.settings.keys, "key"),
+                values=self._transform(number, self.settings.values, "value"),
             ),
         )
 
-    def _rotation(self, number: int, tensor: TensorSettings, which: int) -> Any:
-        if not tensor.is_packed or tensor.transform not in ("hadamard", "rotation"):
+    def _transform(self, number: int, tensor: TensorSettings, name: str) -> Callable[[int], Transform] | None:
+        if not tensor.is_packed or tensor.transform in ("none", "sorted"):
             return None
         if self._rotations is None or tensor.transform == "hadamard":
-            return hadamard
-        rotation = self._rotations.of_layer(number)[which]
-        return lambda width: rotation
+            return lambda width: Transform.rotation(hadamard(width))
+        transform = self._rotations.of_layer(number).transform(name, tensor.transform)
+        return lambda width: transform
 
     def _check_widths(self) -> None:
         if hasattr(self.config, "kv_lora_rank") or not hasattr(self.config, "num_attention_heads"):

@@ -15,16 +15,17 @@ from lit_modules.networks.caches.counted import CountedCacheLayer
 from lit_modules.networks.caches.held import Held, HeldStates
 from lit_modules.networks.caches.in_parts import Finish, Side, attend_in_parts
 from lit_modules.networks.caches.moves import Array, Move
+from lit_modules.networks.caches.rotations import Transform
 from lit_modules.networks.caches.settings import CacheSettings
 from lit_modules.networks.caches.shifted import UnshiftedStates
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """The rotations of a layer, `[Dk, Dk]` and `[Dv, Dv]`, None where its tensor is packed as it is."""
+class Transforms:
+    """The transforms of a layer for heads of a given width, None where its tensor is packed as it is."""
 
-    keys: Callable[[int], Tensor] | None = None
-    values: Callable[[int], Tensor] | None = None
+    keys: Callable[[int], Transform] | None = None
+    values: Callable[[int], Transform] | None = None
 
 
 class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
@@ -36,16 +37,16 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
 
     Args:
         books: what the cache's layers share.
-        rotation: returns the rotations for given widths.
+        transforms: what is done to keys and values before they are packed.
     """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, books: Books, rotation: Rotation):
+    def __init__(self, books: Books, transforms: Transforms):
         super().__init__()
-        self.books, self.rotation = books, rotation
+        self.books, self.transforms = books, transforms
         self.pending: tuple[Tensor, Tensor] | None = None
         self.key_states: HeldStates | None = None
         self.value_states: HeldStates | None = None
@@ -101,7 +102,7 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             tensor, width = self.settings.tensors[name], states.shape[3]
             tensor.check_width(f"cache.{name}", width)
             format = tensor.format_of(width) if tensor.is_packed else None
-            rotate = getattr(self.rotation, name)
+            transform = getattr(self.transforms, name)
             slots = ledger.bound
             if capacity is not None:
                 slots = capacity if slots is None else min(slots, capacity)
@@ -110,7 +111,7 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
                     format,
                     ledger.block,
                     by_channel=name == "values",
-                    rotation=None if rotate is None or format is None else rotate(width).to(self.device),
+                    transform=None if transform is None or format is None else transform(width).like(states),
                     sorts=tensor.transform == "sorted",
                     slots=slots,
                     blocks=None if capacity is None or format is None else ledger.most_blocks(capacity),
@@ -176,9 +177,14 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
         assert self.value_states is not None
         assert self.beside is not None
         self._check(keys, values)
+        if softcap is not None and self.key_states.mean is not None:
+            raise ValueError("a mean of keys cannot be left out where logits are capped: calibrate the model anew")
         key_move, value_move = self.books.step(self, len(keys), keys.shape[2], keys.device, padding)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        layouts = {"keys": self.key_states.write(keys, key_move), "values": self.value_states.write(values, value_move)}
+        layouts = {
+            "keys": self.key_states.write(self.key_states.centred(keys), key_move),
+            "values": self.value_states.write(self.value_states.centred(values), value_move),
+        }
         layouts |= self.beside.write(key_move, keys, log_forget, positions)
         self._layouts = layouts
         if finish is None and not self.books.apart and "scores" not in layouts:
@@ -197,7 +203,7 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             out = self._attend_in_parts(q, layouts, key_move, value_move, scale, softcap, finish)
         if self.books.rolls_now:
             self.roll()
-        return out
+        return self._restored(out, key_move)
 
     def roll(self) -> None:
         """Let the tokens go that the last move releases: pack or evict them, and close the gaps."""
@@ -324,8 +330,8 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             values.as_packed(),
             move.blocks,
             decay=self.beside.held["sums"].packed[0] if "sums" in self.beside.held else None,
-            key_rotation=keys.rotation,
-            value_rotation=values.rotation,
+            key_rotation=keys.inverse,
+            value_rotation=values.inverse,
         )
 
     def _attend_in_parts(
@@ -351,9 +357,10 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
                 move.end,
                 held.as_packed() if move.past else None,
                 move.blocks,
-                held.rotation,
+                held.inverse,
                 finish if name == "keys" else None,
                 places if name == "keys" else None,
+                held.mean if name == "keys" else None,
             )
             for name, held, move in (("keys", self.key_states, key_move), ("values", self.value_states, value_move))
         )
@@ -369,6 +376,15 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             link=self.books.link(sizes, q.device),
             received=layouts.get("scores"),
         )
+
+    def _restored(self, out: Tensor, move: Move) -> Tensor:
+        """Return an output `[B, Hq, T, D]` with the mean that the held values lack; padding stays 0."""
+        assert self.value_states is not None
+        whole = self.value_states.restored(out)
+        if move.start is None or whole is out:
+            return whole
+        slot = move.end[:, None] - move.tokens + torch.arange(move.tokens, device=out.device)
+        return whole.masked_fill((slot < move.start[:, None])[:, None, :, None], 0.0)
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> None:
         for held in (self.key_states, self.value_states, self.beside):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.packed_kv import Format, Packed, pack, write_tokens
 from lit_modules.networks.caches.moves import Array, Filing, Move
+from lit_modules.networks.caches.rotations import Transform
 
 GROWTH = 16
 """Storage that is full grows by one part in so many: allocated bytes count, and the copies stay below 17 a token."""
@@ -137,7 +138,8 @@ class HeldStates(Held):
         format: how they are quantized; None: they are not.
         block: tokens of a block.
         by_channel: the layout of values.
-        rotation: orthogonal `[D, D]`, applied before they are quantized, or None.
+        transform: what is done to them before they are quantized, or None. Slots lack its mean too, so that all tokens
+            are alike.
         sorts: rotate by a permutation, which the first block decides.
         slots, blocks, is_fixed: as in `Held`.
     """
@@ -148,14 +150,17 @@ class HeldStates(Held):
         block: int,
         *,
         by_channel: bool,
-        rotation: Tensor | None = None,
+        transform: Transform | None = None,
         sorts: bool = False,
         slots: int | None = None,
         blocks: int | None = None,
         is_fixed: bool = False,
     ):
         super().__init__(block, slots, blocks, is_fixed=is_fixed)
-        self.format, self.by_channel, self.rotation = format, by_channel, rotation
+        self.format, self.by_channel = format, by_channel
+        self.rotation = None if transform is None else transform.matrix
+        self.inverse = None if transform is None else transform.inverse
+        self.mean = None if transform is None or transform.mean is None else transform.mean[:, None]  # [H, 1, D]
         self.side: Packed | None = None
         self.sorts = sorts
 
@@ -163,7 +168,7 @@ class HeldStates(Held):
         """Allocate the slots and blocks at once, for tokens like `[B, H, T, D]`."""
         sorts, self.sorts = self.sorts, False
         if sorts:
-            self.rotation = torch.eye(like.shape[3], device=like.device)
+            self.rotation = self.inverse = torch.eye(like.shape[3], device=like.device)
         super().allocate(like)
         self.sorts = sorts
 
@@ -173,7 +178,7 @@ class HeldStates(Held):
         ranges = (x.amax(2) - x.amin(2)).float().mean((0, 1))
         permutation = torch.eye(len(ranges), device=x.device)[:, ranges.argsort(descending=True, stable=True)]
         if self.rotation is None:
-            self.rotation = permutation
+            self.rotation = self.inverse = permutation
         else:
             self.rotation.copy_(permutation)
 
@@ -189,6 +194,16 @@ class HeldStates(Held):
         if self.side is None:
             self.side = packed.map(lambda each: each.new_empty(0))
         return list(packed.tensors())
+
+    def centred(self, new: Tensor) -> Tensor:
+        """Return new tokens `[B, H, T, D]` as they are held: less the mean of each head."""
+        return new if self.mean is None else new - self.mean
+
+    def restored(self, out: Tensor) -> Tensor:
+        """Return outputs of attention `[B, Hq, T, D]` to values without their mean as they are with it."""
+        if self.mean is None:
+            return out
+        return (out.unflatten(1, (len(self.mean), -1)) + self.mean[:, None]).flatten(1, 2).to(out.dtype)
 
     def as_packed(self) -> Packed:
         """Return the packed blocks; there has to be one."""

@@ -31,18 +31,20 @@ class Side:
         end: int32 `[B]`.
         packed: the packed tokens, or None.
         blocks: int32 `[B]`, packed blocks in use.
-        rotation: `[D, D]`, what was packed is rotated; or None.
+        inverse: `[D, D]`, what was packed is multiplied with its transpose; or None.
         finish: for keys that are mapped after they are cached, or None.
         positions: rotary positions, `[B, 1, slots]` and of the packed tokens `[B, 1, N, block]`; only with `finish`.
+        mean: `[H, 1, D]`, what is held lacks it, which matters before `finish`; or None.
     """
 
     layout: Tensor
     end: Tensor
     packed: Packed | None
     blocks: Tensor
-    rotation: Tensor | None = None
+    inverse: Tensor | None = None
     finish: Finish | None = None
     positions: tuple[Tensor, Tensor | None] | None = None
+    mean: Tensor | None = None
 
     @property
     def packed_tokens(self) -> int:
@@ -56,18 +58,21 @@ class Side:
             for start in range(0, self.packed.blocks, step):
                 part = self.packed.map(lambda x, start=start: x[:, :, start : start + step])  # type: ignore[misc]
                 x = unpack(part, dtype)
-                if self.rotation is not None:
-                    x = x @ self.rotation.to(x).mT
+                if self.inverse is not None:
+                    x = x @ self.inverse.to(x).mT
                 if self.finish is not None:
                     assert self.positions is not None
                     assert self.positions[1] is not None
-                    x = self.finish(x, self.positions[1][:, 0, start : start + step].flatten(1))
+                    x = self.finish(self._whole(x), self.positions[1][:, 0, start : start + step].flatten(1))
                 yield x
         x = self.layout.to(dtype)
         if self.finish is not None:
             assert self.positions is not None
-            x = self.finish(x, self.positions[0][:, 0])
+            x = self.finish(self._whole(x), self.positions[0][:, 0])
         yield x
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return x if self.mean is None else x + self.mean
 
     def in_use(self) -> Tensor:
         """Return which packed tokens are in use, bool `[B, packed tokens]`."""

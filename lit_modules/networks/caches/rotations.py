@@ -1,11 +1,13 @@
-"""Rotations of cached keys and values before they are quantized, and the file that holds a model's.
+"""Maps of cached keys and values before they are quantized, and the file that holds a model's.
 
-A rotation is an orthogonal `[D, D]` matrix R that multiplies a head's row vectors from the right. A cache holds `k R`
-and, with another matrix, `v S`. Scores are the same with `q R`, because `q R (k R)^T = q k^T`. Attention's output is
-turned back by `S^T`, or the output projection is. A layer's heads share its two matrices.
+A map is an invertible `[D, D]` matrix A that multiplies a head's row vectors from the right. A cache holds `k A` and,
+with another matrix, `v B`. Scores are the same with `q A^-T`, because `q A^-T (k A)^T = q k^T`. Attention's output is
+turned back by `B^-1`, or the output projection is. A layer's heads share its two matrices. A rotation is orthogonal:
+its inverse transposed is itself.
 
 `hadamard` needs no data. `covariance_rotation` is OSCAR's (arXiv 2605.17757): the eigenvectors of a covariance, then a
-Hadamard matrix, which gives every channel the same share of every eigenvector's energy.
+Hadamard matrix, which gives every channel the same share of every eigenvector's energy. `balanced.py` has a map that is
+not orthogonal.
 """
 
 import json
@@ -25,10 +27,15 @@ from common.settings import SettingError, check_whole
 from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.weight_sample import sampled_fingerprint
 
-VERSION = 1
+VERSION = 2
+COMMAND = "palimpsest job=calibrate checkpoint=CHECKPOINT text=TEXT output=FILE.safetensors"
 FIT = "fit this model's with job=calibrate"
+TENSORS = ("key", "value")
 TOLERANCE = 1e-4
 """Largest entry of `R^T R - 1` in a file; float32 leaves 1e-6."""
+
+INVERSE_TOLERANCE = 1e-2
+"""Largest entry of `A^T A^-T - 1` in a file; float32 leaves 1e-3 where A's singular values differ most."""
 
 
 def hadamard(head_dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -87,11 +94,55 @@ def covariance_rotation(covariance: Tensor) -> Tensor:
     return rotation.float()
 
 
+class Transform(NamedTuple):
+    """What is done to a layer's keys or values before they are packed: `(x - mean) @ matrix`, float32.
+
+    Softmax does not see a mean that all keys of a head lack, and attention's output lacks the values' mean.
+
+    Attributes:
+        matrix: `[D, D]`, invertible.
+        inverse: its inverse transposed, which queries and outputs are multiplied with; a rotation's is itself.
+        mean: `[H, D]` of each head, or None.
+    """
+
+    matrix: Tensor
+    inverse: Tensor
+    mean: Tensor | None = None
+
+    @classmethod
+    def rotation(cls, matrix: Tensor) -> "Transform":
+        """Return the transform of an orthogonal matrix."""
+        return cls(matrix, matrix)
+
+    def of_heads(self, heads: slice) -> "Transform":
+        """Return the transform of some of the heads."""
+        return self if self.mean is None else self._replace(mean=self.mean[heads])
+
+    def like(self, x: Tensor) -> "Transform":
+        """Return it on the device of x, with the mean in x's dtype: what is taken away and added is the same."""
+        matrix = self.matrix.to(x.device)
+        inverse = matrix if self.inverse is self.matrix else self.inverse.to(x.device)
+        return Transform(matrix, inverse, None if self.mean is None else self.mean.to(x))
+
+
 class LayerRotations(NamedTuple):
-    """The rotations of a layer's cached keys `[Dk, Dk]` and values `[Dv, Dv]`, float32."""
+    """What was fitted to a layer's cached keys and values.
+
+    Attributes:
+        key, value: OSCAR's rotations, `[Dk, Dk]` and `[Dv, Dv]` float32.
+        key_map, value_map: the balanced maps.
+    """
 
     key: Tensor
     value: Tensor
+    key_map: Transform
+    value_map: Transform
+
+    def transform(self, name: str, way: str) -> Transform:
+        """Return what becomes of `key` or `value` by the way `rotation` or `balanced`."""
+        if way == "balanced":
+            return self.key_map if name == "key" else self.value_map
+        return Transform.rotation(self.key if name == "key" else self.value)
 
 
 @dataclass(frozen=True)
@@ -147,18 +198,23 @@ def model_identity(model: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
 
 
 def write_rotations(path: Path, rotations: Rotations) -> None:
-    """Write a safetensors file with `layers.3.key` and `layers.3.value`, whole or not at all.
+    """Write a safetensors file, whole or not at all.
+
+    It has `layers.3.key`, the rotation, and of the balanced map `layers.3.key.matrix`, `layers.3.key.inverse` and,
+    where there is one, `layers.3.key.mean`; and the same of `value`.
 
     Raises:
         OSError: if it cannot be written.
     """
-    tensors = {
-        f"layers.{number}.{name}": matrix.float().cpu().contiguous()
-        for number, layer in sorted(rotations.layers.items())
-        for name, matrix in layer._asdict().items()
-    }
+    tensors: dict[str, Tensor | None] = {}
+    for number, layer in sorted(rotations.layers.items()):
+        for name in TENSORS:
+            place = f"layers.{number}.{name}"
+            parts = layer.transform(name, "balanced")._asdict()
+            tensors |= {place: getattr(layer, name)} | {f"{place}.{part}": x for part, x in parts.items()}
+    given = {name: x.float().cpu().contiguous() for name, x in tensors.items() if x is not None}
     record = {"version": VERSION, "tokens": rotations.tokens, "model": rotations.model}
-    write_atomic(path, save(tensors, {"rotations": json.dumps(record)}))
+    write_atomic(path, save(given, {"rotations": json.dumps(record)}))
 
 
 def read_rotations(path: Path, model: PreTrainedModel | PreTrainedConfig) -> Rotations:
@@ -169,10 +225,11 @@ def read_rotations(path: Path, model: PreTrainedModel | PreTrainedConfig) -> Rot
         model: with a configuration alone, weights are not compared.
 
     Raises:
-        ValueError: if there is no such file, it is of another kind or version or model, or a matrix is not orthogonal.
+        ValueError: if there is no such file, it is of another kind or version or model, or a tensor is not
+            what it should be.
     """
     if not path.is_file():
-        raise SettingError("rotations", path, "give the output of job=calibrate", "is not a file")
+        raise SettingError("rotations", path, f"give the output of job=calibrate ({COMMAND})", "is not a file")
     try:
         with safe_open(path, "pt") as file:
             record = json.loads((file.metadata() or {})["rotations"])
@@ -195,27 +252,52 @@ def _check_model(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> N
 
 
 def _layers(path: Path, tensors: dict[str, Tensor], model: dict[str, Any]) -> dict[int, LayerRotations]:
-    """Return the matrices of a file by layer, after checking their sizes and that they are orthogonal."""
+    """Return the matrices of a file by layer, after checking them."""
     layers = {}
     for number in range(model["layers"]):
-        pair = [tensors.pop(f"layers.{number}.{name}", None) for name in LayerRotations._fields]
-        if pair == [None, None]:
-            continue
-        for name, matrix in zip(LayerRotations._fields, pair, strict=True):
-            _check_matrix(path, f"layers.{number}.{name}", matrix, model[f"{name}_dim"])
-        layers[number] = LayerRotations(*(matrix for matrix in pair if matrix is not None))
+        place = f"layers.{number}."
+        if any(name.startswith(place) for name in tensors):
+            key, value = (_rotation(path, tensors, place + name, model[f"{name}_dim"]) for name in TENSORS)
+            key_map, value_map = (
+                _map(path, tensors, place + name, model[f"{name}_heads"], model[f"{name}_dim"]) for name in TENSORS
+            )
+            layers[number] = LayerRotations(key, value, key_map, value_map)
     if tensors:
         raise SettingError("rotations", path, FIT, f"has an unknown tensor {min(tensors)}")
     return layers
 
 
-def _check_matrix(path: Path, name: str, matrix: Tensor | None, size: int) -> None:
-    """Raise ValueError for a matrix that is missing, of another size, or not orthogonal."""
-    if matrix is None:
-        raise SettingError("rotations", path, FIT, f"lacks {name}")
-    if matrix.shape != (size, size):
-        problem = f"has {name} of shape {list(matrix.shape)}, and its heads are {size} wide"
-        raise SettingError("rotations", path, FIT, problem)
-    exact = matrix.double()
-    if not (exact.mT @ exact - torch.eye(size, dtype=torch.float64)).abs().max() < TOLERANCE:
+def _rotation(path: Path, tensors: dict[str, Tensor], name: str, size: int) -> Tensor:
+    """Take an orthogonal matrix."""
+    matrix = _tensor(path, tensors, name, size, size)
+    if not _distance(matrix, matrix) < TOLERANCE:
         raise SettingError("rotations", path, FIT, f"has {name}, which is not orthogonal")
+    return matrix
+
+
+def _map(path: Path, tensors: dict[str, Tensor], name: str, heads: int, size: int) -> Transform:
+    """Take an invertible matrix, its inverse and, where there is one, the heads' mean."""
+    matrix, inverse = (_tensor(path, tensors, f"{name}.{part}", size, size) for part in ("matrix", "inverse"))
+    if not _distance(matrix, inverse) < INVERSE_TOLERANCE:
+        raise SettingError("rotations", path, FIT, f"has {name}.inverse, which is not the inverse of {name}.matrix")
+    mean = _tensor(path, tensors, f"{name}.mean", heads, size) if f"{name}.mean" in tensors else None
+    if mean is not None and not mean.isfinite().all():
+        raise SettingError("rotations", path, FIT, f"has {name}.mean, which is not finite")
+    return Transform(matrix, inverse, mean)
+
+
+def _tensor(path: Path, tensors: dict[str, Tensor], name: str, *shape: int) -> Tensor:
+    """Take a tensor of this shape out of the file's."""
+    found = tensors.pop(name, None)
+    if found is None:
+        raise SettingError("rotations", path, FIT, f"lacks {name}")
+    if found.shape != shape:
+        problem = f"has {name} of shape {list(found.shape)}, which should be {list(shape)}"
+        raise SettingError("rotations", path, FIT, problem)
+    return found
+
+
+def _distance(matrix: Tensor, inverse: Tensor) -> float:
+    """Return the largest entry of `A^T A^-T - 1`."""
+    product = matrix.double().mT @ inverse.double()
+    return (product - torch.eye(len(product), dtype=torch.float64)).abs().max().item()

@@ -9,12 +9,16 @@ from typing import Any
 
 from common.settings import SettingError, check_choice, check_keys, check_number, check_whole
 from kernels.packed_kv import Format
+from lit_modules.networks.caches.rotations import COMMAND
 from lit_modules.networks.caches.selection import POLICIES as BY_POSITION
 
 BY_CONTENT = ("heavy_hitters", "forget_gate")
 """Policies that read attention scores or gates, not positions alone."""
 
-WAYS = ("none", "hadamard", "rotation", "sorted")
+FITTED = ("rotation", "balanced")
+"""Transforms from the file `rotations`."""
+
+WAYS = ("none", "hadamard", *FITTED, "sorted")
 BLOCK = 128
 """Tokens of a block where no group runs along tokens."""
 
@@ -32,8 +36,9 @@ class TensorSettings:
         groups_along: numbers that share a scale: `channels` of one token, or `tokens` of one channel (KIVI's keys).
         group: numbers in a group, a multiple of 16; None: a head's width along channels, BLOCK along tokens.
         high_channels: the first so many channels have 4 bits (Kitty); for 2 bits along tokens.
-        transform: an orthogonal map before packing: `none`, `hadamard`, `rotation` from the file `rotations`, or
-            `sorted`: channels by their range in the first block of the cache, the widest first.
+        transform: an invertible map before packing: `none`, `hadamard`, or from the file `rotations` OSCAR's `rotation`
+            or `balanced`, which takes the mean of each head away too; `sorted`: channels by their range in the first
+            block of the cache, the widest first.
         clip: quantile of a group's absolute values to which it is clipped before rounding (OSCAR); 1 clips nothing.
         window: the window of this tensor where it differs from the cache's.
 
@@ -100,7 +105,7 @@ class CacheSettings:
         keys, values: of the keys and of the values; a mapping becomes `TensorSettings`.
         window: W of `log_sparse`, which keeps 2W to 3W - 1 tokens; elsewhere the tokens that keep 16 bits.
         first: the first tokens that `first_and_recent` keeps.
-        rotations: the safetensors file of `transform=rotation`, which job=calibrate writes.
+        rotations: the safetensors file of `transform=rotation` and `transform=balanced`, which job=calibrate writes.
 
     Raises:
         SettingError: a value is out of range, or two contradict each other.
@@ -125,12 +130,13 @@ class CacheSettings:
         if self.keys.reads_content or self.values.reads_content or self.keys.bits == 0:
             self._check_same_tokens()
         self._check_block()
-        rotated = [name for name, one in self.tensors.items() if one.is_packed and one.transform == "rotation"]
-        if rotated and self.rotations is None:
-            fix = "name the file that job=calibrate wrote"
-            raise SettingError("rotations", None, fix, f"with {rotated[0]}.transform=rotation")
-        if self.rotations is not None and not rotated:
-            fix = "set keys.transform=rotation or values.transform=rotation, or leave it out"
+        fitted = {n: t.transform for n, t in self.tensors.items() if t.is_packed and t.transform in FITTED}
+        if fitted and self.rotations is None:
+            name, way = next(iter(fitted.items()))
+            fix = f"name the file that job=calibrate wrote ({COMMAND})"
+            raise SettingError("rotations", None, fix, f"with {name}.transform={way}")
+        if self.rotations is not None and not fitted:
+            fix = "set keys.transform or values.transform to rotation or balanced, or leave it out"
             raise SettingError("rotations", self.rotations, fix, "is not read")
 
     @classmethod

@@ -15,7 +15,7 @@ CONF = Path(__file__).parents[4] / "conf"
 def settings_of(name: str) -> CacheSettings:
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         values = OmegaConf.to_container(hydra.compose(f"cache/{name}").cache)
-    return CacheSettings.of(values | {"rotations": "a file" if name == "oscar" else None})
+    return CacheSettings.of(values | {"rotations": "a file" if name in ("oscar", "best") else None})
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_logquant_in_a_file_and_as_defaults_differ_in_the_keys_groups_alone():
             "cache.values.keep=recent evicts keys and values at once: keep, window and bits have to fit keys.keep=log_",
         ),
         ({"keys": {"transform": "rotation"}}, "cache.rotations=null with keys.transform=rotation: name the file"),
-        ({"rotations": "a"}, "cache.rotations=a is not read: set keys.transform=rotation"),
+        ({"rotations": "a"}, "cache.rotations=a is not read: set keys.transform or"),
         (
             {"keys": {"groups_along": "tokens"}, "values": {"groups_along": "tokens", "group": 64}},
             "cache.values.group=64 runs along tokens, and so do the keys' groups: give keys.group=128 too",

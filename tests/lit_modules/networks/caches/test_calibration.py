@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.networks.attention_inputs import AttentionInputs, watched_attention
+from lit_modules.networks.caches.balanced import balanced_transform
 from lit_modules.networks.caches.calibration import (
     TREATMENTS,
     fit_rotations,
@@ -82,12 +83,43 @@ def test_rotations_are_those_of_oscars_covariances():
         assert torch.allclose(fitted.of_layer(layer).value, covariance_rotation(of_values), atol=1e-3)
 
 
+def test_balanced_maps_know_the_heads_means_and_the_covariance_about_them():
+    model = MODELS["llama"]().double().eval()
+    for projection in (layer.self_attn.v_proj for layer in model.model.layers):
+        projection.register_forward_hook(lambda module, inputs, out: out + 3)
+    sequences = text(20, 13)
+    fitted = fit_rotations(model, sequences)
+    for layer, parts in collected(model, sequences).items():
+        q, k, v = (torch.cat([getattr(p, n)[0] for p in parts], 1) for n in ("queries", "keys", "values"))
+        metric = (q.mT @ q).mean(0) / q.shape[1]
+        for found, data, of_errors in (
+            (fitted.of_layer(layer).key_map, k, metric),
+            (fitted.of_layer(layer).value_map, v, torch.eye(8)),
+        ):
+            covariance = torch.stack([head.T.cov(correction=0) for head in data]).mean(0)
+            wanted = balanced_transform(of_errors, covariance, data.mean(1))
+            torch.testing.assert_close(found.mean, wanted.mean)
+            for x, y in zip(found[:2], wanted[:2], strict=True):  # eigenvectors may turn where eigenvalues are close
+                torch.testing.assert_close(x @ x.mT, y @ y.mT, rtol=1e-3, atol=1e-3)
+
+
+def test_capped_logits_do_not_lose_the_keys_mean():
+    sizes = STOCK | {"head_dim": 8, "layer_types": ["full_attention"] * 2}
+    layer = fit_rotations(Gemma2ForCausalLM(Gemma2Config(**sizes)).eval(), text(20)).of_layer(0)
+    assert layer.key_map.mean is None
+    assert layer.value_map.mean.shape == (2, 8)
+
+
 def test_the_same_text_gives_the_same_rotations():
     model, sequences = MODELS["half_width_keys"]().eval(), text(40, 20)
     first, again = fit_rotations(model, sequences), fit_rotations(model, sequences)
-    for layer, (key, value) in first.layers.items():
-        assert torch.equal(key, again.of_layer(layer).key)
-        assert torch.equal(value, again.of_layer(layer).value)
+    for layer, fitted in first.layers.items():
+        other = again.of_layer(layer)
+        assert torch.equal(fitted.key, other.key)
+        assert torch.equal(fitted.value, other.value)
+        for name in ("key", "value"):
+            found = zip(fitted.transform(name, "balanced"), other.transform(name, "balanced"), strict=True)
+            assert all(torch.equal(x, y) for x, y in found)
 
 
 def test_the_metric_of_cached_keys_is_the_change_of_scores_through_what_follows_the_cache():
@@ -113,10 +145,30 @@ def test_rotated_channels_lose_less_at_two_bits_than_plain_ones():
     rotations = fit_rotations(model, text(300, 300))
     for scores, values in measure_rotations(model, rotations, text(200)).values():
         for errors in (scores, values):
-            plain, hadamard, rotated, clipped = errors
+            plain, hadamard, rotated, clipped, balanced = errors
             assert rotated < 0.8 * plain
             assert hadamard < 0.8 * plain
             assert clipped < rotated
+            assert balanced < 0.8 * plain
+
+
+def test_balanced_maps_lose_least_where_many_channels_differ():
+    """As in trained models: sizes fall gradually, and large keys are read by small queries."""
+    sizes = STOCK | {"hidden_size": 128, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    size = torch.exp(torch.arange(16) / 3).repeat(2)  # the same for both channels of a pair that positions rotate
+    with torch.no_grad():
+        for attention in (layer.self_attn for layer in model.model.layers):
+            for projection, factor in (
+                (attention.k_proj, size),
+                (attention.v_proj, size),
+                (attention.q_proj, 1 / size),
+            ):
+                projection.weight.mul_(factor.repeat(len(projection.weight) // 32)[:, None])
+    rotations = fit_rotations(model, text(300, 300))
+    for scores, values in measure_rotations(model, rotations, text(200)).values():
+        assert scores[-1] < 0.8 * min(scores[:-1])
+        assert values[-1] < 0.95 * min(values[:-1])
 
 
 def test_progress_counts_every_token_of_each_pass():

@@ -10,8 +10,8 @@ from common.settings import SettingError
 from kernels.packed_kv import dequantize, quantize
 from lit_modules.networks.caches import CacheSettings, log_sparse_positions
 from lit_modules.networks.caches.books import Books
-from lit_modules.networks.caches.compressed_layer import CompressedCacheLayer, Rotation
-from lit_modules.networks.caches.rotations import hadamard
+from lit_modules.networks.caches.compressed_layer import CompressedCacheLayer, Transforms
+from lit_modules.networks.caches.rotations import Transform, hadamard
 from lit_modules.networks.caches.selection import Schedule, kept_positions
 
 HEADS, KEY_HEADS, VALUE_HEADS, WIDTH = 4, 2, 1, 16
@@ -34,6 +34,19 @@ POLICIES = {
         "values": CHANNELS | {"transform": "hadamard"},
         "window": 7,
     },
+    "balanced": {
+        "keys": CHANNELS | {"transform": "balanced", "clip": 0.9, "keep": "first_and_recent"},
+        "values": CHANNELS | {"transform": "balanced", "keep": "first_and_recent"},
+        "window": 7,
+        "first": 2,
+        "rotations": "a file",
+    },
+    "balanced_keys_apart": {
+        "keys": CHANNELS | {"transform": "balanced"},
+        "values": CHANNELS | {"transform": "balanced", "keep": "recent", "window": 30},
+        "window": 7,
+        "rotations": "a file",
+    },
     "mixed_bits": {"keys": TOKENS | {"high_channels": 8}, "values": {"group": None, "bits": 4}, "window": 10},
     "partial_logquant": {"keys": TOKENS, "values": CHANNELS | {"keep": "recent", "window": 30}, "window": 10},
     "keys_alone": {"keys": TOKENS, "values": {"bits": 16}, "window": 10},
@@ -48,10 +61,24 @@ POLICIES = {
 }
 
 
+def transform_of(name: str, settings: CacheSettings) -> Transform | None:
+    """What is done to the keys or values of these settings: a matrix that is far from orthogonal, and a mean."""
+    way, heads = settings.tensors[name].transform, {"keys": KEY_HEADS, "values": VALUE_HEADS}[name]
+    if way == "hadamard":
+        return Transform.rotation(hadamard(WIDTH, torch.float64))
+    if way == "none":
+        return None
+    generator = torch.Generator().manual_seed(heads)
+    matrix, mean = (torch.randn(n, WIDTH, generator=generator, dtype=torch.float64) for n in (WIDTH, heads))
+    matrix = matrix + 2 * torch.eye(WIDTH)
+    return Transform(matrix, torch.linalg.inv(matrix).mT, 3 * mean)
+
+
 def new_layer(settings: dict, capacity: int | None = None) -> CompressedCacheLayer:
     settings = CacheSettings(**settings)
-    ways = {name: hadamard if one.transform == "hadamard" else None for name, one in settings.tensors.items()}
-    return CompressedCacheLayer(Books(settings, capacity), Rotation(**ways))
+    ways = {name: transform_of(name, settings) for name in settings.tensors}
+    given = {name: None if way is None else lambda width, way=way: way for name, way in ways.items()}
+    return CompressedCacheLayer(Books(settings, capacity), Transforms(**given))
 
 
 def draw(tokens: int, batch: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,11 +130,12 @@ class Simulation:
             if tensor.bits == 0:
                 self.there[leaving] = False
                 continue
-            rotation = torch.eye(WIDTH, dtype=torch.float64)
-            if tensor.transform == "hadamard":
-                rotation = hadamard(WIDTH, torch.float64)
-            rounded = quantize(self.held[name][:, :, leaving] @ rotation, tensor.format_of(WIDTH))
-            self.held[name][:, :, leaving] = dequantize(*rounded, tensor.format_of(WIDTH), torch.float64) @ rotation.mT
+            eye = torch.eye(WIDTH, dtype=torch.float64)
+            matrix, inverse, mean = transform_of(name, self.settings) or Transform(eye, eye)
+            mean = 0.0 if mean is None else mean[:, None]
+            rounded = quantize((self.held[name][:, :, leaving] - mean) @ matrix, tensor.format_of(WIDTH))
+            rounded = dequantize(*rounded, tensor.format_of(WIDTH), torch.float64) @ inverse.mT + mean
+            self.held[name][:, :, leaving] = rounded
 
 
 def check_decoding(policy: str, length: int, every: int) -> None:
@@ -329,6 +357,12 @@ def test_storage_is_what_the_policy_needs():
     blocks = (8192 - packed) // 64
     assert sizes["packed"] == blocks * 64 * (KEY_HEADS + VALUE_HEADS) * WIDTH // 4
     assert sizes["numbers"] == 0
+
+
+def test_capped_logits_refuse_keys_without_their_mean():
+    layer = new_layer(POLICIES["balanced"])
+    with pytest.raises(ValueError, match="logits are capped: calibrate the model anew"):
+        layer.attend(*draw(3), softcap=30.0)
 
 
 def test_a_head_that_no_group_divides_is_refused():

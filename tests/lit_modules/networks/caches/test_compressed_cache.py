@@ -34,7 +34,8 @@ from lit_modules.networks.caches import (
     compressed,
     log_sparse_positions,
 )
-from lit_modules.networks.caches.rotations import LayerRotations, Rotations, model_identity, write_rotations
+from lit_modules.networks.caches.calibration import fit_rotations
+from lit_modules.networks.caches.rotations import LayerRotations, Rotations, Transform, model_identity, write_rotations
 
 SIZES = {
     "vocab_size": 61,
@@ -64,6 +65,7 @@ STOCK = {
 OURS = ["fox_pro", "transformer_llama", "sigma", "pro_with_sigmas_heads", "small_keys", "hybrid", "hybrid_with_rope"]
 FULL = CacheSettings(keys={"bits": 16}, values={"bits": 16})
 PROMPT = torch.randint(1, 61, (2, 11), generator=torch.Generator().manual_seed(3))
+TEXT = torch.randint(1, 61, (1, 320), generator=torch.Generator().manual_seed(4))
 LEFT_PADDED = torch.ones(2, 11, dtype=torch.long)
 LEFT_PADDED[0, :4] = 0
 
@@ -325,7 +327,8 @@ def test_a_linearized_models_softmax_layers_are_compressed(softmax_layers):
 def test_rotations_are_read_by_layer_and_those_of_another_model_are_refused(tmp_path):
     model = stock("llama")
     turns = [torch.linalg.qr(torch.randn(16, 16)).Q for _ in range(4)]
-    layers = {0: LayerRotations(turns[0], turns[1]), 1: LayerRotations(turns[2], turns[3])}
+    maps = [Transform(turn.clone(), turn.clone()) for turn in turns]
+    layers = {n: LayerRotations(*turns[2 * n : 2 * n + 2], *maps[2 * n : 2 * n + 2]) for n in range(2)}
     path = tmp_path / "rotations.safetensors"
     write_rotations(path, Rotations(layers, model_identity(model), 100))
     one = {"bits": 4, "group": 16, "transform": "rotation", "keep": "recent"}
@@ -337,6 +340,51 @@ def test_rotations_are_read_by_layer_and_those_of_another_model_are_refused(tmp_
     assert all(each.rotation.equal(turn) for each, turn in zip(held, turns, strict=True))
     with pytest.raises(SettingError, match="belongs to another model"):
         CompressedCache(stock("llama", num_hidden_layers=3).config, settings)
+
+
+@pytest.fixture(params=[*STOCK, "fox_pro", "sigma", "hybrid_with_rope", "half_width_keys"])
+def calibrated(request, build, tmp_path):
+    """A model, and settings of balanced maps that are fitted to it, with 4 bits beside so many new tokens."""
+    from tests.lit_modules.networks.conftest import ABLATION, RECURRENT
+
+    sizes = {
+        "half_width_keys": {"hidden_size": 64, "num_key_heads": 2, "key_head_dim": 8, "rope": True, "qk_norm": True}
+    }
+    name = request.param
+    model = stock(name) if name in STOCK else build(**(ABLATION | RECURRENT | sizes)[name])
+    write_rotations(tmp_path / "maps.safetensors", fit_rotations(model, [TEXT[:, :160], TEXT[:, 160:]]))
+
+    def settings(window: int) -> CacheSettings:
+        return four_bits("balanced", window, rotations=str(tmp_path / "maps.safetensors"))
+
+    return model, settings
+
+
+def four_bits(transform: str, window: int, **others) -> CacheSettings:
+    one = {"transform": transform, "group": None, "keep": "first_and_recent", "bits": 4}
+    return CacheSettings(keys=one, values=one, first=2, window=window, **others)
+
+
+def test_the_means_that_balanced_maps_take_away_are_given_back(calibrated):
+    """All tokens keep 16 bits, without the means of their heads."""
+    model, settings = calibrated
+    expected = generate(model, attention_mask=LEFT_PADDED)
+    cache = CompressedCache(model.config, settings(window=100))
+    assert generate(model, attention_mask=LEFT_PADDED, past_key_values=cache).equal(expected)
+    held = [layer.value_states for layer in cache.compressed_layers]
+    assert all(each.mean is not None for each in held)
+
+
+def test_tokens_packed_by_balanced_maps_are_read_as_they_were(calibrated):
+    model, settings = calibrated
+    logits, errors = model(TEXT).logits[:, -40:], []
+    for each in (settings(window=8), four_bits("hadamard", 8)):
+        cache = CompressedCache(model.config, each)
+        model(TEXT[:, :-40], past_key_values=cache)
+        found = [model(TEXT[:, [t]], past_key_values=cache).logits for t in range(TEXT.shape[1] - 40, TEXT.shape[1])]
+        errors.append((torch.cat(found, 1) - logits).norm() / logits.norm())
+    # Channels of untrained models are alike, so that no map is better.
+    assert errors[0] <= 2 * errors[1]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_modules.networks import PalimpsestConfig
+from lit_modules.networks.caches.balanced import balanced_transform
 from lit_modules.networks.caches.rotations import (
     LayerRotations,
     Rotations,
@@ -39,7 +40,11 @@ def model():
 
 @pytest.fixture
 def fitted(model):
-    layers = {n: LayerRotations(covariance_rotation(covariance(8)), hadamard(8)) for n in range(2)}
+    def layer() -> LayerRotations:
+        centred, plain = (balanced_transform(covariance(8), covariance(8), mean) for mean in (torch.randn(2, 8), None))
+        return LayerRotations(covariance_rotation(covariance(8)), hadamard(8), centred, plain)
+
+    layers = {n: layer() for n in range(2)}
     return Rotations(layers, model_identity(model), 30_000)
 
 
@@ -127,9 +132,13 @@ def test_a_file_gives_back_what_was_written(file, fitted, model):
         assert found.tokens == 30_000
         assert found.layers.keys() == fitted.layers.keys()
         for number, layer in fitted.layers.items():
-            assert torch.equal(found.of_layer(number).key, layer.key)
-            assert torch.equal(found.of_layer(number).value, layer.value)
-    assert sorted(load_file(file)) == ["layers.0.key", "layers.0.value", "layers.1.key", "layers.1.value"]
+            for name in ("key", "value"):
+                for way in ("rotation", "balanced"):
+                    read, written = (each.transform(name, way) for each in (found.of_layer(number), layer))
+                    assert (read.mean is None) == (written.mean is None)
+                    assert all(x.equal(y) for x, y in zip(read, written, strict=True) if y is not None)
+    own = ["key", "key.inverse", "key.matrix", "key.mean", "value", "value.inverse", "value.matrix"]
+    assert sorted(load_file(file)) == [f"layers.{number}.{name}" for number in range(2) for name in own]
 
 
 def test_a_layer_without_rotations_is_named(fitted):
@@ -186,7 +195,12 @@ def damaged(file, change) -> None:
         (lambda t, r: t["layers.0.key"].fill_(float("nan")), "layers.0.key, which is not orthogonal"),
         (lambda t, r: t.update({"layers.0.key": torch.eye(4)}), r"layers.0.key of shape \[4, 4\]"),
         (lambda t, r: t.update({"layers.9.key": torch.eye(8)}), "unknown tensor layers.9.key"),
-        (lambda t, r: r.update(version=2), "version 2, and version 1 can be read"),
+        (lambda t, r: t.pop("layers.0.value.inverse"), "lacks layers.0.value.inverse"),
+        (lambda t, r: t["layers.0.value.matrix"].mul_(1.1), "layers.0.value.inverse, which is not the inverse of"),
+        (lambda t, r: t["layers.0.value.matrix"][:, 3].zero_(), "layers.0.value.inverse, which is not the inverse of"),
+        (lambda t, r: t["layers.1.key.mean"].fill_(float("inf")), "layers.1.key.mean, which is not finite"),
+        (lambda t, r: t.update({"layers.1.key.mean": torch.zeros(4, 8)}), r"key.mean of shape \[4, 8\], which"),
+        (lambda t, r: r.update(version=1), "version 1, and version 2 can be read"),
         (lambda t, r: r.pop("model"), "holds no rotations"),
     ],
 )
