@@ -212,7 +212,7 @@ def test_a_compressed_cache_that_holds_all_changes_no_text(run, trained, cache):
             ["cache=best", "cache.rotations=nowhere.safetensors"],
             "rotations=nowhere.safetensors is not a file: give the output of job=calibrate (palimpsest job=calibrate ",
         ),
-        (["cache=logquant"], "is not a multiple of group=64: give a group that divides it"),
+        (["cache=logquant", "cache.values.group=64"], "is not a multiple of group=64: give a group that divides it"),
         (["cache=h2o", "cache.values.keep=recent"], "cache.values.keep=recent chooses for keys and values at once"),
     ],
 )
