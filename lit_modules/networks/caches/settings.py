@@ -113,7 +113,7 @@ class CacheSettings:
 
     keys: TensorSettings = field(default_factory=TensorSettings)
     values: TensorSettings = field(default_factory=TensorSettings)
-    window: int = 128
+    window: int = 64
     first: int = 0
     rotations: str | None = None
 
