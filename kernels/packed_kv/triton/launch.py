@@ -15,7 +15,7 @@ from kernels.rounding import next_power_of_2
 LN_2 = math.log(2.0)
 
 MAX_TOKENS = 128
-"""Packed tokens of one step."""
+"""Packed tokens of one step, a power of 2."""
 DENSE_TILE = 32
 """Dense tokens of one step."""
 SLOTS_PER_SPLIT = 128
@@ -125,7 +125,8 @@ def _launch(
             ROWS=rows,
             TILE=DENSE_TILE,
             BLOCK=keys.block,
-            TOKENS=min(keys.block, _tokens_per_step(past.keys, rows)),
+            # A step's tokens are a power of 2, and a block is whole steps: blocks may have 48 or 96 tokens.
+            TOKENS=math.gcd(keys.block, _tokens_per_step(past.keys, rows)),
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             KEY_GROUPS=_groups(past.keys),

@@ -103,6 +103,13 @@ def test_blocks_of_128_and_storage_beyond_the_blocks_in_use(agree) -> None:
     agree((*args[:4], PackedPast(args[4].keys, args[4].values, torch.tensor([3, 2, 0], dtype=torch.int32))), options)
 
 
+@pytest.mark.parametrize("block", [16, 48, 96])
+@pytest.mark.parametrize("along", ["tokens", "channels"])
+def test_blocks_that_are_no_power_of_two(agree, block, along) -> None:
+    keys = Format(2, along, block if along == "tokens" else 64)
+    agree(*make(2, (4, 2, 2), 1, (64, 64), (keys, CHANNELS), block=block, dtype=DTYPES[0]))
+
+
 @pytest.mark.gpu(needs="CUDA")
 def test_the_operation_reaches_the_kernels_and_compiles(device) -> None:
     args, options = make(2, (8, 2, 2), 1, (128, 128), (CHANNELS, CHANNELS), gates=True, dtype=torch.bfloat16)
