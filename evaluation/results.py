@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from common.atomic_files import write_atomic
-from evaluation.result_folder import ResultFolder
+from evaluation.result_folder import ResultFolder, weights_identity
 from evaluation.run_log import log_to_run
 from lit_modules.launching import run_folder
 
@@ -30,6 +31,20 @@ def conditions(device: torch.device, packages: tuple[str, ...] = PACKAGES) -> di
         "versions": {"python": platform.python_version(), **versions},
         "commit": run_folder.code_commit(),
         "date": datetime.now().strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def identity(cfg: DictConfig, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides the results of any measurement of a checkpoint: weights, dtype, commit and versions.
+
+    Args:
+        said: `conditions`.
+    """
+    return {
+        "weights": weights_identity(str(cfg.checkpoint)),
+        "dtype": str(cfg.dtype),
+        "commit": said["commit"],
+        "versions": said["versions"],
     }
 
 

@@ -18,7 +18,7 @@ from benchmarks.measuring.report import CommandLine, measured_on, page, publish
 from benchmarks.measuring.tables import table
 from benchmarks.measuring.timing import copy_rate, default_device, relative_error, timed
 from kernels import forgetting_attention
-from kernels.packed_kv import Format, PackedPast, pack, packed_attention, packed_attention_reference
+from kernels.packed_kv import Format, Packed, PackedPast, pack, packed_attention, packed_attention_reference
 
 QUERY_HEADS, HEADS, DIM = 32, 8, 128
 DENSE = 384
@@ -61,7 +61,7 @@ def packed_arguments(batch: int, length: int, formats: tuple[Format, Format], *,
         ]
         high = None if rows[0].high is None else torch.cat([row.high for row in rows])
         sides.append(
-            type(rows[0])(
+            Packed(
                 torch.cat([row.low for row in rows]),
                 high,
                 torch.cat([row.metadata for row in rows]),

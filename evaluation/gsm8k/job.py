@@ -73,12 +73,9 @@ def run(cfg: DictConfig) -> None:
         asked = CachedLM(model, tokenizer, batch, None)
     asked.chunk = settings.chunk
     identity = {
-        "weights": result_folder.weights_identity(str(cfg.checkpoint)),
+        **results.identity(cfg, said),
         "data": file_identity([folder / "train.jsonl", folder / "test.jsonl"], WHOLE),
         **{key: getattr(settings, key) for key in ("num_fewshot", "max_new_tokens", "chunk", "seed")},
-        "dtype": str(cfg.dtype),
-        "commit": said["commit"],
-        "versions": said["versions"],
     }
     found: dict[str, dict[str, list[float]]] = {}
     for cache in caches:

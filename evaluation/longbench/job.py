@@ -90,11 +90,8 @@ def run(cfg: DictConfig) -> None:
     said = results.conditions(device, PACKAGES)
     model, tokenizer = load_checkpoint(cfg, device)
     identity = {
-        "weights": result_folder.weights_identity(str(cfg.checkpoint)),
+        **results.identity(cfg, said),
         "chunk": settings.chunk,
-        "dtype": str(cfg.dtype),
-        "commit": said["commit"],
-        "versions": said["versions"],
     }
     found: dict[str, dict[str, list[float]]] = {}
     cut = {}

@@ -66,13 +66,10 @@ def measured(
     model, tokenizer = load_checkpoint(cfg, device)
     sequences = cut_text(tokenizer, text, settings.length)[: settings.sequences]
     identity = {
-        "weights": result_folder.weights_identity(str(cfg.checkpoint)),
+        **results.identity(cfg, said),
         "text": hashlib.sha256(text.encode()).hexdigest(),
         "length": settings.length,
         "chunk": settings.chunk,
-        "dtype": str(cfg.dtype),
-        "commit": said["commit"],
-        "versions": said["versions"],
     }
     batch = batch_of(cfg.batch_size, settings.length, device)
     found = {}

@@ -89,12 +89,9 @@ def run(cfg: DictConfig) -> None:
     model, tokenizer = load_checkpoint(cfg, device)
     asking = Asking(model, tokenizer, Recall(tokenizer, text, settings.keys, settings.seed), settings, cfg.batch_size)
     identity = {
-        "weights": result_folder.weights_identity(str(cfg.checkpoint)),
+        **results.identity(cfg, said),
         "text": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
         **{key: getattr(settings, key) for key in ("keys", "chunk", "seed")},
-        "dtype": str(cfg.dtype),
-        "commit": said["commit"],
-        "versions": said["versions"],
     }
     found = {cache.name: asking.everything(cache, place.folder / NAME, identity) for cache in caches}
     report = {

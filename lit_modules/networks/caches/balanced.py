@@ -20,7 +20,7 @@ def balanced_transform(metric: Tensor, covariance: Tensor, mean: Tensor | None =
     1981). An orthogonal A cannot make directions smaller that hold much and are read little.
 
     The symmetric root of P is followed by `covariance_rotation`, and scaled so that mapped data are as large as before,
-    because scales and zero-points are float16.
+    because scales are float16.
 
     Args:
         metric: M, symmetric and positive; for keys the covariance of the queries.

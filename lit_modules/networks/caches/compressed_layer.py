@@ -255,7 +255,7 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
         return [held[row, group, :count].tolist() for row, count in zip(rows, ledger.counts(), strict=True)]
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes held: `packed` codes, `metadata` (scales and zero-points), `dense`, and `numbers` beside.
+        """Return the bytes held: `packed` codes, `metadata` (scales and offsets), `dense`, and `numbers` beside.
 
         The numbers are what a full cache would hold too: sums of gates, positions, scores; and what KV-shift needs.
         """
