@@ -60,13 +60,13 @@ class Format:
     def check_head_dim(self, head_dim: int) -> None:
         """Raise ValueError if heads of this width cannot be packed."""
         if head_dim % 8:
-            raise ValueError(f"head_dim={head_dim} is not a multiple of 8: a word holds eight channels")
+            raise ValueError(f"head_dim={head_dim} is not a multiple of 8: a byte holds four channels")
         if self.groups_along == "channels" and head_dim % self.group:
             raise ValueError(
                 f"head_dim={head_dim} is not a multiple of group={self.group}: give a group that divides it"
             )
-        if self.groups_along == "channels" and self.group % (head_dim // 8):
-            raise ValueError(f"group={self.group} is not a multiple of head_dim / 8 = {head_dim // 8}")
+        if self.groups_along == "channels" and self.group % (head_dim // 4):
+            raise ValueError(f"group={self.group} is not a multiple of head_dim / 4 = {head_dim // 4}")
         if self.high_channels > head_dim:
             raise ValueError(f"high_channels={self.high_channels} is more than head_dim={head_dim}")
 
@@ -79,17 +79,17 @@ class Format:
 class Packed:
     """Packed keys or values: N blocks of `block` tokens for each row and head.
 
-    A code of 4 bits is split into two planes of 2 bits: `code = low + 4 * high`. A 16-bit word holds the 2-bit codes of
-    eight channels, D / 8 apart: word w has channel `i * D / 8 + w` in bits 2i and 2i + 1 (in the high plane, of C
-    channels, `i * C / 8 + w`). So the eight codes of a word belong to eight different tiles, and a kernel needs no
-    exchange between threads to unpack them. Keys lie token by token, values channel by channel: in both, the two words
-    of a 32-bit register are neighbors along the axis that the matrix product sums over.
+    A code of 4 bits is split into two planes of 2 bits: `code = low + 4 * high`. A byte holds the 2-bit codes of four
+    channels, D / 4 apart: byte w has channel `i * D / 4 + w` in bits 2i and 2i + 1 (in the high plane, of C channels,
+    `i * C / 4 + w`). So the four codes of a byte belong to four different tiles, and a kernel needs no exchange between
+    threads to unpack them. Keys lie token by token, values channel by channel: in both, the four bytes of a register
+    are neighbors along the axis that the matrix product sums over.
 
     Attributes:
-        low: int16 `[B, H, N, block, D / 8]`; values `[B, H, N, D / 8, block]`.
-        high: int16, the same with C / 8 words, or None.
-        metadata: float16, scales and offsets: `[B, H, N, 2, D]` for groups along tokens,
-            `[B, H, N, 2, D / group, block]` along channels.
+        low: uint8 `[B, H, N, block, D / 4]`; values `[B, H, N, D / 4, block]`.
+        high: uint8, the same with C / 4 bytes, or None.
+        metadata: float16, pairs of scale and offset: `[B, H, N, D, 2]` for groups along tokens,
+            `[B, H, N, D / group, block, 2]` along channels.
         format: the quantization.
         by_channel: True for values.
     """
@@ -108,7 +108,7 @@ class Packed:
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        return 8 * self.low.shape[-2 if self.by_channel else -1]
+        return 4 * self.low.shape[-2 if self.by_channel else -1]
 
     @property
     def blocks(self) -> int:

@@ -80,13 +80,12 @@ def pack(x: Tensor, format: Format, block: int, *, by_channel: bool = False) -> 
     codes, scales, offsets = quantize(x, format)
     codes = codes.unflatten(2, (-1, block))
     high = format.high_of(head_dim)
-    metadata = torch.stack((scales, offsets), 3)
-    if format.groups_along == "channels":  # [B, H, T, 2, D / group] -> [B, H, N, 2, D / group, block]
-        metadata = metadata.unflatten(2, (-1, block)).permute(0, 1, 2, 4, 5, 3).contiguous()
+    if format.groups_along == "channels":  # [B, H, T, D / group] -> [B, H, N, D / group, block]
+        scales, offsets = (x.unflatten(2, (-1, block)).mT for x in (scales, offsets))
     return Packed(
         low=_words(codes & 3, by_channel),
         high=_words(codes[..., :high] >> 2, by_channel) if high else None,
-        metadata=metadata,
+        metadata=torch.stack((scales, offsets), -1),
         format=format,
         by_channel=by_channel,
     )
@@ -99,7 +98,7 @@ def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     if packed.high is not None:
         high = _codes(packed.high, packed.by_channel)
         codes[..., : high.shape[-1]] += high << 2
-    scales, offsets = packed.metadata.unbind(3)
+    scales, offsets = packed.metadata.unbind(-1)
     if format.groups_along == "channels":
         scales, offsets = (x.mT.flatten(2, 3) for x in (scales, offsets))
     return dequantize(codes.flatten(2, 3), scales, offsets, format, dtype)
@@ -179,15 +178,14 @@ def _levels(format: Format, x: Tensor) -> Tensor:
 
 
 def _words(codes: Tensor, by_channel: bool) -> Tensor:
-    """Pack 2-bit codes `[B, H, N, block, C]` into words `[B, H, N, block, C / 8]`, or `[B, H, N, C / 8, block]`."""
-    shifts = 2 * torch.arange(8, device=codes.device, dtype=torch.int32)
-    words = (codes.unflatten(-1, (8, -1)).to(torch.int32) << shifts[:, None]).sum(-2, dtype=torch.int32)
-    words = words.to(torch.int16)
+    """Pack 2-bit codes `[B, H, N, block, C]` into bytes `[B, H, N, block, C / 4]`, or `[B, H, N, C / 4, block]`."""
+    shifts = 2 * torch.arange(4, device=codes.device, dtype=torch.uint8)
+    words = (codes.unflatten(-1, (4, -1)) << shifts[:, None]).sum(-2, dtype=torch.uint8)
     return words.mT.contiguous() if by_channel else words
 
 
 def _codes(words: Tensor, by_channel: bool) -> Tensor:
     """Undo `_words`: uint8 `[B, H, N, block, C]`."""
-    words = (words.mT if by_channel else words).to(torch.int32)
-    shifts = 2 * torch.arange(8, device=words.device, dtype=torch.int32)
-    return ((words[..., None, :] >> shifts[:, None]) & 3).to(torch.uint8).flatten(-2)
+    words = words.mT if by_channel else words
+    shifts = 2 * torch.arange(4, device=words.device, dtype=torch.uint8)
+    return ((words[..., None, :] >> shifts[:, None]) & 3).flatten(-2)

@@ -14,8 +14,10 @@ from kernels.rounding import next_power_of_2
 
 LN_2 = math.log(2.0)
 
-MAX_TOKENS = 128
-"""Packed tokens of one step, a power of 2."""
+MIN_TOKENS, MAX_TOKENS = 32, 128
+"""Packed tokens of one step, a power of 2: a product of int8 sums over 32 at least."""
+MAX_ROWS = 32
+"""Rows (query x head) of one program, of two warps: Triton 3.6 cannot lower these products for four on Hopper."""
 DENSE_TILE = 32
 """Dense tokens of one step."""
 SLOTS_PER_SPLIT = 128
@@ -97,9 +99,10 @@ def _launch(
     keys, values = past.keys, past.values
     value_dim = values.head_dim
     per_key, per_value = num_heads // keys.low.shape[1], num_heads // values.low.shape[1]
-    heads = math.gcd(per_key, per_value)
+    heads = _largest_divisor(math.gcd(per_key, per_value), MAX_ROWS)
     padded_heads = next_power_of_2(heads)
-    rows = min(max(8, next_power_of_2(queries) * padded_heads), max(64, padded_heads))
+    is_float32 = q.dtype == torch.float32
+    rows = min(max(8 if is_float32 else 4, next_power_of_2(queries) * padded_heads), MAX_ROWS)
     row_tiles = -(-queries // (rows // padded_heads))
     past_splits, dense_splits = _splits(
         batch * (num_heads // heads) * row_tiles, keys.blocks, dense_keys.shape[2] if with_dense else 0, q.device
@@ -113,8 +116,9 @@ def _launch(
     decay, past_decay = (None if x is None else x.contiguous() for x in (decay, past.decay))
     with torch.cuda.device_of(q):
         attend_split[(splits, num_heads // heads * row_tiles, batch)](
-            q, past_q, keys.low, keys.high, keys.metadata, values.low, values.high, values.metadata, past.blocks,
-            past_decay, dense_keys, dense_values, dense_end, dense_start, decay, partial, lse,
+            q, past_q, keys.low, keys.high, _pairs(keys), values.low, values.high, _pairs(values), past.blocks,
+            past_decay,
+            dense_keys, dense_values, dense_end, dense_start, decay, partial, lse,
             *dense_keys.stride()[:3], *dense_values.stride()[:3],
             queries, 0 if decay is None else decay.shape[2], keys.blocks, past_splits, scale * LOG2_E.value,
             NUM_HEADS=num_heads,
@@ -125,16 +129,15 @@ def _launch(
             ROWS=rows,
             TILE=DENSE_TILE,
             BLOCK=keys.block,
-            # A step's tokens are a power of 2, and a block is whole steps: blocks may have 48 or 96 tokens.
-            TOKENS=math.gcd(keys.block, _tokens_per_step(past.keys, rows)),
+            TOKENS=_tokens_per_step(past.keys, rows),
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             KEY_GROUPS=_groups(past.keys),
             VALUE_GROUPS=_groups(past.values),
             HIGH_KEYS=keys.format.high_of(key_dim),
             FOUR_BIT_VALUES=values.format.bits == 4,
-            DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16,
-            PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+            DTYPE=tl.float32 if is_float32 else tl.int8,
+            PRECISION="tf32x3" if is_float32 else "tf32",
             num_warps=max(1, rows // 16),
             num_stages=NUM_STAGES,
         )  # fmt: skip
@@ -142,9 +145,17 @@ def _launch(
 
 
 def _tokens_per_step(keys: Packed, rows: int) -> int:
-    """Return the tokens of one step: as many as registers hold beside the rows, or the scales of channels."""
-    scales_of_channels = keys.format.groups_along == "tokens" and keys.high is None
-    return MAX_TOKENS // 2 if rows > 8 or scales_of_channels else MAX_TOKENS
+    """Return the tokens of one step: as many as a block has, and as registers hold beside the rows."""
+    return max(MIN_TOKENS, min(next_power_of_2(keys.block), MAX_TOKENS if rows <= 8 else MAX_TOKENS // 2))
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return next(d for d in range(min(number, limit), 0, -1) if number % d == 0)
+
+
+def _pairs(side: Packed) -> Tensor:
+    """Return the scales and offsets as one int32 each."""
+    return side.metadata.view(torch.int32)
 
 
 def _groups(side: Packed) -> int:
