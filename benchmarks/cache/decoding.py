@@ -4,22 +4,22 @@
 
 Random weights in the shape of Llama-3.1-8B. Prompts are prefilled in chunks; then the step, from token to next token,
 is captured once in a CUDA graph and replayed; between replays the cache packs what is due. Every cache runs in the same
-model and the same step; norms, rotations and products around attention are compiled. Writes packed_decoding.md.
+model and the same step, this project's (`lit_modules.generation.cuda_graphs`). Writes packed_decoding.md.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama import modeling_llama
 
 from benchmarks.measuring.report import CommandLine, measured_on, page, publish
 from benchmarks.measuring.tables import table
+from lit_modules.generation.cuda_graphs import WARM_UP, DecodingStep, Output, Replay, with_own_attention
 from lit_modules.networks.caches import CompressedCache
 from lit_modules.networks.caches.settings import CacheSettings, TensorSettings
+from lit_modules.networks.linearized import LinearizedForCausalLM
+from lit_modules.networks.positions import locate
 
 CHUNK = 2048
 STEPS = 128
@@ -55,8 +55,8 @@ class Measurement:
     prefill: float
 
 
-def random_llama(layers: int) -> LlamaForCausalLM:
-    """Return Llama-3.1-8B's shape with random weights in bfloat16 on the GPU."""
+def random_llama(layers: int) -> LinearizedForCausalLM:
+    """Return Llama-3.1-8B's shape with random weights in bfloat16 on the GPU, and this project's attention."""
     config = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers,
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, rope_theta=500000.0,
@@ -65,20 +65,13 @@ def random_llama(layers: int) -> LlamaForCausalLM:
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         try:
-            return LlamaForCausalLM(config).eval()
+            return with_own_attention(LlamaForCausalLM(config).eval())
         finally:
             torch.set_default_dtype(torch.float32)
 
 
-def compile_small_operations() -> None:
-    """Compile what stock layers do around attention, which would take more time to launch than to run."""
-    for module in (modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP):
-        module.forward = torch.compile(module.forward)
-    modeling_llama.apply_rotary_pos_emb = torch.compile(modeling_llama.apply_rotary_pos_emb)
-
-
 @torch.no_grad()
-def measure(model: LlamaForCausalLM, case: str, name: str) -> Measurement:
+def measure(model: LinearizedForCausalLM, case: str, name: str) -> Measurement:
     """Prefill, capture a step, and time STEPS replays."""
     batch, length = CASES[case]
     prompt = torch.randint(0, 128256, (batch, length - STEPS), device="cuda")
@@ -86,46 +79,24 @@ def measure(model: LlamaForCausalLM, case: str, name: str) -> Measurement:
     began = time.perf_counter()
     for start in range(0, prompt.shape[1], CHUNK):
         logits = model(prompt[:, start : start + CHUNK], past_key_values=cache, logits_to_keep=1).logits
-    token = logits[:, -1].argmax(-1, keepdim=True)
     torch.cuda.synchronize()
     prefill = time.perf_counter() - began
-    position = torch.full((batch, 1), prompt.shape[1], device="cuda")
-    replay = captured_step(model, cache, token, position)
+    output = Output(batch, STEPS + WARM_UP + 2, (), 0, prompt.device)
+    positions = locate(batch, prompt.shape[1], 0, prompt.device)
+    step = DecodingStep(model, cache, positions, lambda logits: logits.argmax(-1), output)
+    step.take(logits[:, -1].argmax(-1))
+    replay = Replay(step)
+    for _ in range(WARM_UP + 1):
+        replay()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(STEPS):
-        cache.prepare_step()
         replay()
     end.record()
     torch.cuda.synchronize()
     elapsed = start.elapsed_time(end) / STEPS
     memory = sum(cache.memory().values())
     return Measurement(case, name, elapsed, cache.bits_per_element, memory, prefill)
-
-
-def captured_step(
-    model: LlamaForCausalLM, cache: CompressedCache, token: Tensor, position: Tensor
-) -> Callable[[], None]:
-    """Return the replay of one step, which replaces `token` and counts `position` `[B, 1]` in place."""
-
-    def step() -> None:
-        logits = model(token, position_ids=position, past_key_values=cache).logits
-        token.copy_(logits[:, -1].argmax(-1, keepdim=True))
-        position.add_(1)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            cache.prepare_step()
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    cache.prepare_step()
-    with torch.cuda.graph(graph):
-        step()
-    graph.replay()
-    return graph.replay
 
 
 def report(rows: list[Measurement]) -> str:
@@ -157,7 +128,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     arguments = parser.parse_for_gpu()
     torch.manual_seed(0)
-    compile_small_operations()
     model = random_llama(arguments.layers)
     rows = []
     for case in arguments.cases:

@@ -146,6 +146,9 @@ class StockStep:
         self.places = torch.arange(capacity, device=token.device)
         self.output = Output(len(token), capacity, (), 0, token.device)
 
+    def prepare(self) -> None:
+        """Do nothing: nothing has to be done on the host."""
+
     def __call__(self) -> None:
         # Its own mask may need a synchronization with the host.
         mask = (self.places <= self.index)[:, None, None]

@@ -5,7 +5,7 @@ from torch import Tensor
 from kernels.packed_kv.formats import Format, Packed, PackedPast
 from kernels.packed_kv.operator import flat, operation
 from kernels.packed_kv.reference import dequantize, pack, packed_attention_reference, quantize, unpack
-from kernels.packed_kv.write_tokens import write_tokens
+from kernels.packed_kv.write_tokens import rotate, rotate_and_write, write_tokens
 
 __all__ = [
     "Format",
@@ -16,6 +16,8 @@ __all__ = [
     "packed_attention",
     "packed_attention_reference",
     "quantize",
+    "rotate",
+    "rotate_and_write",
     "unpack",
     "write_tokens",
 ]

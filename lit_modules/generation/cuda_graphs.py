@@ -20,7 +20,9 @@ from transformers import (
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lit_modules.generation.fused_layers import FusedProduct, fused_head, fused_layer_step, fused_layers
-from lit_modules.networks.linearized import LinearizedForCausalLM
+from lit_modules.networks.caches import CompressedCache
+from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, linearize
+from lit_modules.networks.linearized.families import FAMILIES
 from lit_modules.networks.positions import Positions, locate
 
 STEPS_BETWEEN_CHECKS = 16
@@ -28,6 +30,9 @@ STEPS_BETWEEN_CHECKS = 16
 
 WARM_UP = 3
 """Tokens whose step runs before capture, so that kernels are compiled and libraries have their workspaces."""
+
+PROMPT_CHUNK = 2048
+"""Tokens of a prompt that go through the model at once with a compressed cache, which packs after each."""
 
 Choice = Callable[[Tensor], Tensor]
 """Maps logits `[B, vocabulary]` float32 to tokens `[B]`."""
@@ -42,6 +47,15 @@ def can_be_captured(model: Any) -> bool:
         return False
     rope_type = model.model.rotary_emb.rope_type
     return rope_type != "longrope" and "dynamic" not in rope_type
+
+
+def with_own_attention(model: Any) -> Any:
+    """Return a stock model of a supported family with this project's attention, on the same weights; others as is."""
+    family = FAMILIES.get(model.config.model_type)
+    if family is None or type(model) is not family.model_class:
+        return model
+    own = linearize(model, Linearization(softmax_layers=tuple(range(model.config.num_hidden_layers))))
+    return own.train(model.training)
 
 
 @torch.no_grad()
@@ -60,6 +74,7 @@ def generate_captured(
     streamer: Any = None,
     fused: bool = True,
     compile: bool = False,
+    cache: CompressedCache | None = None,
 ) -> Tensor:
     """Continue prompts, as `generate` does, until all rows have ended.
 
@@ -77,6 +92,7 @@ def generate_captured(
         streamer: of transformers, for a batch of 1; receives new tokens, `STEPS_BETWEEN_CHECKS` at a time.
         fused: run layers as in `lit_modules.generation.fused_layers`, where possible; moves weights in memory, once.
         compile: compile the layers' step, which takes a minute and fuses the remaining small kernels.
+        cache: an empty one of this model, with a capacity for prompts and new tokens; None: the model's own.
 
     Returns:
         `[B, T + new]` int64, including prompts; new is `max_new_tokens`, or the longest row's tokens until its end.
@@ -89,10 +105,14 @@ def generate_captured(
     if attention_mask is not None and not bool(attention_mask[:, -1].all()):
         raise ValueError("attention_mask ends in padding: pad prompts on the left")
     batch, length = input_ids.shape
-    cache = model.new_cache(length + max_new_tokens)
-    logits = model(
-        input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1
-    ).logits
+    chunk = length if cache is None else PROMPT_CHUNK
+    cache = model.new_cache(length + max_new_tokens) if cache is None else cache
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
+        seen = None if attention_mask is None else attention_mask[:, :stop]
+        logits = model(
+            input_ids[:, start:stop], attention_mask=seen, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
     positions = locate(batch, length, 0, input_ids.device, attention_mask)
     choose = make_token_choice(temperature, top_k, top_p, generator)
     output = Output(batch, max_new_tokens, eos_token_ids, pad_token_id, input_ids.device)
@@ -275,6 +295,11 @@ class DecodingStep:
             self.cache.layers[number].length = self.held
         return hidden
 
+    def prepare(self) -> None:
+        """Do what has to be done on the host before each call, captured or not."""
+        if isinstance(self.cache, CompressedCache):
+            self.cache.prepare_step()
+
     def take(self, tokens: Tensor) -> None:
         """Set `tokens` `[B]` as the next token of each row."""
         self.token.copy_(self.output.append(tokens)[:, None])
@@ -295,6 +320,7 @@ class Replay:
 
     def __call__(self) -> None:
         """Produce one token."""
+        self.step.prepare()
         if not self.step.token.is_cuda or self.calls < WARM_UP:
             self.calls += 1
             self.step()

@@ -285,6 +285,16 @@ def choose_device(device: str) -> torch.device:
         raise SettingError("device", device, str(error).splitlines()[0], "cannot be used") from error
 
 
+def fixed_cache(config: Any, settings: CacheSettings, capacity: int) -> CompressedCache | None:
+    """Return a compressed cache in storage at fixed addresses, or None where the settings or the model have none."""
+    try:
+        return CompressedCache(config, settings, capacity=capacity)
+    except SettingError as error:
+        if error.key != "capacity":
+            raise
+        return None
+
+
 def continue_prompts(
     model: Any,
     tokenizer: Any,
@@ -298,8 +308,9 @@ def continue_prompts(
 
     Each prompt gets the special tokens that the tokenizer adds or, if it has no tokens at all, the start token. A text
     ends at the tokenizer's eos, at the end tokens of the model's generation settings, and for our own models at the
-    start of the next document. Random numbers come from torch's global generator. A linearized model on a GPU decodes
-    by CUDA graph replays. With `cache`, keys and values are compressed; without, the model has its own cache.
+    start of the next document. Random numbers come from torch's global generator. With `cache`, keys and
+    values are compressed; without, the model has its own cache. On a GPU linearized models, and with `cache` the stock
+    models that could be linearized, decode by CUDA graph replays.
 
     Raises:
         ValueError: a prompt is empty and the tokenizer has no start token.
@@ -314,9 +325,11 @@ def continue_prompts(
     pad = next((t for t in (tokenizer.pad_token_id, *sorted(ends)) if t is not None), 0)
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    if cache is None and cuda_graphs.can_be_captured(model):
+    own = model if cache is None or model.device.type != "cuda" else cuda_graphs.with_own_attention(model)
+    fixed = None if cache is None else fixed_cache(own.config, cache, longest + max_new_tokens)
+    if cuda_graphs.can_be_captured(own) and (cache is None or fixed is not None):
         out = cuda_graphs.generate_captured(
-            model,
+            own,
             ids,
             mask,
             max_new_tokens=max_new_tokens,
@@ -326,6 +339,7 @@ def continue_prompts(
             eos_token_ids=sorted(ends),
             pad_token_id=pad,
             streamer=streamer,
+            cache=fixed,
         )
     else:
         with torch.no_grad(), refuse_invalid_probabilities():

@@ -58,12 +58,12 @@ def join(
         turned, total = _weighted(
             partial, lse, row, num_rows, reference, every, total, 0, past_splits, DIM, PADDED, SPLITS
         )
-        mask = (channel[:, None] < DIM) & (every < DIM)
-        back = tl.load(rotation + channel[:, None] * DIM + every, mask=mask, other=0.0)
         result, total = _weighted(
             partial, lse, row, num_rows, reference, channel, total, past_splits, num_splits, DIM, CHUNK, SPLITS
         )
-        result += tl.sum(turned[:, None] * back[None], 2)
+        mask = (every[:, None] < DIM) & (channel < DIM)
+        back = tl.load(rotation + channel * DIM + every[:, None], mask=mask, other=0.0)  # the transpose
+        result = tl.dot(turned, back, result, input_precision="tf32x3")
     seen = total > 0
     if dense_start is not None:
         # A query of padding sees nothing, not even packed tokens.

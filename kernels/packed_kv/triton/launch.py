@@ -26,8 +26,10 @@ BLOCKS_PER_DENSE_SPLIT = 3
 """Packed blocks that take as long as SLOTS_PER_SPLIT dense slots."""
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Programs that a multiprocessor runs at once: their registers fill it."""
-JOIN_CHUNK, JOIN_SPLITS = 32, 128
-"""Channels of one program of the join, and the most splits of one of its steps."""
+JOIN_NUMBERS = 4096
+"""Numbers of the splits' outputs that a program of the join holds at once."""
+MANY_ROWS = 512
+"""Rows that fill a GPU with one warp each."""
 NUM_STAGES = 3
 """Depth of the pipeline that loads blocks."""
 MAX_QUERIES = 16
@@ -48,14 +50,13 @@ def attend(
     partial, lse, past_splits = _launch(q, dense_keys, dense_values, dense_end, dense_start, decay, past, scale, True)
     rows, dim = lse[0].numel(), dense_values.shape[3]
     out = q.new_empty(*q.shape[:3], dim)
-    padded = next_power_of_2(dim)
-    chunk = min(JOIN_CHUNK, padded)
+    padded = max(16, next_power_of_2(dim))
     rotation = None if past.value_rotation is None else past.value_rotation.contiguous()
+    together, chunk, splits, warps = _join_tiles(rows, padded, len(lse), rotation is not None)
     with torch.cuda.device_of(q):
-        join[(rows, -(-dim // chunk))](
+        join[(-(-rows // together), -(-dim // chunk))](
             partial, lse, out, rotation, dense_end, dense_start, rows, q.shape[2], q.shape[1] * q.shape[2],
-            past_splits, len(lse), dim, padded, 1, chunk,
-            SPLITS=min(JOIN_SPLITS, next_power_of_2(len(lse))), num_warps=4,
+            past_splits, len(lse), dim, padded, together, chunk, SPLITS=splits, num_warps=warps,
         )  # fmt: skip
     return out
 
@@ -147,6 +148,20 @@ def _launch(
 def _tokens_per_step(keys: Packed, rows: int) -> int:
     """Return the tokens of one step: as many as a block has, and as registers hold beside the rows."""
     return max(MIN_TOKENS, min(next_power_of_2(keys.block), MAX_TOKENS if rows <= 8 else MAX_TOKENS // 2))
+
+
+def _join_tiles(rows: int, padded: int, splits: int, rotated: bool) -> tuple[int, int, int, int]:
+    """Return a program's rows, channels, splits of a step, and warps in the join of `rows` rows of `padded` channels.
+
+    A rotation is a product, of 16 rows at least. Where rows are many, one warp joins all channels of a row.
+    """
+    splits = next_power_of_2(splits)
+    if rotated:
+        return 16, min(32, padded), max(1, min(splits, JOIN_NUMBERS // (16 * padded))), 4
+    if rows >= MANY_ROWS:
+        return 1, padded, min(splits, JOIN_NUMBERS // padded // 4), 1
+    chunk = min(32, padded)
+    return 1, chunk, min(splits, JOIN_NUMBERS // chunk), 4
 
 
 def _largest_divisor(number: int, limit: int) -> int:

@@ -176,13 +176,13 @@ class CompressedCache(Cache):
             if self.config.is_encoder_decoder:
                 raise _not_supported(self.config, "has an encoder")
             stock = DynamicCache(config=self.config).layers
-            layers = [self._replaced(number, layer) for number, layer in enumerate(stock)]
-            if linearization is not None:
-                layers = [
-                    _softmax_layer(layer, self.capacity) if number in linearization.softmax_layers
-                    else LinearizedCacheLayer(linearization.window, linearization.sinks)
-                    for number, layer in enumerate(layers)
-                ]  # fmt: skip
+            # A compressed layer is made where it is used alone: the first one begins each step.
+            layers = [
+                self._replaced(number, layer) if linearization is None
+                else self._softmax_layer(number, layer) if number in linearization.softmax_layers
+                else LinearizedCacheLayer(linearization.window, linearization.sinks)
+                for number, layer in enumerate(stock)
+            ]  # fmt: skip
         if not any(isinstance(layer, CompressedCacheLayer | DynamicSlidingWindowLayer) for layer in layers):
             raise _not_supported(self.config, "has no layer of full attention")
         return layers
@@ -196,6 +196,16 @@ class CompressedCache(Cache):
                 raise SettingError("capacity", self.capacity, "leave it out", "is for models with full attention alone")
             return layer
         raise _not_supported(self.config, f"has layers of its own kind, {type(layer).__name__}")
+
+    def _softmax_layer(self, number: int, layer: Any) -> CacheLayerMixin:
+        """Return our cache for a linearized model's layer that stays softmax attention."""
+        if not isinstance(layer, DynamicSlidingWindowLayer):
+            made: CacheLayerMixin = self._replaced(number, layer)
+        elif self.capacity is None:
+            made = SlidingAttentionCacheLayer(layer.sliding_window)
+        else:
+            made = LinearizedCacheLayer(layer.sliding_window)
+        return made
 
     def _new_layer(self, number: int) -> CompressedCacheLayer:
         return CompressedCacheLayer(
@@ -289,17 +299,6 @@ def _linearization(config: PreTrainedConfig) -> Any:
     from lit_modules.networks.linearized.settings import Linearization  # its package imports the caches
 
     return Linearization(**config.linearization)
-
-
-def _softmax_layer(layer: CacheLayerMixin, capacity: int | None) -> CacheLayerMixin:
-    """Return our cache for a stock layer that stays softmax attention."""
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        return (
-            SlidingAttentionCacheLayer(layer.sliding_window)
-            if capacity is None
-            else LinearizedCacheLayer(layer.sliding_window)
-        )
-    return layer
 
 
 def _not_supported(config: PreTrainedConfig, problem: str) -> ValueError:

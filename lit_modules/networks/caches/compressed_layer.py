@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.packed_kv import PackedPast, packed_attention
+from kernels.packed_kv import PackedPast, packed_attention, rotate, rotate_and_write
 from lit_modules.networks.caches.beside import Beside
 from lit_modules.networks.caches.books import Books
 from lit_modules.networks.caches.counted import CountedCacheLayer
@@ -151,6 +151,7 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
         log_forget: Tensor | None = None,
         finish: Finish | None = None,
         positions: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Append T tokens, attend to all tokens, and let go of those that no longer keep 16 bits.
 
@@ -163,6 +164,7 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             log_forget: log forget gates `[B, T, Hq]`, or None.
             finish: for keys that are cached before they are mapped and rotated, what does so.
             positions: with `finish`, the rotary positions of the new tokens, `[B, T]`.
+            rotary: cosines and sines `[B, T, R]` by which q and keys are to be rotated, or None.
 
         Returns:
             `[B, Hq, T, Dv]` in q's dtype; 0 for padding.
@@ -181,10 +183,19 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             raise ValueError("a mean of keys cannot be left out where logits are capped: calibrate the model anew")
         key_move, value_move = self.books.step(self, len(keys), keys.shape[2], keys.device, padding)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        layouts = {
-            "keys": self.key_states.write(self.key_states.centred(keys), key_move),
-            "values": self.value_states.write(self.value_states.centred(values), value_move),
-        }
+        if rotary is not None and self._writes_in_place(key_move):
+            key_slots, value_slots = self.key_states.dense, self.value_states.dense
+            assert key_slots is not None
+            assert value_slots is not None
+            q = rotate_and_write(key_slots, value_slots, q, keys, values, *rotary, key_move.end)
+            layouts = {"keys": key_slots, "values": value_slots}
+        else:
+            if rotary is not None:
+                q, keys = rotate(q, *rotary), rotate(keys, *rotary)
+            layouts = {
+                "keys": self.key_states.write(self.key_states.centred(keys), key_move),
+                "values": self.value_states.write(self.value_states.centred(values), value_move),
+            }
         layouts |= self.beside.write(key_move, keys, log_forget, positions)
         self._layouts = layouts
         if finish is None and not self.books.apart and "scores" not in layouts:
@@ -315,6 +326,13 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
                     f"the cache holds {name} of {dense.shape[1]} heads of {dense.shape[3]} in {dense.dtype}, the new "
                     f"ones are {new.shape[1]} of {new.shape[3]} in {new.dtype}: begin another model with a new cache"
                 )
+
+    def _writes_in_place(self, move: Move) -> bool:
+        """Return whether keys and values are written, as they are, at the end of the slots."""
+        assert self.key_states is not None
+        assert self.value_states is not None
+        is_centred = self.key_states.mean is not None or self.value_states.mean is not None
+        return self.books.capacity is not None and move.tokens == 1 and not (move.is_padded or is_centred)
 
     def _past(self, move: Move) -> PackedPast | None:
         """Return the packed tokens before the new ones."""

@@ -48,6 +48,12 @@ class SoftmaxAttention(SubstitutedAttention):
         cache: CacheLayerMixin | None,
     ) -> Tensor:
         """Compute attention over the whole document or the stock layer's window; see `SubstitutedAttention.student`."""
+        if isinstance(cache, CompressedCacheLayer):
+            kv_start = positions.kv_start
+            padding = None if kv_start is None else kv_start.tolist
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = cache.attend(q, k, v, scale=self.scale, padding=padding, rotary=position_embeddings)
+            return out.transpose(1, 2)
         q, k = self.rotate(q, k, position_embeddings)
         if cache is None:
             return self.softmax_attention(q, k, v, positions)
@@ -56,11 +62,6 @@ class SoftmaxAttention(SubstitutedAttention):
             out = cached_window_attention(q, k, v, cache, positions=positions, scale=self.scale)
             cache.update((), q.shape[1])
             return out
-        if isinstance(cache, CompressedCacheLayer):
-            kv_start = positions.kv_start
-            padding = None if kv_start is None else kv_start.tolist
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return cache.attend(q, k, v, scale=self.scale, padding=padding).transpose(1, 2)
         _, first = cache.get_mask_sizes(q.shape[1])
         assert isinstance(cache, AttentionCacheLayer | StaticAttentionCacheLayer)
         # A cache of fixed capacity also returns its number of valid tokens.

@@ -12,7 +12,10 @@ from lit_modules.generation.cuda_graphs import (
     can_be_captured,
     generate_captured,
     make_token_choice,
+    with_own_attention,
 )
+from lit_modules.networks.caches import CacheSettings, CompressedCache
+from lit_modules.networks.caches.settings import TensorSettings
 from lit_modules.networks.linearized import Linearization, linearize
 from lit_modules.networks.positions import locate
 
@@ -59,6 +62,51 @@ def test_greedy_tokens_equal_those_of_generate(name):
     for fused in (True, False):
         assert torch.equal(generate_captured(make_model(name), ids, mask, max_new_tokens=21, fused=fused), right)
     assert len(right[:, 9:].unique()) > 4  # not one token over and over
+
+
+@functools.cache
+def stock_model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("layers", [(1,), (0, 1, 2)])
+@pytest.mark.parametrize("transform", ["none", "hadamard"])
+@torch.no_grad()
+def test_with_a_compressed_cache_tokens_equal_those_of_steps(layers, transform, monkeypatch):
+    monkeypatch.setattr("lit_modules.generation.cuda_graphs.PROMPT_CHUNK", 16)
+    model = linearize(stock_model(), Linearization(window=5, softmax_layers=layers))
+    ids, mask = prompts(length=40, padding=(0, 4, 30))
+    keys = TensorSettings(groups_along="tokens", group=16, transform=transform)
+    settings = CacheSettings(keys, TensorSettings(group=16, transform=transform), window=4)
+    growing = CompressedCache(model.config, settings)
+    right = ids
+    for start in range(0, 40, 16):
+        logits = model(ids[:, start : start + 16], attention_mask=mask[:, : start + 16], past_key_values=growing).logits
+    for _ in range(30):
+        right = torch.cat((right, logits[:, -1].argmax(-1, keepdim=True)), 1)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        logits = model(right[:, -1:], attention_mask=mask, past_key_values=growing).logits
+    for fused in (True, False):
+        cache = CompressedCache(model.config, settings, capacity=70)
+        out = generate_captured(model, ids, mask[:, :40], max_new_tokens=30, fused=fused, cache=cache)
+        assert torch.equal(out, right)
+    assert cache.memory()["packed"]
+
+
+def test_a_stock_model_gets_this_projects_attention_on_its_own_weights():
+    stock = stock_model()
+    own = with_own_attention(stock)
+    assert all(a is b for a, b in zip(own.parameters(), stock.parameters(), strict=True))
+    ids, mask = prompts()
+    right = by_generate(stock, ids, mask, max_new_tokens=12)
+    cache = CompressedCache(own.config, CacheSettings(TensorSettings(bits=16), TensorSettings(bits=16)), capacity=21)
+    assert torch.equal(generate_captured(own, ids, mask, max_new_tokens=12, cache=cache), right)
+    assert with_own_attention(own) is own
 
 
 def test_one_token_is_what_the_prompt_gives():
