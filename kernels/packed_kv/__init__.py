@@ -5,14 +5,17 @@ from torch import Tensor
 from kernels.packed_kv.formats import Format, Packed, PackedPast
 from kernels.packed_kv.operator import flat, operation
 from kernels.packed_kv.reference import dequantize, pack, packed_attention_reference, quantize, unpack
+from kernels.packed_kv.triton.pack import can_pack, pack_slots
 from kernels.packed_kv.write_tokens import rotate, rotate_and_write, write_tokens
 
 __all__ = [
     "Format",
     "Packed",
     "PackedPast",
+    "can_pack",
     "dequantize",
     "pack",
+    "pack_slots",
     "packed_attention",
     "packed_attention_reference",
     "quantize",

@@ -9,6 +9,7 @@ from kernels.packed_kv import chunked
 from kernels.packed_kv.chunked import RunningSoftmax, merge
 from kernels.packed_kv.formats import Format, Packed, PackedPast
 from kernels.packed_kv.triton import launch
+from kernels.packed_kv.triton.unpack import attend_unpacked
 
 
 def _packed_attention(
@@ -34,15 +35,12 @@ def _packed_attention(
         return _attend_dense(q, *dense, scale, softcap)[0].to(q.dtype)
     keys, values = _read(packed, key_format, value_format)
     past = PackedPast(keys, values, blocks, past_decay, key_rotation, value_rotation)
-    in_triton = q.is_cuda and q.dtype != torch.float64 and softcap is None
-    if in_triton and q.shape[2] <= launch.MAX_QUERIES:
-        return launch.attend(q, *dense, past, scale)
+    if q.is_cuda and q.dtype != torch.float64 and softcap is None:
+        few = q.shape[2] <= launch.MAX_QUERIES
+        return (launch.attend if few else attend_unpacked)(q, *dense, past, scale)
     out, lse = _attend_dense(q, *dense, scale, softcap)
-    if in_triton:
-        past_out, past_lse = launch.attend_past(q, dense_end, decay, past, scale)
-    else:
-        query_decay = None if decay is None else _own(decay, dense_end, q.shape[2])
-        past_out, past_lse = chunked.attend_past(q, past, query_decay, scale, softcap)
+    query_decay = None if decay is None else _own(decay, dense_end, q.shape[2])
+    past_out, past_lse = chunked.attend_past(q, past, query_decay, scale, softcap)
     # A query of padding sees no dense token, not even itself: nothing packed either.
     past_lse = past_lse.masked_fill(lse == -torch.inf, -torch.inf)
     return merge(out, lse, past_out, past_lse).to(q.dtype)

@@ -265,9 +265,9 @@ class DecodingStep:
         self.held = cache.get_seq_length()
         self._counters = _Counters(cache)
         self._layer, self._fused_layer, self._head = _layer_step, fused_layer_step, _head_step
-        self._compile, batch = compile, len(self.token)
-        self._fused = fused_layers(model, batch) if fused else [None] * len(cache.layers)
-        self._norm_and_head = fused_head(model, batch) if fused else None
+        self._compile = compile
+        self._fused = fused_layers(model) if fused else [None] * len(cache.layers)
+        self._norm_and_head = fused_head(model) if fused else None
         self._alone = [Cache(layers=[layer]) for layer in cache.layers]
 
     def __call__(self) -> None:

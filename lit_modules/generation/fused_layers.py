@@ -9,12 +9,16 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kernels.small_batch_linear import MAX_ROWS, small_batch_linear
+from kernels.small_batch_linear import small_batch_linear
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
 from lit_modules.networks.positions import Positions
+
+FEW_ROWS = 16
+"""Rows up to which one kernel for a product and its neighbors is the fastest; see `FusedProduct`."""
 
 ATTENTION = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
 GATED = (("gate_up_proj",), ("gate_proj", "up_proj"))
@@ -29,11 +33,27 @@ class FusedProduct(NamedTuple):
     norm_weight: Tensor | None = None
     norm_eps: float = 0.0
 
-    def __call__(self, x: Tensor, **options: Any) -> Tensor:
-        """Apply to `x` `[rows, K]`, with the options of `small_batch_linear`."""
-        return small_batch_linear(
-            x, self.weight, self.bias, norm_weight=self.norm_weight, norm_eps=self.norm_eps, **options
-        )
+    def __call__(self, x: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
+        """Apply to `x` `[rows, K]`; arguments as in `small_batch_linear`."""
+        if len(x) <= FEW_ROWS:
+            return small_batch_linear(
+                x,
+                self.weight,
+                self.bias,
+                norm_weight=self.norm_weight,
+                norm_eps=self.norm_eps,
+                residual=residual,
+                gated=gated,
+            )
+        if self.norm_weight is not None:
+            x = F.rms_norm(x, x.shape[-1:], self.norm_weight, self.norm_eps)
+        if residual is not None and self.bias is None and not gated:
+            return torch.addmm(residual, x, self.weight.mT)
+        out = F.linear(x, self.weight, self.bias)
+        if gated:
+            gate, up = out.chunk(2, -1)
+            out = F.silu(gate) * up
+        return out if residual is None else out + residual
 
 
 class FusedLayer(NamedTuple):
@@ -46,23 +66,22 @@ class FusedLayer(NamedTuple):
     down: FusedProduct
 
 
-def fused_layers(model: Any, batch: int) -> list[FusedLayer | None]:
+def fused_layers(model: Any) -> list[FusedLayer | None]:
     """Return the fused layers of `model`; None for a layer that must run unfused.
 
-    That is a layer that differs from Llama's in these parts (adapters, other norms or activations), and every layer if
-    the batch is too large. Matrices that are read together become views of one tensor, here and in all modules that
-    share them, so no second copy is held.
+    That is a layer that differs from Llama's in these parts (adapters, other norms or activations). Matrices that are
+    read together become views of one tensor, here and in all modules that share them, so no second copy is held.
     """
-    usual = model.config.hidden_act in ("silu", "swish") and batch <= MAX_ROWS
+    usual = model.config.hidden_act in ("silu", "swish")
     dtype = model.model.embed_tokens.weight.dtype
     return [_fused(layer, dtype) if usual else None for layer in model.model.layers]
 
 
-def fused_head(model: Any, batch: int) -> FusedProduct | None:
+def fused_head(model: Any) -> FusedProduct | None:
     """Return the final norm and the head fused, or None as in `fused_layers`."""
     head, norm = model.lm_head, model.model.norm
     dtype = model.model.embed_tokens.weight.dtype
-    if batch > MAX_ROWS or not (_are_plain([head], dtype) and _is_rms_norm(norm, dtype)):
+    if not (_are_plain([head], dtype) and _is_rms_norm(norm, dtype)):
         return None
     return FusedProduct(head.weight, head.bias, norm.weight, norm.variance_epsilon)
 

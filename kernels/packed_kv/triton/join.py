@@ -10,93 +10,88 @@ from kernels.rounding import next_power_of_2
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rotate_rows(
-    x, rotation, out, num_rows, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr
+    x, rotation, added, out, num_rows, rotation_from, rotation_to,
+    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Compute `x @ rotation` for ROWS rows [DIM] and CHUNK channels."""
+    """Compute `x @ rotation + added` for ROWS rows [DIM] and CHUNK channels; added may be None."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     every = tl.arange(0, PADDED)
     rows = tl.load(x + row * DIM + every, mask=(row < num_rows) & (every < DIM), other=0.0).to(tl.float32)
-    turn = tl.load(rotation + every[:, None] * DIM + channel, mask=(every[:, None] < DIM) & (channel < DIM), other=0.0)
+    turn = tl.load(
+        rotation + every[:, None] * rotation_from + channel * rotation_to,
+        mask=(every[:, None] < DIM) & (channel < DIM), other=0.0,
+    )  # fmt: skip
     turned = tl.dot(rows, turn, input_precision="tf32x3")
-    tl.store(out + row * DIM + channel, turned.to(out.dtype.element_ty), mask=(row < num_rows) & (channel < DIM))
+    mask = (row < num_rows) & (channel < DIM)
+    if added is not None:
+        turned += tl.load(added + row * DIM + channel, mask=mask, other=0.0)
+    tl.store(out + row * DIM + channel, turned.to(out.dtype.element_ty), mask=mask)
 
 
-def rotated(q: Tensor, rotation: Tensor | None) -> Tensor:
-    """Return contiguous `q` `[..., D]` times `rotation` `[D, D]` float32, in q's dtype; q itself for None."""
-    if rotation is None:
-        return q
-    out, dim = torch.empty_like(q), q.shape[-1]
-    rows, padded = q.numel() // dim, max(16, next_power_of_2(dim))
-    with torch.cuda.device_of(q):
+def rotated(x: Tensor, rotation: Tensor, dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
+    """Return contiguous `x` `[..., D]` times `rotation` `[D, D]` float32, plus `added` of its shape, in `dtype`."""
+    out, dim = torch.empty_like(x, dtype=dtype), x.shape[-1]
+    rows, padded = x.numel() // dim, max(16, next_power_of_2(dim))
+    with torch.cuda.device_of(x):
         _rotate_rows[(-(-rows // 16), -(-padded // 32))](
-            q, rotation.contiguous(), out, rows, dim, padded, ROWS=16, CHUNK=min(32, padded), num_warps=2
+            x, rotation, added, out, rows, *rotation.stride(), dim, padded, ROWS=16, CHUNK=min(32, padded), num_warps=2
         )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_queries", "rows_of_batch", "past_splits", "num_splits"])
 def join(
-    partial, lse, out, rotation, dense_end, dense_start, num_rows, num_queries, rows_of_batch, past_splits, num_splits,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    partial, lse, out, past_out, dense_end, dense_start, num_rows, num_queries, rows_of_batch, past_splits, num_splits,
+    DIM: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of ROWS rows, CHUNK channels; `rotation` [DIM, DIM] turns the packed tokens' output back."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Join the splits of a row, CHUNK channels; with past_out, the packed tokens' share goes there."""
+    row = tl.program_id(0)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    largest = tl.full((ROWS,), -float("inf"), tl.float32)
+    largest = -float("inf")
     for first in range(0, num_splits, SPLITS):
-        split_lse = _split_lse(lse, row, num_rows, first, num_splits, SPLITS)
-        largest = tl.maximum(largest, tl.max(split_lse, 0))
+        largest = tl.maximum(largest, tl.max(_split_lse(lse, row, num_rows, first, num_splits, SPLITS), 0))
     reference = tl.where(largest == -float("inf"), 0.0, largest)
-    total = tl.zeros((ROWS,), tl.float32)
-    if rotation is None:
-        result, total = _weighted(
-            partial, lse, row, num_rows, reference, channel, total, 0, num_splits, DIM, CHUNK, SPLITS
-        )
-    else:
-        every = tl.arange(0, PADDED)
-        turned, total = _weighted(
-            partial, lse, row, num_rows, reference, every, total, 0, past_splits, DIM, PADDED, SPLITS
-        )
-        result, total = _weighted(
-            partial, lse, row, num_rows, reference, channel, total, past_splits, num_splits, DIM, CHUNK, SPLITS
-        )
-        mask = (every[:, None] < DIM) & (channel < DIM)
-        back = tl.load(rotation + channel * DIM + every[:, None], mask=mask, other=0.0)  # the transpose
-        result = tl.dot(turned, back, result, input_precision="tf32x3")
-    seen = total > 0
+    past, past_total = _weighted(partial, lse, row, num_rows, reference, channel, 0, past_splits, DIM, CHUNK, SPLITS)
+    dense, dense_total = _weighted(
+        partial, lse, row, num_rows, reference, channel, past_splits, num_splits, DIM, CHUNK, SPLITS
+    )
+    total = past_total + dense_total
+    seen = total != 0  # NaN is seen
     if dense_start is not None:
         # A query of padding sees nothing, not even packed tokens.
         batch = row // rows_of_batch
-        held = row < num_rows
-        own_slot = tl.load(dense_end + batch, mask=held, other=0) - num_queries + row % num_queries
-        seen = seen & (own_slot >= tl.load(dense_start + batch, mask=held, other=0))
-    result = tl.where(seen[:, None], result / tl.where(total > 0, total, 1.0)[:, None], 0.0)
-    mask = (row[:, None] < num_rows) & (channel < DIM)
-    tl.store(out + row[:, None].to(tl.int64) * DIM + channel, result.to(out.dtype.element_ty), mask=mask)
+        own_slot = tl.load(dense_end + batch) - num_queries + row % num_queries
+        seen = seen & (own_slot >= tl.load(dense_start + batch))
+    share = 1 / tl.where(total == 0, 1.0, total)
+    place, mask = row.to(tl.int64) * DIM + channel, channel < DIM
+    if past_out is not None:
+        tl.store(past_out + place, tl.where(seen, past * share, 0.0), mask=mask)
+    else:
+        dense += past
+    tl.store(out + place, tl.where(seen, dense * share, 0.0).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _split_lse(lse, row, num_rows, first, stop, SPLITS: tl.constexpr):
-    """Load the lse of SPLITS splits, [SPLITS, rows]; -inf from stop on."""
-    split = first + tl.arange(0, SPLITS)[:, None]
-    written = (split < stop) & (row < num_rows)
-    return tl.load(lse + split.to(tl.int64) * num_rows + row, mask=written, other=-float("inf"))
+    """Load the lse of SPLITS splits; -inf from stop on."""
+    split = first + tl.arange(0, SPLITS)
+    return tl.load(lse + split.to(tl.int64) * num_rows + row, mask=split < stop, other=-float("inf"))
 
 
 @triton.jit
 def _weighted(
-    partial, lse, row, num_rows, reference, channel, total, begin, stop, DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    partial, lse, row, num_rows, reference, channel, begin, stop, DIM: tl.constexpr, CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of the splits' outputs [rows, CHANNELS] by weight, and `total` with the weights added."""
-    acc = tl.zeros((total.shape[0], CHANNELS), tl.float32)
+    """Return the sum of a row's splits [CHUNK] by weight, and the sum of the weights."""
+    acc = tl.zeros((CHUNK,), tl.float32)
+    total = 0.0
     for first in range(begin, stop, SPLITS):
         weights = tl.exp2(_split_lse(lse, row, num_rows, first, stop, SPLITS) - reference)
-        split = first + tl.arange(0, SPLITS)[:, None, None]
-        offset = (split.to(tl.int64) * num_rows + row[None, :, None]) * DIM + channel
-        mask = (split < stop) & (row[None, :, None] < num_rows) & (channel < DIM)
-        outs = tl.load(partial + offset, mask=mask, other=0.0)
+        split = first + tl.arange(0, SPLITS)[:, None]
+        offset = (split.to(tl.int64) * num_rows + row) * DIM + channel
+        outs = tl.load(partial + offset, mask=(split < stop) & (channel < DIM), other=0.0)
         total += tl.sum(weights, 0)
-        acc += tl.sum(weights[:, :, None] * outs, 0)
+        acc += tl.sum(weights[:, None] * outs, 0)
     return acc, total

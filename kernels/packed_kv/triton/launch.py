@@ -12,8 +12,6 @@ from kernels.packed_kv.triton.attention import LOG2_E, attend_split
 from kernels.packed_kv.triton.join import join, rotated
 from kernels.rounding import next_power_of_2
 
-LN_2 = math.log(2.0)
-
 MIN_TOKENS, MAX_TOKENS = 32, 128
 """Packed tokens of one step, a power of 2: a product of int8 sums over 32 at least."""
 MAX_ROWS = 32
@@ -26,14 +24,14 @@ BLOCKS_PER_DENSE_SPLIT = 3
 """Packed blocks that take as long as SLOTS_PER_SPLIT dense slots."""
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Programs that a multiprocessor runs at once: their registers fill it."""
-JOIN_NUMBERS = 4096
-"""Numbers of the splits' outputs that a program of the join holds at once."""
+JOIN_NUMBERS = 1024
+"""Numbers of the splits' outputs that a warp of the join holds at once."""
 MANY_ROWS = 512
 """Rows that fill a GPU with one warp each."""
 NUM_STAGES = 3
 """Depth of the pipeline that loads blocks."""
 MAX_QUERIES = 16
-"""Queries up to which one launch also covers the dense tokens."""
+"""Queries up to which packed tokens are read as they lie."""
 
 
 def attend(
@@ -47,41 +45,18 @@ def attend(
     scale: float,
 ) -> Tensor:
     """Compute `packed_attention` in two launches, for MAX_QUERIES queries or fewer; same arguments."""
-    partial, lse, past_splits = _launch(q, dense_keys, dense_values, dense_end, dense_start, decay, past, scale, True)
+    partial, lse, past_splits = _launch(q, dense_keys, dense_values, dense_end, dense_start, decay, past, scale)
     rows, dim = lse[0].numel(), dense_values.shape[3]
-    out = q.new_empty(*q.shape[:3], dim)
-    padded = max(16, next_power_of_2(dim))
-    rotation = None if past.value_rotation is None else past.value_rotation.contiguous()
-    together, chunk, splits, warps = _join_tiles(rows, padded, len(lse), rotation is not None)
+    turn = past.value_rotation
+    out = q.new_empty(*q.shape[:3], dim, dtype=q.dtype if turn is None else torch.float32)
+    past_out = None if turn is None else torch.empty_like(out)
+    chunk, splits, warps = _join_tiles(rows, next_power_of_2(dim), len(lse))
     with torch.cuda.device_of(q):
-        join[(-(-rows // together), -(-dim // chunk))](
-            partial, lse, out, rotation, dense_end, dense_start, rows, q.shape[2], q.shape[1] * q.shape[2],
-            past_splits, len(lse), dim, padded, together, chunk, SPLITS=splits, num_warps=warps,
+        join[(rows, -(-dim // chunk))](
+            partial, lse, out, past_out, dense_end, dense_start, rows, q.shape[2], q.shape[1] * q.shape[2],
+            past_splits, len(lse), dim, chunk, SPLITS=splits, num_warps=warps,
         )  # fmt: skip
-    return out
-
-
-def attend_past(
-    q: Tensor, dense_end: Tensor, decay: Tensor | None, past: PackedPast, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend to the packed tokens alone, for any number of queries.
-
-    Args:
-        q, dense_end, decay, past, scale: as in `packed_attention`; decay has the sums at the queries' own slots.
-
-    Returns:
-        Output `[B, Hq, T, Dv]` float32, and lse `[B, Hq, T]` float32, -inf where a row has no packed token.
-    """
-    nothing = q.new_empty(*past.values.low.shape[:2], 1, past.values.head_dim)
-    partial, lse, _ = _launch(q, nothing, nothing, dense_end, None, decay, past, scale, False)
-    lse *= LN_2
-    total = lse.logsumexp(0)
-    if len(lse) == 1:
-        out = partial[0]
-    else:
-        reference = total.masked_fill(total == -torch.inf, 0.0)
-        out = ((lse - reference).exp()[..., None] * partial).sum(0)
-    return (out if past.value_rotation is None else out @ past.value_rotation.mT), total
+    return out if turn is None else rotated(past_out, turn.mT, q.dtype, out)
 
 
 def _launch(
@@ -93,7 +68,6 @@ def _launch(
     decay: Tensor | None,
     past: PackedPast,
     scale: float,
-    with_dense: bool,
 ) -> tuple[Tensor, Tensor, int]:
     """Return the splits' outputs `[splits, B, Hq, T, Dv]` and lse (base 2), and how many are of packed tokens."""
     batch, num_heads, queries, key_dim = q.shape
@@ -106,13 +80,13 @@ def _launch(
     rows = min(max(8 if is_float32 else 4, next_power_of_2(queries) * padded_heads), MAX_ROWS)
     row_tiles = -(-queries // (rows // padded_heads))
     past_splits, dense_splits = _splits(
-        batch * (num_heads // heads) * row_tiles, keys.blocks, dense_keys.shape[2] if with_dense else 0, q.device
+        batch * (num_heads // heads) * row_tiles, keys.blocks, dense_keys.shape[2], q.device
     )
     splits = past_splits + dense_splits
     partial = q.new_empty(splits, batch, num_heads, queries, value_dim, dtype=torch.float32)
     lse = q.new_empty(splits, batch, num_heads, queries, dtype=torch.float32)
     q = q.contiguous()
-    past_q = rotated(q, past.key_rotation)
+    past_q = q if past.key_rotation is None else rotated(q, past.key_rotation, q.dtype)
     dense_keys, dense_values = (x if x.stride(-1) == 1 else x.contiguous() for x in (dense_keys, dense_values))
     decay, past_decay = (None if x is None else x.contiguous() for x in (decay, past.decay))
     with torch.cuda.device_of(q):
@@ -150,18 +124,10 @@ def _tokens_per_step(keys: Packed, rows: int) -> int:
     return max(MIN_TOKENS, min(next_power_of_2(keys.block), MAX_TOKENS if rows <= 8 else MAX_TOKENS // 2))
 
 
-def _join_tiles(rows: int, padded: int, splits: int, rotated: bool) -> tuple[int, int, int, int]:
-    """Return a program's rows, channels, splits of a step, and warps in the join of `rows` rows of `padded` channels.
-
-    A rotation is a product, of 16 rows at least. Where rows are many, one warp joins all channels of a row.
-    """
-    splits = next_power_of_2(splits)
-    if rotated:
-        return 16, min(32, padded), max(1, min(splits, JOIN_NUMBERS // (16 * padded))), 4
-    if rows >= MANY_ROWS:
-        return 1, padded, min(splits, JOIN_NUMBERS // padded // 4), 1
-    chunk = min(32, padded)
-    return 1, chunk, min(splits, JOIN_NUMBERS // chunk), 4
+def _join_tiles(rows: int, channels: int, splits: int) -> tuple[int, int, int]:
+    """Return the channels, splits of a step, and warps of a program that joins a row; many rows fill a GPU alone."""
+    chunk, warps = (channels, 1) if rows >= MANY_ROWS else (min(32, channels), 4)
+    return chunk, min(next_power_of_2(splits), JOIN_NUMBERS * warps // chunk), warps
 
 
 def _largest_divisor(number: int, limit: int) -> int:
@@ -184,7 +150,7 @@ def _splits(programs: int, blocks: int, slots: int, device: torch.device) -> tup
     Args:
         programs: programs of one split.
         blocks: blocks that the past has room for.
-        slots: slots that the dense tokens have room for; 0: they are not attended to.
+        slots: slots that the dense tokens have room for.
     """
     dense = -(-slots // SLOTS_PER_SPLIT)
     if device.type != "cuda":

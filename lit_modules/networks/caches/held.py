@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.packed_kv import Format, Packed, pack, write_tokens
+from kernels.packed_kv import Format, Packed, can_pack, pack, pack_slots, write_tokens
 from lit_modules.networks.caches.moves import Array, Filing, Move
 from lit_modules.networks.caches.rotations import Transform
 
@@ -73,7 +73,7 @@ class Held:
         """Allocate the slots and blocks at once, for tokens like `[B, H, T, ...]`."""
         self.fit(like, 1)
         if self.least_blocks:
-            self._file(self._pack(self._blank(like)), Filing(1, self.least_blocks, first=self.least_blocks - 1))
+            self._reserve(self._pack(self._blank(like)), self.least_blocks)
 
     def compact(self, rows: Sequence[Array]) -> None:
         """Move these slots of each row to the front."""
@@ -87,7 +87,7 @@ class Held:
     def roll(self, layout: Tensor, kept: Tensor, released: Tensor | None, filing: Filing | None) -> None:
         """Pack the slots `released` of a layout, and move the slots `kept` to the front; see `Roll`."""
         if released is not None and filing is not None:
-            self._file(self._pack(_take(layout, released)), filing)
+            self._pack_slots(layout, released, filing)
         stay = _take(layout, kept)
         self.fit(layout, stay.shape[2])[:, :, : stay.shape[2]] = stay
 
@@ -105,19 +105,28 @@ class Held:
         """Return what is stored of whole blocks of `x` `[B, H, n, ...]`: tensors `[B, H, blocks, ...]`."""
         raise NotImplementedError
 
+    def _pack_slots(self, layout: Tensor, slots: Tensor, filing: Filing) -> None:
+        """Pack slots of a layout, and put the blocks where they belong."""
+        self._file(self._pack(_take(layout, slots)), filing)
+
     def _file(self, new: list[Tensor], filing: Filing) -> None:
-        if not self.packed:
-            size = max(filing.needed, self.least_blocks or 0)
-            self.packed = [x.new_zeros(*x.shape[:2], size, *x.shape[3:]) for x in new]
-        held = self.packed[0].shape[2]
-        if filing.needed > held:
-            size = max(filing.needed, held + held // GROWTH + 1)
-            self.packed = [_longer(x, size) for x in self.packed]
+        self._reserve(new, filing.needed)
+        row, source, target = filing.cells
         for storage, x in zip(self.packed, new, strict=True):
             if filing.first is not None:
                 storage[:, :, filing.first : filing.needed] = x
             else:
-                storage[filing.row, :, filing.target] = x[filing.row, :, filing.source]
+                storage[row, :, target] = x[row, :, source]
+
+    def _reserve(self, like: list[Tensor], blocks: int) -> None:
+        """Make room for so many blocks `like` these, `[B, H, n, ...]`."""
+        if not self.packed:
+            size = max(blocks, self.least_blocks or 0)
+            self.packed = [x.new_zeros(*x.shape[:2], size, *x.shape[3:]) for x in like]
+        held = self.packed[0].shape[2]
+        if blocks > held:
+            size = max(blocks, held + held // GROWTH + 1)
+            self.packed = [_longer(x, size) for x in self.packed]
 
     def _joined(self, new: Tensor, move: Move) -> Tensor:
         if move.used == 0:
@@ -182,14 +191,29 @@ class HeldStates(Held):
         else:
             self.rotation.copy_(permutation)
 
+    def _pack_slots(self, layout: Tensor, slots: Tensor, filing: Filing) -> None:
+        assert self.format is not None
+        if self.sorts or not self.packed or not can_pack(layout, self.format):
+            super()._pack_slots(layout, slots, filing)
+            return
+        self._reserve(self.packed, filing.needed)
+        if self.rotation is not None:
+            layout = self._rotated(_take(layout, slots))
+            slots = torch.arange(layout.shape[2], device=layout.device)[None, None]
+        pack_slots(layout, slots, self.as_packed(), filing.cells)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        assert self.rotation is not None
+        # Not back to the dtype of x: a float16 of 6e4 may leave its range when it is rotated.
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return x @ self.rotation.to(x)
+
     def _pack(self, x: Tensor) -> list[Tensor]:
         assert self.format is not None
         if self.sorts:
             self._sort(x[:, :, : self.block])
         if self.rotation is not None:
-            # Not back to the dtype of x: a float16 of 6e4 may leave its range when it is rotated.
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-            x = x @ self.rotation.to(x)
+            x = self._rotated(x)
         packed = pack(x, self.format, self.block, by_channel=self.by_channel)
         if self.side is None:
             self.side = packed.map(lambda each: each.new_empty(0))
@@ -238,9 +262,9 @@ class HeldNumbers(Held):
         super().__init__(block, slots, blocks, is_fixed=is_fixed)
         self.outlives = outlives
 
-    def _file(self, new: list[Tensor], filing: Filing) -> None:
+    def _pack_slots(self, layout: Tensor, slots: Tensor, filing: Filing) -> None:
         if self.outlives:
-            super()._file(new, filing)
+            super()._pack_slots(layout, slots, filing)
 
     def _pack(self, x: Tensor) -> list[Tensor]:
         return [x.unflatten(2, (-1, self.block))]

@@ -286,16 +286,15 @@ class Ledger:
             return None
         groups = list(self.groups.values())
         needed = max(group.blocks for group in groups)
-        if len({(count, group.blocks) for count, group in zip(new, groups, strict=True)}) == 1:
-            return Filing(max(new), needed, first=needed - new[0])
         cells = [
             (row, source, group.blocks - count + source)
             for count, group, turn in zip(new, groups, turns, strict=True)
             for row in turn.rows
             for source in range(count)
         ]
-        row, source, target = torch.tensor(cells, dtype=torch.int64, device=device).unbind(1)
-        return Filing(max(new), needed, row=row, source=source, target=target)
+        agree = len({(count, group.blocks) for count, group in zip(new, groups, strict=True)}) == 1
+        table = torch.tensor(cells, dtype=torch.int64).T.contiguous().to(device)
+        return Filing(needed, table, first=needed - new[0] if agree else None)
 
     def _refresh(self, device: torch.device) -> None:
         """Write the counts to the device where the host has changed them; tensors keep their addresses."""

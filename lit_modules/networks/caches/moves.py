@@ -40,18 +40,14 @@ class Filing:
     """Where new blocks go: block `source[i]` of row `row[i]` to block `target[i]`; a slice where all rows agree.
 
     Attributes:
-        new: blocks packed in each row, the most of any.
         needed: blocks that the storage has to hold.
+        cells: int64 `[3, n]`: row, source and target.
         first: the first new block of every row, or None where rows differ.
-        row, source, target: int64 `[n]`, or None.
     """
 
-    new: int
     needed: int
+    cells: Tensor
     first: int | None = None
-    row: Tensor | None = None
-    source: Tensor | None = None
-    target: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 from kernels.packed_kv import (
     Format,
     PackedPast,
-    chunked,
     pack,
     packed_attention,
     packed_attention_reference,
 )
 from kernels.packed_kv.triton import launch
+from kernels.packed_kv.triton.unpack import attend_unpacked
 from tests.kernels.packed_kv.test_against_reference import FORMATS, SHAPES, make
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -39,25 +39,17 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> N
 
 @pytest.fixture(scope="session")
 def agree(device):
-    """Compare a call with the definition: the launch over all tokens, and the one over packed tokens alone."""
+    """Compare a call with the definition: for few queries, and as for many."""
 
     def check(args: tuple, options: dict, dense_start: torch.Tensor | None = None) -> None:
         q, keys, values, end, past = args
         scale, decay = q.shape[-1] ** -0.5, options["decay"]
-        wide = (q.double(), keys.double(), values.double(), end, past)
         there = [None if x is None else x.to(device) for x in (q, keys, values, end, dense_start, decay)]
-        past_there = moved(past, device)
-        if q.shape[2] <= launch.MAX_QUERIES:
-            out = launch.attend(*there, past_there, scale)
-            close(out, packed_attention_reference(*wide, **options, dense_start=dense_start), q.dtype)
-        out, lse = launch.attend_past(there[0], there[3], there[5], past_there, scale)
-        own = end.long()[:, None] - q.shape[2] + torch.arange(q.shape[2])
-        query_decay = None if decay is None else decay.double().gather(2, own[:, None].expand(-1, q.shape[1], -1))
-        expected, expected_lse = chunked.attend_past(wide[0], past, query_decay, scale, None)
-        close(out, expected, q.dtype)
-        seen = expected_lse.isfinite()
-        assert torch.equal(lse.cpu().isfinite(), seen)
-        close(lse.cpu()[seen], expected_lse[seen], q.dtype)
+        expected = packed_attention_reference(
+            q.double(), keys.double(), values.double(), end, past, **options, dense_start=dense_start
+        )
+        for attend in (launch.attend, attend_unpacked) if q.shape[2] <= launch.MAX_QUERIES else (attend_unpacked,):
+            close(attend(*there, moved(past, device), scale), expected, q.dtype)
 
     return check
 
@@ -85,6 +77,22 @@ def test_outliers_of_float16(agree, format) -> None:
     agree((q, keys, values, end, PackedPast(pack(x, format, 64), past.values, past.blocks)), options)
 
 
+@pytest.mark.parametrize("tensor", ["keys", "values"])
+@pytest.mark.parametrize("formats", [(CHANNELS, CHANNELS), (TOKENS, TOKENS)])
+def test_nan_in_packed_tokens_shows(device, formats, tensor) -> None:
+    (q, keys, values, end, past), _ = make(1, (4, 2, 2), 1, (64, 64), formats, dtype=torch.float16)
+    x = torch.randn(2, 1, 2, 192, 64)
+    x[0 if tensor == "keys" else 1, 0, 1, 70, 9] = torch.nan
+    sides = pack(x[0], formats[0], 64), pack(x[1], formats[1], 64, by_channel=True)
+    past = moved(PackedPast(*sides, past.blocks), device)
+    there = [x.to(device) for x in (q, keys, values, end)]
+    for attend in (launch.attend, attend_unpacked):
+        is_nan = attend(*there, None, None, past, 0.1).isnan()[0, :, 0].cpu()
+        assert not is_nan[:2].any()
+        of_one_channel = tensor == "values" and formats[1] == TOKENS
+        assert is_nan[2:].sum() == (2 if of_one_channel else 128)
+
+
 def test_left_padding_among_the_dense_tokens(agree) -> None:
     (q, keys, values, end, past), options = make(2, (4, 2, 2), 8, (64, 64), (CHANNELS, CHANNELS), dtype=DTYPES[0])
     start = torch.tensor([0, end[1] - 5], dtype=torch.int32)  # three of row 1's queries are padding
@@ -108,6 +116,11 @@ def test_blocks_of_128_and_storage_beyond_the_blocks_in_use(agree) -> None:
 def test_blocks_that_are_no_power_of_two(agree, block, along) -> None:
     keys = Format(2, along, block if along == "tokens" else 64)
     agree(*make(2, (4, 2, 2), 1, (64, 64), (keys, CHANNELS), block=block, dtype=DTYPES[0]))
+
+
+def test_many_queries_with_a_buffer_for_one_row(agree, monkeypatch) -> None:
+    monkeypatch.setattr("kernels.packed_kv.triton.unpack.BUFFER_BYTES", 1)
+    agree(*make(3, (4, 2, 2), 20, (64, 64), (TOKENS, CHANNELS), gates=True, rotated=True, dtype=DTYPES[0]))
 
 
 @pytest.mark.gpu(needs="CUDA")

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_modules.generation import fused_layers as fused_module
 from lit_modules.generation.cuda_graphs import DecodingStep, Output
-from lit_modules.generation.fused_layers import fused_head, fused_layers
+from lit_modules.generation.fused_layers import fused_layers
 from lit_modules.networks.linearized import Linearization, linearize
 from lit_modules.networks.linearized.families import FAMILIES
 from lit_modules.networks.positions import locate
@@ -66,11 +66,11 @@ def test_every_family_gives_the_logits_of_its_modules(family, monkeypatch):
 def test_matrices_that_are_read_together_lie_together_and_are_not_copied_again():
     model = make_model()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    layers = fused_layers(model, BATCH)
+    layers = fused_layers(model)
     attention = model.model.layers[0].self_attn
     assert attention.k_proj.weight.untyped_storage().data_ptr() == layers[0].qkv.weight.untyped_storage().data_ptr()
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    again = fused_layers(model, BATCH)
+    again = fused_layers(model)
     for first, second in zip(layers, again, strict=True):
         for name in ("qkv", "out", "gate_up", "down"):
             assert getattr(first, name).weight.data_ptr() == getattr(second, name).weight.data_ptr()
@@ -82,7 +82,7 @@ def test_matrices_that_are_read_together_lie_together_and_are_not_copied_again()
 
 def test_a_model_is_saved_and_loaded_after_its_matrices_have_moved(tmp_path):
     model = make_model("qwen2")
-    fused_layers(model, BATCH)
+    fused_layers(model)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, parameter in model.named_parameters():
@@ -118,7 +118,7 @@ CHANGES = {
 @pytest.mark.parametrize(("change", "right"), CHANGES.values(), ids=CHANGES)
 def test_layers_with_more_in_them_stay_as_they_are(change, right):
     model = change(make_model())
-    assert [layer is not None for layer in fused_layers(model, BATCH)] == right
+    assert [layer is not None for layer in fused_layers(model)] == right
 
 
 def test_a_model_with_layers_of_both_kinds_gives_the_logits_of_its_modules():
@@ -127,8 +127,9 @@ def test_a_model_with_layers_of_both_kinds_gives_the_logits_of_its_modules():
     torch.testing.assert_close(logits_of_steps(model, fused=True), right, atol=1e-5, rtol=1e-5)
 
 
-def test_a_batch_that_is_too_large_stays_as_it_is():
-    model = make_model()
-    assert fused_layers(model, 65) == [None, None]
-    assert fused_head(model, 65) is None
-    assert None not in [*fused_layers(model, 64), fused_head(model, 64)]
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_many_rows_give_the_logits_of_the_modules_too(family, monkeypatch):
+    model = make_model(family)
+    right = logits_of_steps(model, fused=False)
+    monkeypatch.setattr(fused_module, "FEW_ROWS", BATCH - 1)
+    torch.testing.assert_close(logits_of_steps(model, fused=True), right, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,111 @@
+"""Packing slots of a cache into its blocks in one launch, as `kernels.packed_kv.reference.pack` defines it."""
+# ruff: noqa: RUF005  # Triton has no starred expressions
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.packed_kv.formats import MAX_OFFSET, MAX_SCALE, Format, Packed
+from kernels.packed_kv.triton.products import ROUNDING, padded
+from kernels.rounding import next_power_of_2
+
+GREATEST_SCALE, GREATEST_OFFSET = tl.constexpr(MAX_SCALE), tl.constexpr(MAX_OFFSET)
+
+
+def can_pack(x: Tensor, format: Format) -> bool:
+    """Return whether `pack_slots` has numbers and a format that it knows: no clipping, no mixed channels."""
+    return x.is_cuda and x.dtype != torch.float64 and format.clip == 1 and not format.high_channels
+
+
+def pack_slots(x: Tensor, slots: Tensor, side: Packed, cells: Tensor) -> None:
+    """Quantize the tokens in some slots, and write them as whole blocks.
+
+    Args:
+        x: `[B, H, S, D]`, float16, bfloat16 or float32.
+        slots: int64 `[B or 1, G or 1, n]`, n a multiple of the block: the tokens of each row and group of heads.
+        side: written to. Its format neither clips nor has high channels.
+        cells: int64 `[3, c]`: rows, which of their n / block new blocks, and where each belongs in `side`.
+    """
+    batch, heads, _, dim = x.shape
+    block, format = side.block, side.format
+    slots = slots.expand(batch, -1, -1)
+    x = x if x.stride(3) == 1 else x.contiguous()
+    groups = 0 if format.groups_along == "tokens" else dim // format.group
+    with torch.cuda.device_of(x):
+        _pack_block[(cells.shape[1], heads)](
+            x, slots, side.low, side.high, side.metadata.view(torch.int32), cells, *x.stride()[:3], *slots.stride()[:2],
+            slots.stride(2), heads // slots.shape[1], cells.shape[1], side.blocks, dim, block, groups, format.bits == 4,
+            side.by_channel, padded(dim // 4, 1), next_power_of_2(block), num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantized(least, most, has_nan, LEVELS: tl.constexpr):
+    """Return scale and offset, rounded to float16, and what a number is divided by."""
+    scale = tl.maximum(tl.div_rn(most - least, LEVELS * 1.0), tl.abs(least) * (1 / GREATEST_OFFSET))
+    scale = tl.minimum(scale, GREATEST_SCALE).to(tl.float16)
+    step = tl.where(scale == 0, 1.0, scale.to(tl.float32))
+    offset = tl.div_rn(least, step).to(tl.float16)
+    return tl.where(has_nan, float("nan"), scale.to(tl.float32)).to(tl.float16), offset, step
+
+
+@triton.jit
+def _as_pair(scale, offset):
+    low = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (offset.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _pack_block(
+    x, slots, low, high, metadata, cells, x_b, x_h, x_s, slots_b, slots_g, slots_n, heads_per_group, num_cells,
+    capacity,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, FOUR_BITS: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    PADDED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One block of one head. GROUPS is 0 for groups along tokens."""
+    LEVELS: tl.constexpr = 15 if FOUR_BITS else 3
+    WORDS: tl.constexpr = DIM // 4
+    cell, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(cells + cell)
+    source, target = tl.load(cells + num_cells + cell), tl.load(cells + 2 * num_cells + cell)
+    token, word = tl.arange(0, TOKENS)[:, None], tl.arange(0, PADDED)[None]
+    exists = (token < BLOCK) & (word < WORDS)
+    of_slots = slots + row * slots_b + (head // heads_per_group) * slots_g + (source * BLOCK + token) * slots_n
+    slot = tl.load(of_slots, mask=token < BLOCK, other=0)
+    place = ((row * tl.num_programs(1) + head) * capacity + target).to(tl.int64)
+    tiles, leasts, mosts, nans = (), (), (), ()
+    axis: tl.constexpr = 0 if GROUPS == 0 else 1
+    for tile in tl.static_range(4):
+        at = x + row * x_b + head.to(tl.int64) * x_h + slot * x_s + tile * WORDS + word
+        numbers = tl.load(at, mask=exists, other=0.0).to(tl.float32)
+        tiles = tiles + (numbers,)
+        leasts = leasts + (tl.min(tl.where(exists, numbers, float("inf")), axis, keep_dims=True),)
+        mosts = mosts + (tl.max(tl.where(exists, numbers, -float("inf")), axis, keep_dims=True),)
+        nans = nans + (tl.max((exists & (numbers != numbers)).to(tl.int32), axis, keep_dims=True),)
+    low_words = tl.zeros((TOKENS, PADDED), tl.int32)
+    high_words = tl.zeros((TOKENS, PADDED), tl.int32)
+    for tile in tl.static_range(4):
+        least, most, has_nan = leasts[tile], mosts[tile], nans[tile]
+        if GROUPS:
+            for other in tl.static_range(4):
+                if other * GROUPS // 4 == tile * GROUPS // 4:
+                    least = tl.minimum(least, leasts[other])
+                    most = tl.maximum(most, mosts[other])
+                    has_nan = tl.maximum(has_nan, nans[other])
+        scale, offset, step = _quantized(least, most, has_nan != 0, LEVELS)
+        codes = tl.div_rn(tiles[tile], tl.broadcast_to(step, tiles[tile].shape)) - offset.to(tl.float32)
+        codes = tl.minimum(tl.maximum(codes, 0.0), LEVELS * 1.0)
+        # The nearest whole number lies in the low bits; of two equally near, the even one.
+        codes = (codes + ROUNDING).to(tl.int32, bitcast=True) & 15
+        low_words |= (codes & 3) << (2 * tile)
+        high_words |= (codes >> 2) << (2 * tile)
+        if GROUPS == 0:
+            tl.store(metadata + place * DIM + tile * WORDS + word, _as_pair(scale, offset), mask=word < WORDS)
+        elif tile * GROUPS // 4 != (tile - 1) * GROUPS // 4:  # the first tile of a group
+            group = tile * GROUPS // 4
+            tl.store(metadata + (place * GROUPS + group) * BLOCK + token, _as_pair(scale, offset), mask=token < BLOCK)
+    inside = word * BLOCK + token if BY_CHANNEL else token * WORDS + word
+    tl.store(low + place * (BLOCK * WORDS) + inside, low_words.to(tl.uint8), mask=exists)
+    if FOUR_BITS:
+        tl.store(high + place * (BLOCK * WORDS) + inside, high_words.to(tl.uint8), mask=exists)
