@@ -1,0 +1,226 @@
+"""What is measured of a model under one cache: losses, answers, and what becomes of attention."""
+
+import random
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cache.study.cases import GATE, Case, Sizes
+from evaluation.answering import answers, text_ends
+from evaluation.cache_analysis.coverage import SINKS, Coverage
+from evaluation.cache_analysis.distortion import SELECTIONS, AttentionError, Rounding, l1_error
+from evaluation.cache_analysis.heads import KeyHead
+from evaluation.cache_analysis.values import Values, mean_of_heads
+from evaluation.caches import NamedCache, bits_per_element
+from evaluation.loading import cut_text
+from evaluation.perplexity_by_position.scoring import token_losses
+from evaluation.recall.questions import Question, Recall, is_right
+from lit_modules.networks.attention_inputs import AttentionInputs, watched_attention
+from lit_modules.networks.caches.choosing import choose_by_gate
+from lit_modules.networks.caches.moves import Turn
+from lit_modules.networks.caches.rotations import Rotations, model_identity
+from lit_modules.networks.caches.settings import BLOCK
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+Losses = tuple[list[float], list[float], float]
+"""The mean loss of each sequence, that of its second half, and the bits for each number at its end."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is measured, and its tokenizer.
+
+    Attributes:
+        name: in tables.
+        rotations: the file that was fitted to it.
+        chunk: tokens that pass through the model at a time.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    rotations: Path
+    chunk: int
+
+    def sizes(self, length: int) -> Sizes:
+        """Return what equal bytes depend on at this length."""
+        identity = model_identity(self.model.config)
+        return Sizes(length, *(identity[f"{of}_{what}"] for of in ("key", "value") for what in ("heads", "dim")))
+
+    def cache(self, case: Case, length: int) -> NamedCache:
+        """Return the cache of a case, for texts of this length."""
+        settings = case.settings(self.sizes(length), str(self.rotations))
+        return NamedCache(case.name, {}, settings)
+
+    @cached_property
+    def has_gates(self) -> bool:
+        """Whether its attention has forget gates."""
+        return getattr(self.model.config, "forget_gate", "none") != "none"
+
+    def sequences(self, text: str, length: int, number: int, seed: int) -> Tensor:
+        """Return sequences `[number, length]` of a text that do not overlap, drawn by a seed, or all that there are."""
+        rows = cut_text(self.tokenizer, text, length)
+        drawn = random.Random(seed).sample(range(len(rows)), min(number, len(rows)))
+        return rows[sorted(drawn)]
+
+    def losses(self, case: Case, sequences: Tensor) -> Losses:
+        """Pass sequences `[N, T]` through a fresh cache, all at once."""
+        filled = self.cache(case, sequences.shape[1]).new(self.model)
+        losses = token_losses(self.model, filled, sequences.to(self.model.device), self.chunk)
+        half = losses.shape[1] // 2
+        bits = bits_per_element(filled, self.model.dtype)
+        return losses.mean(1).tolist(), losses[:, half:].mean(1).tolist(), bits
+
+    def questions(self, kind: str, length: int, number: int, seed: int, text: str) -> list[Question]:
+        """Return `number` questions of a kind for each depth; their prompts are equally long.
+
+        Line ends are put before the shorter ones: rows without padding share one schedule, which takes less time.
+        """
+        recall = Recall(self.tokenizer, text if kind == "needles" else None, 4, seed)
+        found = [recall.question(kind, length, depth, each) for depth in DEPTHS for each in range(number)]
+        longest = max(len(question.prompt) for question in found)
+        begin = len(self.tokenizer("", add_special_tokens=True)["input_ids"])
+        blank = self.tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
+
+        def filled(question: Question) -> Question:
+            prompt = question.prompt
+            more = blank * (longest - len(prompt))
+            return replace(question, prompt=(*prompt[:begin], *more, *prompt[begin:]))
+
+        return [filled(question) for question in found]
+
+    def answered(self, case: Case, questions: Sequence[Question]) -> tuple[list[float], float]:
+        """Ask all questions at once; return 1 for each right answer and 0 for others, and the bits for each number."""
+        cache = self.cache(case, len(questions[0].prompt)).new(self.model)
+        texts = answers(
+            self.model,
+            self.tokenizer,
+            [question.prompt for question in questions],
+            cache,
+            max_new_tokens=questions[0].max_new_tokens,
+            chunk=self.chunk,
+            ends=text_ends(self.model, self.tokenizer),
+        )
+        right = [float(is_right(text, each.answer)) for text, each in zip(texts, questions, strict=True)]
+        return right, bits_per_element(cache, self.model.dtype)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Coverage and L1 error of the attention of the last queries of sequences.
+
+    Args:
+        subject: the model.
+        rotations: its maps.
+        reserved: reserved lengths.
+        length: tokens of a sequence.
+        queries: the last ones, which are measured.
+    """
+
+    subject: Subject
+    rotations: Rotations
+    reserved: tuple[int, ...]
+    length: int
+    queries: int
+
+    def roundings(self) -> list[Rounding]:
+        """Return what becomes of quantized keys: 2 and 4 bits, plain as KiVi has it, and with each map."""
+        ways = (("tokens", "plain"), ("channels", "hadamard"), ("channels", "clipped"), ("channels", "balanced"))
+        return [Rounding(bits, along, way, BLOCK, self.rotations) for bits in (2, 4) for along, way in ways]
+
+    def measure(self, sequences: Tensor) -> Values:
+        """Return what was found in each layer and head, for each of the sequences `[N, T]`."""
+        device, values = self.subject.model.device, Values()
+        rows = range(self.length - self.queries, self.length)
+        coverage = Coverage(self.reserved, rows, device)
+        errors = AttentionError(self.reserved, self.roundings(), rows, device)
+
+        def see(layer: int, inputs: AttentionInputs) -> None:
+            gate = self._gate_masks(inputs, rows)
+            found = []
+            for number in range(inputs.keys.shape[1]):
+                head = KeyHead(inputs, number, self.queries)
+                each = coverage.of_head(head) | errors.of_head(head, layer)
+                found.append(each | self._of_gate(head, gate, number))
+            values.add(layer, {key: torch.cat([each[key] for each in found]) for key in found[0]})
+
+        with torch.no_grad(), watched_attention(self.subject.model, see):
+            for row in sequences:
+                values.begin_sequence()
+                self.subject.model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
+        return values
+
+    def _gate_masks(self, inputs: AttentionInputs, rows: range) -> dict[int, Tensor]:
+        """Return by reserved length which tokens the gate's choice keeps, bool `[G, Q, S]`, nothing without gates."""
+        if inputs.log_forget is None:
+            return {}
+        groups = inputs.keys.shape[1]
+        sums = inputs.log_forget.double().cumsum(-1)
+        sums = sums.unflatten(1, (groups, -1)).mean(2).float()
+        return {window: gate_kept(sums, rows, window) for window in self.reserved}
+
+    def _of_gate(self, head: KeyHead, masks: dict[int, Tensor], number: int) -> dict[Hashable, Tensor]:
+        """Return coverage by the gate's choice, and the L1 error where the others are evicted."""
+        found: dict[Hashable, Tensor] = {}
+        for window, mask in masks.items():
+            kept = mask[number]
+            mass = (head.weights * kept)[..., SINKS:].sum(-1)
+            number_kept = kept.sum(-1).to(mass.dtype).expand_as(mass)
+            found["coverage", GATE, window] = torch.stack((mass, mass, number_kept), -1).mean(1)
+            left = head.logits.masked_fill(~kept, -torch.inf).softmax(-1)
+            found["l1", GATE, window, "evicted"] = l1_error(left, head.weights)
+        return found
+
+
+def gate_kept(sums: Tensor, rows: range, window: int) -> Tensor:
+    """Return which tokens the gate's choice keeps when each of `rows` is the newest, bool `[G, Q, S]`.
+
+    From `window` to `window` + BLOCK - 1 tokens are kept: a block is released at a time.
+
+    Args:
+        sums: of the log gates, `[1, G, S]`.
+        rows: positions of the queries.
+        window: tokens that keep 16 bits.
+    """
+    mask = torch.zeros(sums.shape[1], len(rows), sums.shape[2], dtype=torch.bool, device=sums.device)
+    every = [max(0, (row + 1 - window) // BLOCK) for row in rows]
+    for releases in sorted(set(every)):
+        full = window + BLOCK * releases  # tokens at the last release
+        turn = Turn(rows=[0], before=0, padding=0, real=full, length=0, releases=releases)
+        positions = torch.arange(full, device=sums.device, dtype=torch.int32).expand(1, sums.shape[1], -1)
+        kept = choose_by_gate((turn,), sums[:, :, :full], positions, window, BLOCK)[1][0]  # [G, window]
+        for place, row in enumerate(rows):
+            if every[place] == releases:
+                mask[:, place].scatter_(1, kept, True)
+                mask[:, place, full : row + 1] = True
+    return mask
+
+
+def attention_values(values: Values) -> dict[tuple[str, str, int, str], tuple[list[float], float]]:
+    """Return the means over heads and layers, one number for each sequence, and the tokens kept.
+
+    Returns:
+        By measure (`coverage` or `l1`), selection, reserved length, and what becomes of the others (nothing for
+        coverage).
+    """
+    found = {}
+    for key in values.keys:
+        measure, selection, reserved, *how = key
+        means = values.by_layer(key, mean_of_heads).mean(1)
+        if measure == "coverage":
+            found[measure, selection, reserved, ""] = means[:, 0].tolist(), float(means[:, 2].mean())
+        elif measure == "l1":
+            kept = values.by_layer((*_KEPT[selection], reserved), mean_of_heads).mean(1)
+            tokens = float(kept[:, 2].mean() if selection == GATE else kept.mean())
+            found[measure, selection, reserved, how[0]] = means.tolist(), tokens
+    return found
+
+
+_KEPT = {GATE: ("coverage", GATE)} | {name: ("kept", name) for name in SELECTIONS}
+"""Where `Values` has the number of tokens kept, by selection."""

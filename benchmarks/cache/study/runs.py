@@ -1,0 +1,245 @@
+r"""Measure models under every cache: losses, recall, coverage and L1 error, most important first.
+
+    python -m benchmarks.cache.study.runs --model SmolLM2=models/smollm2 --model FoX=runs/fox \
+        --texts wikitext.txt manuals.txt --calibration other.txt --minutes 8
+
+Rows that cache_study.csv in the output folder has are not measured again. All models are in memory at once, so that the
+most important cases of each come before the others of any; of equally important ones the first model's come first. What
+maps are fitted to (--calibration) must not be among the texts. Then `python -m benchmarks.cache.study.report`.
+"""
+
+import argparse
+import datetime
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.cache.study.cases import EVICTED, FULL_CASE, GATE, RESERVED, Case, cases
+from benchmarks.cache.study.measuring import Attention, Subject, attention_values
+from benchmarks.cache.study.records import FILE, Records, Result, joined
+from benchmarks.measuring.configuration import compose
+from benchmarks.measuring.report import CommandLine, device_name
+from evaluation.calibration import sequences as cut_sequences
+from evaluation.loading import load_checkpoint, text_start
+from evaluation.recall.questions import KINDS
+from lit_modules.generation.job import choose_device
+from lit_modules.launching.run_folder import code_commit
+from lit_modules.networks.caches import in_parts
+from lit_modules.networks.caches.calibration import fit_rotations
+from lit_modules.networks.caches.rotations import read_rotations, write_rotations
+
+log = logging.getLogger(__name__)
+
+FIT_LENGTH = 2048
+LEAST_RECALL = 0.2
+"""Of the full cache: what it recalls less often is not asked for under the others."""
+
+GPU_WEIGHTS = 1 << 29
+"""Attention weights that policies without a fused kernel hold at a time: a GPU that is measured has the room."""
+
+ATTENTION_TIER = 1
+ASKING = 0.5
+"""Added to a case's tier for recall, which follows the losses of that tier."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement: its importance, its name in the log, and the function that adds its results."""
+
+    tier: float
+    place: int
+    name: str
+    run: Callable[[], None]
+
+
+class Study:
+    """The measurements of all models.
+
+    Args:
+        options: of the command line.
+        records: what was measured before.
+    """
+
+    def __init__(self, options: argparse.Namespace, records: Records) -> None:
+        self.options, self.records = options, records
+        self.texts = {path.stem: path.read_text(encoding="utf-8") for path in options.texts}
+        self.began = time.perf_counter()
+        self.conditions = {"gpu": device_name(), "commit": code_commit()}
+        self.questions: dict[tuple[str, str, int], list] = {}
+
+    def seconds(self) -> float:
+        """Return the seconds since the beginning."""
+        return time.perf_counter() - self.began
+
+    def load(self, name: str, checkpoint: str) -> Subject:
+        """Load a model, and fit its maps if there is no file of them."""
+        device = choose_device(self.options.device)
+        dtype = self.options.dtype
+        cfg = compose("job=measure", f"checkpoint='{checkpoint}'", f"dtype={dtype}", "benchmark.text=''")
+        model, tokenizer = load_checkpoint(cfg, device)
+        path = self.options.output / f"{name}.safetensors"
+        if not path.is_file():
+            start = text_start(tokenizer)
+            text = self.options.calibration.read_text(encoding="utf-8")
+            tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: self.options.fit_tokens]
+            write_rotations(path, fit_rotations(model, cut_sequences(tokens, start, FIT_LENGTH, device)))
+        log.info("[%4.0f s] %s: loaded, maps in %s", self.seconds(), name, path)
+        return Subject(name, model, tokenizer, path, self.options.chunk)
+
+    def tasks(self, place: int, subject: Subject) -> list[Task]:
+        """Return what is to be measured of a model."""
+        found = []
+        for case in cases(subject.has_gates):
+            if self.options.tiers is not None and case.tier >= self.options.tiers:
+                continue
+            found.append(Task(case.tier, place, f"loss, {case.name}", lambda case=case: self.losses(subject, case)))
+            if case.asked:
+                name = f"recall, {case.name}"
+                found.append(Task(case.tier + ASKING, place, name, lambda case=case: self.recall(subject, case)))
+        if self.options.tiers is None or self.options.tiers > ATTENTION_TIER:
+            found.append(Task(ATTENTION_TIER, place, "attention", lambda: self.attention(subject)))
+        return found
+
+    def result(self, subject: Subject, case: Case, measure: str, text: str, values: Sequence[float], bits: float,
+               seconds: float) -> Result:  # fmt: skip
+        """Return a line of the file."""
+        value, singles = joined(values)
+        return Result(
+            model=subject.name, policy=case.policy, treatment=case.treatment, bits=case.bits, reserved=case.reserved,
+            match=case.match, measure=measure, text=text, value=value, bits_per_number=round(bits, 4), values=singles,
+            seconds=round(seconds, 2), date=datetime.datetime.now().isoformat(timespec="seconds"), **self.conditions,
+        )  # fmt: skip
+
+    def losses(self, subject: Subject, case: Case) -> None:
+        """Measure the losses of all texts' sequences, in one batch."""
+        missing = {name: text for name, text in self.texts.items() if not self.has(subject, case, "loss", name)}
+        if not missing:
+            return
+        began, options = time.perf_counter(), self.options
+        cut = {n: subject.sequences(t, options.length, options.sequences, options.seed) for n, t in missing.items()}
+        losses, late, bits = subject.losses(case, torch.cat(list(cut.values())))
+        seconds, start = time.perf_counter() - began, 0
+        for name, rows in cut.items():
+            own = slice(start, start := start + len(rows))
+            self.records.add(
+                self.result(subject, case, measure, name, found[own], bits, seconds)
+                for measure, found in (("loss", losses), ("late_loss", late))
+            )
+
+    def recall(self, subject: Subject, case: Case) -> None:
+        """Ask for facts, where the full cache finds them often enough."""
+        for kind in KINDS:
+            for length in self.options.recall_lengths:
+                text = f"{kind} {length}"
+                if self.has(subject, case, "right", text):
+                    continue
+                full = self.records.find(subject.name, FULL_CASE.key, "right", text)
+                if case != FULL_CASE and (full is None or full.value < LEAST_RECALL):
+                    continue
+                began = time.perf_counter()
+                right, bits = subject.answered(case, self.asked(subject, kind, length))
+                seconds = time.perf_counter() - began
+                self.records.add([self.result(subject, case, "right", text, right, bits, seconds)])
+
+    def asked(self, subject: Subject, kind: str, length: int) -> list:
+        """Return the questions, made once for each model."""
+        key = subject.name, kind, length
+        if key not in self.questions:
+            options = self.options
+            text = next(iter(self.texts.values()))
+            self.questions[key] = subject.questions(kind, length, options.questions, options.seed, text)
+        return self.questions[key]
+
+    def attention(self, subject: Subject) -> None:
+        """Measure coverage and L1 errors."""
+        for name, text in self.texts.items():
+            if any((r.model, r.measure, r.text) == (subject.name, "l1", name) for r in self.records.results):
+                continue
+            began, options = time.perf_counter(), self.options
+            rows = subject.sequences(text, options.length, options.attention_sequences, options.seed)
+            rotations = read_rotations(subject.rotations, subject.model)
+            reserved = tuple(sorted(RESERVED))
+            measured = Attention(subject, rotations, reserved, options.length, options.queries).measure(rows)
+            found, seconds = attention_values(measured), time.perf_counter() - began
+            self.records.add(
+                self.result(subject, attention_case(selection, reserved, how), measure, name, values,
+                            16 * tokens / options.length, seconds)
+                for (measure, selection, reserved, how), (values, tokens) in found.items()
+            )  # fmt: skip
+
+    def has(self, subject: Subject, case: Case, measure: str, text: str) -> bool:
+        """Return whether this was measured."""
+        return self.records.find(subject.name, case.key, measure, text) is not None
+
+    def run(self, tasks: Sequence[Task]) -> bool:
+        """Run tasks, most important first, until the time is over; return whether all were run."""
+        longest = 0.0
+        ordered = sorted(tasks, key=lambda task: (task.tier, task.place))
+        for number, task in enumerate(ordered, 1):
+            began = self.seconds()
+            if began + longest > 60 * self.options.minutes:
+                log.info("[%4.0f s] %s of %s done, the time is over", began, number - 1, len(ordered))
+                return False
+            task.run()
+            taken = self.seconds() - began
+            longest = max(taken, longest / 2)
+            log.info("[%4.0f s] %s of %s, %s: %.1f s", self.seconds(), number, len(ordered), task.name, taken)
+        return True
+
+
+def attention_case(selection: str, reserved: int, how: str) -> Case:
+    """Return the case of a selection of the analysis; `how` is what becomes of the other tokens, by its name there."""
+    policies = {
+        "two_and_recent": ("first_and_recent", "slots"), "two_and_fewer": ("first_and_recent", "tokens"),
+        "four_and_recent": ("first_and_recent", "slots"), "recent_as_many": ("recent", "tokens"),
+    }  # fmt: skip
+    policy, match = policies.get(selection, (selection, "block more" if selection == GATE else "slots"))
+    if how in ("", EVICTED):
+        return Case(policy, how or "any", 0, reserved, match)
+    bits, _, way = how.split(", ")
+    return Case(policy, "oscar" if way == "clipped" else way, int(bits.split()[0]), reserved, match)
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = CommandLine(__doc__)
+    parser.add_argument("--model", action="append", required=True, metavar="NAME=CHECKPOINT", dest="models")
+    parser.add_argument("--texts", type=Path, nargs="+", required=True, help="what is measured; the first has needles")
+    parser.add_argument("--calibration", type=Path, required=True, help="what maps are fitted to")
+    parser.add_argument("--fit-tokens", type=int, default=30000)
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
+    parser.add_argument("--sequences", type=int, default=8, help="of each text; all are one batch")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens that pass through a model at a time")
+    parser.add_argument("--recall-lengths", type=int, nargs="*", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--questions", type=int, default=20, help="for each kind, length and one of five depths")
+    parser.add_argument("--attention-sequences", type=int, default=3, help="of each text, for coverage and L1 errors")
+    parser.add_argument("--queries", type=int, default=64, help="the last tokens, whose attention is measured")
+    parser.add_argument("--tiers", type=int, help="only the first so many tiers of cases")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later")
+    parser.add_argument("--seed", type=int, default=0, help="of sequences and questions")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    return parser.parse_for_gpu()
+
+
+def main() -> None:
+    """Measure, and say what is left."""
+    options = parse()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    options.output.mkdir(parents=True, exist_ok=True)
+    if torch.cuda.is_available():
+        in_parts.MAX_WEIGHTS = GPU_WEIGHTS
+    study = Study(options, Records(options.output / FILE))
+    tasks: list[Task] = []
+    for place, (name, _, checkpoint) in enumerate(model.partition("=") for model in options.models):
+        tasks += study.tasks(place, study.load(name, checkpoint))
+    with torch.no_grad():
+        study.run(tasks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The study of caches: equal bytes, what is kept, questions, and a run that goes on where it ended."""
+
+import argparse
+import itertools
+import re
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.cache.study import recall_text, report, runs
+from benchmarks.cache.study.cases import (
+    EVICTED,
+    FIRST_AND_RECENT,
+    FULL_CASE,
+    GATE,
+    KIVI_AT_BEST,
+    RECENT,
+    SPARSE,
+    SPARSE_AT_EVICTED,
+    Case,
+    Sizes,
+    cases,
+)
+from benchmarks.cache.study.measuring import Subject, gate_kept
+from benchmarks.cache.study.records import FILE, Records
+from evaluation.recall.questions import KINDS, WORDS, is_right
+from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
+from lit_modules.networks.attention_inputs import watched_attention
+from lit_modules.networks.caches import CacheSettings, CompressedCache
+from lit_modules.networks.caches.calibration import fit_rotations
+from lit_modules.networks.caches.rotations import write_rotations
+from lit_modules.networks.caches.settings import BLOCK
+from tests.evaluation.conftest import TEXT, make_starting_tokenizer
+
+SIZES = Sizes(8192, 3, 64, 3, 64)
+BEST = Case(FIRST_AND_RECENT, "balanced", 2, 192)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_starting_tokenizer()
+
+
+def llama(tokenizer):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=2048, **sizes)).eval()
+
+
+def subject(model, tokenizer, path, chunk=64):
+    ids = torch.randint(3, 40, (1, 64), generator=torch.Generator().manual_seed(0))
+    write_rotations(path, fit_rotations(model, [ids]))
+    return Subject("tiny", model, tokenizer, path, chunk)
+
+
+def test_what_is_compared_at_equal_bytes_has_equal_bytes_to_within_a_block():
+    pairs = {
+        Case(RECENT, "plain", 2, 192, KIVI_AT_BEST): BEST,
+        Case(SPARSE, EVICTED, 0, 192, SPARSE_AT_EVICTED): Case(SPARSE, "plain", 2, 192),
+    }
+    for one, other in pairs.items():
+        bits = [case.bits_per_number(case.slots(SIZES), SIZES) for case in (one, other)]
+        assert 0 <= bits[1] - bits[0] < 16 * BLOCK / SIZES.length
+        assert one.slots(SIZES) > other.slots(SIZES)
+
+
+@pytest.mark.parametrize("case", [BEST, Case(SPARSE, "plain", 4, 96), Case(FIRST_AND_RECENT, EVICTED, 0, 300)])
+def test_predicted_bits_are_those_of_a_cache(case, tokenizer, tmp_path):
+    tiny = subject(llama(tokenizer).bfloat16(), tokenizer, tmp_path / "r.safetensors")
+    sizes, ids = tiny.sizes(1024), torch.randint(3, 40, (2, 1025), generator=torch.Generator().manual_seed(0))
+    _, _, bits = tiny.losses(case, ids)
+    predicted = case.bits_per_number(case.slots(sizes), sizes)
+    assert predicted == pytest.approx(bits, rel=1 / 16)  # storage grows by a sixteenth
+
+
+def test_every_case_has_valid_settings_and_is_there_once():
+    for has_gates in (False, True):
+        every = cases(has_gates)
+        assert len({case.key for case in every}) == len(every)
+        assert [case.tier for case in every] == sorted(case.tier for case in every)
+        assert any(case.policy == GATE for case in every) == has_gates
+        for case in every:
+            settings = case.settings(SIZES, "maps.safetensors")
+            assert settings.compresses == (case != FULL_CASE)
+
+
+def test_coverage_by_the_gate_has_the_tokens_that_a_cache_keeps():
+    torch.manual_seed(0)
+    model = PalimpsestForCausalLM(
+        PalimpsestConfig(
+            vocab_size=60, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32, initializer_range=0.5
+        )
+    ).eval()
+    ids, window, found = torch.randint(1, 60, (1, 700)), 96, []
+    with torch.no_grad(), watched_attention(model, lambda layer, inputs: found.append(inputs.log_forget)):
+        model(input_ids=ids, use_cache=False)
+    mask = gate_kept(found[0].double().cumsum(-1).float(), range(690, 700), window)
+    tensor = {"keep": GATE, "bits": 2}
+    cache = CompressedCache(model.config, CacheSettings.of({"keys": tensor, "values": tensor, "window": window}))
+    with torch.no_grad():
+        for place, part in enumerate([ids[:, :691], *ids[:, 691:].split(1, 1)]):
+            model(part, past_key_values=cache, use_cache=True)
+            for head in range(2):
+                assert sorted(cache.layers[0].positions(head)[0]) == mask[head, place].nonzero()[:, 0].tolist()
+
+
+def test_training_documents_state_each_answer_before_it_is_asked_for_in_other_words():
+    every = [set(itertools.chain(*lists)) for lists in (recall_text.TRAINING_WORDS, WORDS)]
+    assert not every[0] & every[1]
+    sentences = ["A sentence.", "Another one with more words in it.", "A third."]
+    texts = list(recall_text.documents(sentences, 100_000, seed=0))
+    asked = 0
+    for text in texts:
+        for key, value in re.findall(r"Answer: The access code of the (.*) is (\d{6})", text):
+            assert 0 <= text.index(f"The access code of the {key} is {value}.") < text.index("Question:")
+            asked += 1
+        for key, value in re.findall(r"The access code of (.*):\n\1: (\d{6})", text):
+            assert f"\n{key}: {value}\n" in text[: text.index("The access code of")]
+            asked += 1
+    assert asked > 100
+
+
+def test_questions_are_equally_long_and_keep_their_answers(tokenizer, tmp_path):
+    tiny = Subject("tiny", None, tokenizer, tmp_path, 64)
+    for kind in KINDS:
+        found = tiny.questions(kind, 700, 2, 0, TEXT * 50)
+        assert len({len(question.prompt) for question in found}) == 1
+        for question in found:
+            text = tokenizer.decode(question.prompt)
+            assert question.prompt[0] == 0
+            assert text.count(question.answer) == 1
+            assert is_right(f" {question.answer} and", question.answer)
+
+
+def test_a_run_goes_on_where_it_ended_and_the_page_has_what_was_measured(tokenizer, tmp_path, monkeypatch, capsys):
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join([TEXT] * 300), encoding="utf-8")
+    options = argparse.Namespace(
+        texts=[text], length=640, sequences=2, chunk=128, recall_lengths=[], questions=1, attention_sequences=2,
+        queries=8, tiers=2, minutes=5.0, seed=0, output=tmp_path,
+    )  # fmt: skip
+    tiny = subject(llama(tokenizer), tokenizer, tmp_path / "r.safetensors", 128)
+
+    def measure(minutes):
+        options.minutes = minutes
+        study = runs.Study(options, Records(tmp_path / FILE))
+        with torch.no_grad():
+            return study.run(study.tasks(0, tiny)), study.records.results
+
+    done, nothing = measure(-1.0)
+    assert not done
+    assert not nothing
+    done, results = measure(5.0)
+    assert done
+    assert {result.measure for result in results} == {"loss", "late_loss", "coverage", "l1"}
+    monkeypatch.setattr(Subject, "losses", None)  # nothing is measured again
+    monkeypatch.setattr(runs, "Attention", None)
+    done, again = measure(5.0)
+    assert done
+    assert again == results
+    monkeypatch.setattr("sys.argv", ["report", "--output", str(tmp_path)])
+    report.main()
+    page = capsys.readouterr().out
+    assert (tmp_path / "cache_study.md").read_text(encoding="utf-8") in page
+    full = next(result for result in results if result.case == FULL_CASE.key and result.measure == "loss")
+    assert f"| 16 bits | 32.00 | {2.718281828459045**full.value:.3f} |" in page
+    assert "log-sparse (LogQuant), plain" in page
+    assert (tmp_path / "cache_study_losses.png").is_file()
+    assert (tmp_path / "cache_study_attention.png").is_file()
