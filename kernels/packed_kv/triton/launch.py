@@ -19,7 +19,9 @@ MAX_ROWS = 32
 DENSE_TILE = 32
 """Dense tokens of one step."""
 SLOTS_PER_SPLIT = 128
-"""Dense slots of one program."""
+"""Dense slots of one program; where programs are few, one step of them."""
+FEW_PROGRAMS = 16
+"""Programs of a split up to which a GPU is never full."""
 BLOCKS_PER_DENSE_SPLIT = 3
 """Packed blocks that take as long as SLOTS_PER_SPLIT dense slots."""
 PROGRAMS_PER_MULTIPROCESSOR = 8
@@ -152,7 +154,7 @@ def _splits(programs: int, blocks: int, slots: int, device: torch.device) -> tup
         blocks: blocks that the past has room for.
         slots: slots that the dense tokens have room for.
     """
-    dense = -(-slots // SLOTS_PER_SPLIT)
+    dense = -(-slots // (DENSE_TILE if programs <= FEW_PROGRAMS else SLOTS_PER_SPLIT))
     if device.type != "cuda":
         return min(3, blocks), dense
     at_once = torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_MULTIPROCESSOR

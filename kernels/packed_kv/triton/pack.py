@@ -56,7 +56,12 @@ def _as_pair(scale, offset):
     return low | (offset.to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
-@triton.jit
+# Not specialized: a cache packs in the middle of decoding, where a compilation would be a long pause.
+@triton.jit(
+    do_not_specialize=[
+        "x_b", "x_h", "x_s", "slots_b", "slots_g", "slots_n", "heads_per_group", "num_cells", "capacity",
+    ]
+)  # fmt: skip
 def _pack_block(
     x, slots, low, high, metadata, cells, x_b, x_h, x_s, slots_b, slots_g, slots_n, heads_per_group, num_cells,
     capacity,
