@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedC
 
 from benchmarks.measuring.report import CommandLine, measured_on, page, publish
 from benchmarks.measuring.tables import table
-from benchmarks.measuring.timing import default_device, free_memory, one_line
+from benchmarks.measuring.timing import free_memory, one_line
 from lit_modules.generation.cuda_graphs import WARM_UP, DecodingStep, Output, Replay, with_own_attention
 from lit_modules.networks.caches import CompressedCache
 from lit_modules.networks.caches.settings import CacheSettings, TensorSettings
@@ -158,7 +158,7 @@ def measure_largest(model: LinearizedForCausalLM, name: str) -> Measurement:
     torch.cuda.set_per_process_memory_fraction(MEMORY / torch.cuda.get_device_properties(0).total_memory)
     try:
         while True:
-            free_memory(default_device())
+            free_memory()
             try:
                 return measure(model, LARGEST, name, copies)
             except torch.cuda.OutOfMemoryError:
@@ -235,7 +235,7 @@ def main() -> None:
             print(rows[-1], flush=True)
         except (RuntimeError, ImportError, TypeError) as error:
             print(f"{what}: {one_line(error)}", flush=True)
-        free_memory(default_device())  # a step and its cache hold each other
+        free_memory()  # a step and its cache hold each other
 
     for case in arguments.cases:
         for name in arguments.caches:
