@@ -96,16 +96,18 @@ def _side_by_side(side: Packed, blocks: Tensor, dense: Tensor, padding: Tensor, 
     packed, dim = count * block, side.head_dim
     out = dense.new_empty(batch, heads, packed + dense.shape[2], dim)
     out[:, :, packed:] = _from_the_start(dense, padding)
+    # In float32 where it is rotated back: a rotated float16 may leave its range.
+    target = out if back is None else out.new_empty(batch, heads, packed, dim, dtype=back.dtype)
     high = side.format.high_of(dim)
     group = 0 if side.format.groups_along == "tokens" else side.format.group
     with torch.cuda.device_of(dense):
         _unpack_block[(count, heads, batch)](
-            side.low, side.high, side.metadata.view(torch.int32), blocks, out, *out.stride()[:2],
+            side.low, side.high, side.metadata.view(torch.int32), blocks, target, *target.stride()[:2],
             dim, block, high, group, side.by_channel, next_power_of_2(dim), min(64, next_power_of_2(block)),
             num_warps=4,
         )  # fmt: skip
     if back is not None:
-        out[:, :, :packed] = (out[:, :, :packed].to(back.dtype) @ back).to(out.dtype)
+        out[:, :, :packed] = target @ back
     return out
 
 
