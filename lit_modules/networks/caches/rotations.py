@@ -114,6 +114,13 @@ class Transform(NamedTuple):
         """Return the transform of an orthogonal matrix."""
         return cls(matrix, matrix)
 
+    def unspread(self) -> "Transform":
+        """Return the transform without what `covariance_rotation` ends with: eigenvectors in order of eigenvalue."""
+        width = len(self.matrix)
+        back = hadamard(width, torch.float64).mT
+        matrix, inverse = ((x[:, spread(width)].double() @ back).float() for x in (self.matrix, self.inverse))
+        return self._replace(matrix=matrix, inverse=inverse)
+
     def of_heads(self, heads: slice) -> "Transform":
         """Return the transform of some of the heads."""
         return self if self.mean is None else self._replace(mean=self.mean[heads])
@@ -139,9 +146,10 @@ class LayerRotations(NamedTuple):
     value_map: Transform
 
     def transform(self, name: str, way: str) -> Transform:
-        """Return what becomes of `key` or `value` by the way `rotation` or `balanced`."""
-        if way == "balanced":
-            return self.key_map if name == "key" else self.value_map
+        """Return what becomes of `key` or `value` by the way `rotation`, `balanced` or `ordered`."""
+        if way != "rotation":
+            fitted = self.key_map if name == "key" else self.value_map
+            return fitted if way == "balanced" else fitted.unspread()
         return Transform.rotation(self.key if name == "key" else self.value)
 
 

@@ -15,7 +15,7 @@ from lit_modules.networks.caches.selection import POLICIES as BY_POSITION
 BY_CONTENT = ("heavy_hitters", "forget_gate")
 """Policies that read attention scores or gates, not positions alone."""
 
-FITTED = ("rotation", "balanced")
+FITTED = ("rotation", "balanced", "ordered")
 """Transforms from the file `rotations`."""
 
 WAYS = ("none", "hadamard", *FITTED, "sorted")
@@ -37,8 +37,9 @@ class TensorSettings:
         group: numbers in a group, a multiple of 16; None: a head's width along channels, BLOCK along tokens.
         high_channels: the first so many channels have 4 bits (Kitty); for 2 bits along tokens.
         transform: an invertible map before packing: `none`, `hadamard`, or from the file `rotations` OSCAR's `rotation`
-            or `balanced`, which takes the mean of each head away too; `sorted`: channels by their range in the first
-            block of the cache, the widest first.
+            or `balanced`, which takes the mean of each head away too, or `ordered`, the same with what matters most in
+            the first channels, for groups along tokens; `sorted`: channels by their range in the first block of the
+            cache, the widest first.
         clip: quantile of a group's absolute values to which it is clipped before rounding (OSCAR); 1 clips nothing.
         window: the window of this tensor where it differs from the cache's.
 
@@ -105,7 +106,7 @@ class CacheSettings:
         keys, values: of the keys and of the values; a mapping becomes `TensorSettings`.
         window: W of `log_sparse`, which keeps 2W to 3W - 1 tokens; elsewhere the tokens that keep 16 bits.
         first: the first tokens that `first_and_recent` keeps.
-        rotations: the safetensors file of `transform=rotation` and `transform=balanced`, which job=calibrate writes.
+        rotations: the safetensors file of `transform=rotation`, `balanced` and `ordered`, which job=calibrate writes.
 
     Raises:
         SettingError: a value is out of range, or two contradict each other.
@@ -136,7 +137,7 @@ class CacheSettings:
             fix = f"name the file that job=calibrate wrote ({COMMAND})"
             raise SettingError("rotations", None, fix, f"with {name}.transform={way}")
         if self.rotations is not None and not fitted:
-            fix = "set keys.transform or values.transform to rotation or balanced, or leave it out"
+            fix = "set keys.transform or values.transform to rotation, balanced or ordered, or leave it out"
             raise SettingError("rotations", self.rotations, fix, "is not read")
 
     @classmethod

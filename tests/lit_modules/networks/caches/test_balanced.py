@@ -35,6 +35,21 @@ def test_data_and_readers_have_the_same_covariance_in_it_and_every_channel_holds
         assert torch.allclose(of_data.diagonal(), of_data.diagonal().mean(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1, 8, 24, 64])
+def test_unspread_its_channels_are_apart_and_in_the_order_of_what_they_hold(size):
+    metric, data = covariance(size, 0), covariance(size, 1)
+    spread_out = balanced_transform(metric, data, torch.zeros(2, size))
+    matrix, inverse, mean = spread_out.unspread()
+    assert mean is spread_out.mean
+    matrix, inverse = matrix.double(), inverse.double()
+    assert torch.allclose(matrix.mT @ inverse, torch.eye(size, dtype=torch.float64), atol=1e-4)
+    held = matrix.mT @ data @ matrix
+    assert torch.allclose(held, torch.diag(held.diagonal()), atol=1e-4 * held.max())
+    assert (held.diagonal().diff() <= 1e-4 * held.max()).all()
+    read = inverse.mT @ metric @ inverse
+    assert torch.allclose(held / held.trace(), read / read.trace(), atol=1e-4)
+
+
 def test_no_other_matrix_loses_less():
     metric, data = covariance(16, 2), covariance(16, 3)
     best = loss(metric, data, balanced_transform(metric, data).matrix)

@@ -41,6 +41,13 @@ POLICIES = {
         "first": 2,
         "rotations": "a file",
     },
+    "ordered": {
+        "keys": TOKENS | {"transform": "ordered", "high_channels": 8, "keep": "first_and_recent"},
+        "values": CHANNELS | {"transform": "balanced", "keep": "first_and_recent"},
+        "window": 7,
+        "first": 2,
+        "rotations": "a file",
+    },
     "balanced_keys_apart": {
         "keys": CHANNELS | {"transform": "balanced"},
         "values": CHANNELS | {"transform": "balanced", "keep": "recent", "window": 30},
