@@ -40,6 +40,8 @@ KEYS: dict[str, dict[str, Any]] = {
     "balanced, keys' clip 0.92": {"transform": "balanced", "clip": 0.92},
     "balanced, keys' clip 1": {"transform": "balanced"},
     "balanced, keys along tokens": {"transform": "balanced", "groups_along": "tokens"},
+    "ordered": {"transform": "ordered", "groups_along": "tokens", "high_channels": 16},
+    "ordered, 8 channels": {"transform": "ordered", "groups_along": "tokens", "high_channels": 8},
 }
 VALUES: dict[str, dict[str, Any]] = {
     "plain": {}, "hadamard": {"transform": "hadamard"}, "oscar": {"transform": "rotation", "clip": 0.92},
@@ -107,7 +109,7 @@ class Case:
     @property
     def is_fitted(self) -> bool:
         """Whether it needs the file of job=calibrate."""
-        return self.treatment.startswith(("oscar", "balanced"))
+        return self.treatment.startswith(("oscar", "balanced", "ordered"))
 
     def slots(self, sizes: Sizes) -> int:
         """Return the tokens that keep 16 bits by the policy, at most."""
@@ -162,7 +164,8 @@ class Case:
         return KEYS.get(self.treatment, {})
 
     def _values(self) -> dict[str, Any]:
-        return BALANCED_VALUES if self.treatment.startswith("balanced") else VALUES.get(self.treatment, {})
+        is_balanced = self.treatment.startswith(("balanced", "ordered"))
+        return BALANCED_VALUES if is_balanced else VALUES.get(self.treatment, {})
 
 
 FULL_CASE = Case(FULL, "none", 16, 0, "full", asked=True)
@@ -189,6 +192,7 @@ def _in_order() -> Iterator[Case]:
         for policy in QUANTIZED[:4]:
             yield Case(policy, treatment, 2, main, asked=True)
     yield Case(RECENT, "plain", 2, main, KIVI_AT_BEST, asked=True)
+    yield Case(FIRST_AND_RECENT, "ordered", 2, main, asked=True)
     for policy in EVICTING:
         yield Case(policy, EVICTED, 0, main, "slots", 0, asked=True)
         yield Case(policy, EVICTED, 0, main, SPARSE_AT_EVICTED, 0, asked=policy != GATE)

@@ -23,7 +23,7 @@ from evaluation.uncertainty import mean, paired_difference
 
 POLICIES = (SPARSE, RECENT, FIRST_AND_RECENT, GATE, PARTIAL, HEAVY)
 COLORS = dict(zip(POLICIES, colormaps["tab10"].colors, strict=False))
-MARKERS = {"plain": "o", "hadamard": "^", "oscar": "s", "balanced": "D", EVICTED: "x"}
+MARKERS = {"plain": "o", "hadamard": "^", "oscar": "s", "balanced": "D", "ordered": "P", EVICTED: "x"}
 
 
 def draw_losses(results: Sequence[Result], path: Path) -> Path | None:

@@ -235,6 +235,9 @@ def answers(every: Sequence[Findings]) -> str:
                 ("keys' clip 0.92 - 0.96", case(FIRST_AND_RECENT, "balanced, keys' clip 0.92"), best),
                 ("keys' clip 1 - 0.96", case(FIRST_AND_RECENT, "balanced, keys' clip 1"), best),
                 ("keys along tokens - channels", case(FIRST_AND_RECENT, "balanced, keys along tokens"), best),
+                ("keys ordered, 16 channels in 4 bits - balanced", case(FIRST_AND_RECENT, "ordered"), best),
+                ("16 - 8 channels in 4 bits", case(FIRST_AND_RECENT, "ordered"),
+                 case(FIRST_AND_RECENT, "ordered, 8 channels")),
                 ("first + recent balanced - KiVi, equal bytes", best, case(RECENT, match=KIVI_AT_BEST)),
             ]  # fmt: skip
             found = [question(findings, f"{what}, {reserved}", one, two) for what, one, two in asked]
