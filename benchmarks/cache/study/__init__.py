@@ -7,6 +7,7 @@
 | `measuring` | losses, answers, coverage and L1 errors of a model under one cache |
 | `runs` | the command that measures models |
 | `recall_text` | documents with facts and questions, to train models that can be asked |
+| `train.sh` | the command that trains four models for it |
 | `report` | the page |
 | `pictures` | the plots |
 """
