@@ -4,7 +4,15 @@ from torch import Tensor
 
 from kernels.packed_kv.formats import Format, Packed, PackedPast
 from kernels.packed_kv.operator import flat, operation
-from kernels.packed_kv.reference import dequantize, pack, packed_attention_reference, quantize, unpack
+from kernels.packed_kv.reference import (
+    dequantize,
+    error_variance,
+    pack,
+    packed_attention_reference,
+    quantize,
+    read_squares,
+    unpack,
+)
 from kernels.packed_kv.triton.pack import can_pack, pack_slots
 from kernels.packed_kv.write_tokens import rotate, rotate_and_write, write_tokens
 
@@ -14,11 +22,13 @@ __all__ = [
     "PackedPast",
     "can_pack",
     "dequantize",
+    "error_variance",
     "pack",
     "pack_slots",
     "packed_attention",
     "packed_attention_reference",
     "quantize",
+    "read_squares",
     "rotate",
     "rotate_and_write",
     "unpack",
@@ -67,11 +77,11 @@ def packed_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dense = q, dense_keys, dense_values, dense_end, dense_start, decay
     if past is None:
-        return operation(*dense, [], None, None, None, None, [], [], scale, softcap)
+        return operation(*dense, [], None, None, None, None, [], [], False, scale, softcap)
     (keys, key_format), (values, value_format) = flat(past.keys), flat(past.values)
     return operation(
         *dense, keys + values, past.blocks, past.decay, past.key_rotation, past.value_rotation, key_format,
-        value_format, scale, softcap,
+        value_format, past.debias, scale, softcap,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.packed_kv.formats import PackedPast
-from kernels.packed_kv.reference import unpack
+from kernels.packed_kv.reference import error_variance, unpack
 
 MAX_SCORES = 1 << 24
 """Scores of one segment, over all rows, heads and queries."""
@@ -29,18 +29,23 @@ class RunningSoftmax:
         self.total = self.q.new_zeros(*q.shape[:3], 1)
         self.out: Tensor | None = None
 
-    def add(self, keys: Tensor, values: Tensor, visible: Tensor, bias: Tensor | None) -> None:
+    def add(
+        self, keys: Tensor, values: Tensor, visible: Tensor, bias: Tensor | None, excess: Tensor | None = None
+    ) -> None:
         """Add keys `[B, Hk, S, Dk]` and values `[B, Hv, S, Dv]`.
 
         Args:
             visible: bool, broadcastable to `[B, Hq, T, S]`. Hidden slots may hold anything.
             bias: `[B, Hq, T, S]`, added to the logits, or None.
+            excess: `[B, Hq, T or 1, S]`, taken from the logits before they are capped, or None.
         """
         keys, values = keys.to(self.dtype), values.to(self.dtype)
         used = visible.any(-2)
         values = values.masked_fill(~(used.any(1, keepdim=True) if used.shape[1] > 1 else used)[..., None], 0.0)
         scores = _by_head(self.q, keys.shape[1]) @ keys.mT * self.scale
         scores = scores.view(*self.q.shape[:3], -1)
+        if excess is not None:
+            scores = scores - excess
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if bias is not None:
@@ -64,7 +69,12 @@ class RunningSoftmax:
 
 
 def attend_past(
-    q: Tensor, past: PackedPast, query_decay: Tensor | None, scale: float, softcap: float | None
+    q: Tensor,
+    past: PackedPast,
+    query_decay: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    squares: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to all packed tokens.
 
@@ -74,6 +84,7 @@ def attend_past(
         query_decay: `[B, Hq, T]`, the sum of the log gates up to each query, or None.
         scale: factor on the logits.
         softcap: see `RunningSoftmax`.
+        squares: of `read_squares`, if `past.debias`.
 
     Returns:
         Output `[B, Hq, T, Dv]`, in float32 at least, and lse `[B, Hq, T]`, -inf where a row has no packed token.
@@ -86,17 +97,19 @@ def attend_past(
     step = max(1, MAX_SCORES // (q[..., 0].numel() * block))
     for start in range(0, max(blocks, 1), step):
         stop = min(start + step, max(blocks, 1))
-        keys, values = (
-            unpack(side.map(lambda x, begin=start, end=stop: x[:, :, begin:end]), dtype)
+        packed_keys, packed_values = (
+            side.map(lambda x, begin=start, end=stop: x[:, :, begin:end])  # type: ignore[misc]
             for side in (past.keys, past.values)
         )
+        keys, values = unpack(packed_keys, dtype), unpack(packed_values, dtype)
         slot = torch.arange(start * block, stop * block, device=q.device)
         visible = (slot < block * past.blocks[:, None])[:, None, None]
         bias = None
         if query_decay is not None:
             assert past.decay is not None
             bias = query_decay[..., None] - past.decay[:, :, start:stop].flatten(2)[:, :, None]
-        softmax.add(keys, values, visible, bias)
+        excess = None if squares is None else error_variance(packed_keys, squares) / 2
+        softmax.add(keys, values, visible, bias, excess)
     out, lse = softmax.result()
     return (out if past.value_rotation is None else out @ past.value_rotation.to(dtype).mT), lse
 

@@ -9,6 +9,8 @@ MAX_SCALE = 65504.0
 """Largest float16."""
 MAX_OFFSET = 2048.0
 """Largest offset in steps: float16 has 11 bits."""
+MANY_QUERIES = 16
+"""Queries of a step; more are those of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,10 @@ class PackedPast:
         key_rotation: invertible `[D, D]`, or None: keys were packed as `k A` with `A = key_rotation^-T`, which is
             `key_rotation` itself where that is orthogonal. Queries of packed keys are multiplied with it.
         value_rotation: the same for values; the packed tokens' output is multiplied with its transpose.
+        debias: whether half the variance of the keys' rounding errors is taken from their logits. An error e of a logit
+            makes its weight `exp(e)` times as large, which is above 1 on average: packed tokens would get too much of
+            the attention. With errors even within a step, `error_variance` of `reference.py` is the variance. More
+            than MANY_QUERIES queries have the mean of theirs.
     """
 
     keys: Packed
@@ -149,3 +155,4 @@ class PackedPast:
     decay: Tensor | None = None
     key_rotation: Tensor | None = None
     value_rotation: Tensor | None = None
+    debias: bool = False

@@ -7,7 +7,8 @@ from kernels.forgetting_attention import forgetting_attention
 from kernels.operation import register_operation
 from kernels.packed_kv import chunked
 from kernels.packed_kv.chunked import RunningSoftmax, merge
-from kernels.packed_kv.formats import Format, Packed, PackedPast
+from kernels.packed_kv.formats import MANY_QUERIES, Format, Packed, PackedPast
+from kernels.packed_kv.reference import read_squares
 from kernels.packed_kv.triton import launch
 from kernels.packed_kv.triton.unpack import attend_unpacked
 
@@ -26,6 +27,7 @@ def _packed_attention(
     value_rotation: Tensor | None,
     key_format: list[float],
     value_format: list[float],
+    debias: bool,
     scale: float,
     softcap: float | None,
 ) -> Tensor:
@@ -34,13 +36,14 @@ def _packed_attention(
     if blocks is None:
         return _attend_dense(q, *dense, scale, softcap)[0].to(q.dtype)
     keys, values = _read(packed, key_format, value_format)
-    past = PackedPast(keys, values, blocks, past_decay, key_rotation, value_rotation)
+    past = PackedPast(keys, values, blocks, past_decay, key_rotation, value_rotation, debias)
     if q.is_cuda and q.dtype != torch.float64 and softcap is None:
-        few = q.shape[2] <= launch.MAX_QUERIES
+        few = q.shape[2] <= MANY_QUERIES
         return (launch.attend if few else attend_unpacked)(q, *dense, past, scale)
     out, lse = _attend_dense(q, *dense, scale, softcap)
     query_decay = None if decay is None else _own(decay, dense_end, q.shape[2])
-    past_out, past_lse = chunked.attend_past(q, past, query_decay, scale, softcap)
+    squares = read_squares(q, past.key_rotation, dense_end, dense_start, scale) if debias else None
+    past_out, past_lse = chunked.attend_past(q, past, query_decay, scale, softcap, squares)
     # A query of padding sees no dense token, not even itself: nothing packed either.
     past_lse = past_lse.masked_fill(lse == -torch.inf, -torch.inf)
     return merge(out, lse, past_out, past_lse).to(q.dtype)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.packed_kv.formats import MAX_OFFSET, MAX_SCALE, Format, Packed, PackedPast
+from kernels.packed_kv.formats import MANY_QUERIES, MAX_OFFSET, MAX_SCALE, Format, Packed, PackedPast
 
 
 def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,6 +104,51 @@ def unpack(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     return dequantize(codes.flatten(2, 3), scales, offsets, format, dtype)
 
 
+def read_squares(q: Tensor, rotation: Tensor | None, end: Tensor, start: Tensor | None, scale: float) -> Tensor:
+    """Return the squares by which channels of packed keys are read, `[B, Hq, T or 1, D]` for `error_variance`.
+
+    Args:
+        q: `[B, Hq, T, D]`, not rotated.
+        rotation: the keys' of `PackedPast`.
+        end: int32 `[B]`, where the slots in use end, the queries' own last.
+        start: int32 `[B]`, the first slot that is no padding, or None. Queries of padding do not count.
+        scale: factor on the logits.
+    """
+    q = q.to(torch.promote_types(q.dtype, torch.float32))
+    if rotation is not None:
+        q = q @ rotation.to(q.dtype)
+    squares = (scale * q).square()
+    if q.shape[2] <= MANY_QUERIES:
+        return squares
+    if start is None:
+        return squares.mean(2, keepdim=True)
+    own = end[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
+    counts = (own >= start[:, None])[:, None, :, None]
+    total = squares.masked_fill(~counts, 0.0).sum(2, keepdim=True)
+    return total / counts.sum(2, keepdim=True).clamp(min=1)
+
+
+def error_variance(keys: Packed, squares: Tensor) -> Tensor:
+    """Return the variance of logits by the keys' rounding, if errors are even within a step: `step^2 / 12` a channel.
+
+    Args:
+        keys: N blocks.
+        squares: `[B, Hq, T, D]` of `read_squares`.
+
+    Returns:
+        `[B, Hq, T, N * block]` in the dtype of the squares.
+    """
+    batch, heads, time, _ = squares.shape
+    variances = keys.metadata[..., 0].to(squares.dtype).square() / 12
+    squares = squares.unflatten(1, (variances.shape[1], -1)).flatten(2, 3)  # [B, Hk, heads of a key head * T, D]
+    if keys.format.groups_along == "tokens":
+        found = (squares @ variances.mT).repeat_interleave(keys.block, -1)
+    else:
+        by_group = squares.unflatten(-1, (variances.shape[3], -1)).sum(-1)
+        found = by_group @ variances.transpose(2, 3).flatten(3)
+    return found.reshape(batch, heads, time, -1)
+
+
 def packed_attention_reference(
     q: Tensor,
     dense_keys: Tensor,
@@ -144,6 +189,9 @@ def packed_attention_reference(
         held = held[:, None, None].expand(-1, heads, time, -1)
         # A query before the first key of its row is padding: it sees nothing, not even packed tokens.
         packed_scores = _per_query_head(q, q, dtype) @ _per_query_head(keys, q, dtype).mT
+        if past.debias:
+            squares = read_squares(q, past.key_rotation, dense_end, dense_start, scale)
+            packed_scores = packed_scores - error_variance(past.keys, squares) / (2 * scale)
         scores = torch.cat((packed_scores, scores), 3)
         values = torch.cat((_per_query_head(packed_values, q, dtype), values), 2)
         visible = torch.cat((held & visible.any(-1, keepdim=True), visible), 3)

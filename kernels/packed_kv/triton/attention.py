@@ -1,6 +1,8 @@
 """One split of attention: over packed blocks, or over slots of tokens in 16 bits.
 
-    s_ij = scale q_i . k_j + c_i - c_j        o_i = sum_j softmax_j(s_ij) v_j
+    s_ij = scale q_i . k_j + c_i - c_j - b_ij        o_i = sum_j softmax_j(s_ij) v_j
+
+b_ij is half the variance of `scale q_i . k_j` by the key's rounding, where it is asked for.
 
 A program owns a group of query heads that share a key head and a value head, a tile of rows (query x head), and one
 split of the tokens. A row's blocks are divided evenly among the splits on the device: a captured launch stays right as
@@ -26,11 +28,14 @@ from kernels.packed_kv.triton.products import (
     query_tiles,
     scale_and_offset,
     scaled_by_channel,
+    squares_of,
     sum_type,
     totals_of,
 )
 
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+HALF_VARIANCE: tl.constexpr = tl.constexpr(1 / (24 * math.log2(math.e)))
+"""Of an error that is even within a step of 1 at a logit to base e, for logits to base 2."""
 
 
 @triton.jit
@@ -62,7 +67,7 @@ def _attend_blocks(
     value_high, value_metadata, past_decay, partial, lse, result_row, scale, block_capacity,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr, HIGH_KEYS: tl.constexpr, FOUR_BIT_VALUES: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    DEBIAS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to the blocks from begin to stop; pointers are the head's. *_GROUPS is 0 for groups along tokens."""
     WORDS: tl.constexpr = KEY_DIM // 4
@@ -83,9 +88,10 @@ def _attend_blocks(
         high_tiles = query_tiles(q, row_offset, row_used, HIGH_WORDS, HIGH_PADDED)
     queries, unit = operands(tiles, largest_of(tiles), DTYPE)
     high_queries, high_unit = queries, unit
-    totals = ()
+    totals, excesses = (), ()
     for group in tl.static_range(KEY_GROUPS):
         totals = totals + (group_sum(tiles, group, KEY_GROUPS) * scale,)
+        excesses = excesses + (squares_of(tiles, group, KEY_GROUPS) * (scale * scale * HALF_VARIANCE),)
     row_max = tl.full((ROWS,), -float("inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     accs, sums = (), ()
@@ -100,6 +106,8 @@ def _attend_blocks(
             scaled, rest = scaled_by_channel(tiles, of_keys, WORDS, PADDED)
             queries, unit = operands(scaled, largest_of(scaled), DTYPE)
             rest *= scale
+            if DEBIAS:
+                rest -= squares_of(scaled, 0, 1) * (scale * scale * HALF_VARIANCE)
             if MIXED_KEYS:
                 scaled_high, _in_rest = scaled_by_channel(high_tiles, of_keys, HIGH_WORDS, HIGH_PADDED)
                 high_queries, high_unit = operands(scaled_high, largest_of(scaled_high), DTYPE)
@@ -137,6 +145,8 @@ def _attend_blocks(
                     pair = tl.load(of_keys + group * BLOCK + token, mask=token_used, other=0)
                     group_scale, group_offset = scale_and_offset(pair)
                     scores += (product + totals[group] * group_offset) * group_scale
+                    if DEBIAS:
+                        scores -= excesses[group] * (group_scale * group_scale)
             if MIXED_KEYS:
                 products = tl.zeros((TOKENS, COLUMNS), sum_type(DTYPE))
                 products = add_products(products, high_queries, high_tile, 0, 1, True, DTYPE, PRECISION)
@@ -237,7 +247,7 @@ def attend_split(
     HEADS: tl.constexpr, PADDED_HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr, HIGH_KEYS: tl.constexpr, FOUR_BIT_VALUES: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    DEBIAS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of one group of heads, one tile of rows, one batch row."""
     GROUPS: tl.constexpr = NUM_HEADS // HEADS
@@ -277,8 +287,8 @@ def attend_split(
             past_q, (first_row + of_row) * KEY_DIM, row_used, row_head, own_decay, begin, stop, key_words, key_high,
             key_metadata, value_words, value_high, value_metadata, past_decay, partial, lse, first_result + of_row,
             scale, block_capacity,
-            ROWS, BLOCK, TOKENS, KEY_DIM, VALUE_DIM, KEY_GROUPS, VALUE_GROUPS, HIGH_KEYS, FOUR_BIT_VALUES, DTYPE,
-            PRECISION,
+            ROWS, BLOCK, TOKENS, KEY_DIM, VALUE_DIM, KEY_GROUPS, VALUE_GROUPS, HIGH_KEYS, FOUR_BIT_VALUES, DEBIAS,
+            DTYPE, PRECISION,
         )  # fmt: skip
     else:
         # A product in 16 bits has 8 rows at least.

@@ -32,8 +32,6 @@ MANY_ROWS = 512
 """Rows that fill a GPU with one warp each."""
 NUM_STAGES = 3
 """Depth of the pipeline that loads blocks."""
-MAX_QUERIES = 16
-"""Queries up to which packed tokens are read as they lie."""
 
 
 def attend(
@@ -46,7 +44,7 @@ def attend(
     past: PackedPast,
     scale: float,
 ) -> Tensor:
-    """Compute `packed_attention` in two launches, for MAX_QUERIES queries or fewer; same arguments."""
+    """Compute `packed_attention` in two launches, for MANY_QUERIES queries or fewer; same arguments."""
     partial, lse, past_splits = _launch(q, dense_keys, dense_values, dense_end, dense_start, decay, past, scale)
     rows, dim = lse[0].numel(), dense_values.shape[3]
     turn = past.value_rotation
@@ -113,6 +111,7 @@ def _launch(
             VALUE_GROUPS=_groups(past.values),
             HIGH_KEYS=keys.format.high_of(key_dim),
             FOUR_BIT_VALUES=values.format.bits == 4,
+            DEBIAS=past.debias,
             DTYPE=tl.float32 if is_float32 else tl.int8,
             PRECISION="tf32x3" if is_float32 else "tf32",
             num_warps=max(1, rows // 16),

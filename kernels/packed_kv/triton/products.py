@@ -187,6 +187,16 @@ def group_sum(tiles, GROUP: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def squares_of(tiles, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Return the sum over the channels of a group of the tiles' squares, [rows] float32."""
+    total = tl.zeros((tiles[0].shape[1],), tl.float32)
+    for tile in tl.static_range(4):
+        if tile * GROUPS // 4 == GROUP:
+            total += tl.sum(tiles[tile] * tiles[tile], 0)
+    return total
+
+
+@triton.jit
 def add_products(
     sums, queries, words, GROUP: tl.constexpr, GROUPS: tl.constexpr, HIGH: tl.constexpr, DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,

@@ -12,11 +12,15 @@ from torch import Tensor
 
 from kernels.forgetting_attention import forgetting_attention
 from kernels.packed_kv.formats import Packed, PackedPast
+from kernels.packed_kv.reference import error_variance, read_squares
 from kernels.packed_kv.triton.products import scale_and_offset
 from kernels.rounding import next_power_of_2
 
 BUFFER_BYTES = 2**29
 """Keys and values that are unpacked at once, one row at least."""
+
+MAX_EXCESS = 1e4
+"""Weights of less than `exp(-MAX_EXCESS)` are 0; larger sums would cost their neighbors precision."""
 
 
 def attend_unpacked(
@@ -29,7 +33,7 @@ def attend_unpacked(
     past: PackedPast,
     scale: float,
 ) -> Tensor:
-    """Compute `packed_attention` for any number of queries; same arguments."""
+    """Compute `packed_attention` for more than MANY_QUERIES queries; same arguments."""
     tokens = past.keys.blocks * past.keys.block + dense_keys.shape[2]
     of_row = tokens * (dense_keys[0, :, 0].numel() + dense_values[0, :, 0].numel()) * q.element_size()
     step = max(1, BUFFER_BYTES // of_row)
@@ -42,6 +46,7 @@ def attend_unpacked(
             None if past.decay is None else past.decay[rows],
             past.key_rotation,
             past.value_rotation,
+            past.debias,
         )
         start, sums = (None if x is None else x[rows] for x in (dense_start, decay))
         parts.append(
@@ -70,10 +75,19 @@ def _attend_rows(
             (past.values, dense_values, past.value_rotation),
         )
     )
+    # What is taken from logits by key alone is a sum of gates up to it.
+    past_sums, dense_sums = None if past.decay is None else past.decay.flatten(2), decay
+    if past.debias:
+        squares = read_squares(q, past.key_rotation, dense_end, dense_start, scale)
+        excess = error_variance(past.keys, squares)[:, :, 0] / 2
+        slot = torch.arange(packed, device=q.device)
+        excess = excess.masked_fill(slot >= (packed - unused)[:, None, None], 0.0).clamp(max=MAX_EXCESS)
+        past_sums = excess if past_sums is None else past_sums + excess
+        dense_sums = excess.new_zeros(*q.shape[:2], dense_keys.shape[2]) if decay is None else decay
     sums = None
-    if decay is not None:
-        assert past.decay is not None
-        sums = torch.cat((_at_the_end(past.decay.flatten(2), unused), _from_the_start(decay, padding)), 2)
+    if past_sums is not None:
+        assert dense_sums is not None
+        sums = torch.cat((_at_the_end(past_sums, unused), _from_the_start(dense_sums, padding)), 2)
     out = forgetting_attention(
         *(x.transpose(1, 2) for x in (q, keys, values)),
         None if sums is None else sums.transpose(1, 2),

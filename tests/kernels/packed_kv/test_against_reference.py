@@ -8,10 +8,12 @@ from kernels.packed_kv import (
     Format,
     PackedPast,
     dequantize,
+    error_variance,
     pack,
     packed_attention,
     packed_attention_reference,
     quantize,
+    read_squares,
     unpack,
 )
 
@@ -82,6 +84,7 @@ def make(
     *,
     gates: bool = False,
     rotated: bool = False,
+    debias: bool = False,
     dtype: torch.dtype = torch.float32,
     block: int = 64,
 ) -> tuple:
@@ -101,7 +104,7 @@ def make(
         pack(3 * random(batch, hk, blocks * block, dk, seed=5, dtype=dtype), formats[0], block),
         pack(random(batch, hv, blocks * block, dv, seed=6, dtype=dtype), formats[1], block, by_channel=True),
         torch.tensor([blocks - row % (blocks + 1) for row in range(batch)], dtype=torch.int32),
-        past_decay, rotations[0], rotations[1],
+        past_decay, rotations[0], rotations[1], debias,
     )  # fmt: skip
     for row in range(batch):  # slots out of use may hold anything
         keys[row, :, end[row] :] = torch.nan
@@ -121,9 +124,10 @@ SHAPES = [
 @pytest.mark.parametrize(("heads", "queries", "dims"), SHAPES)
 @pytest.mark.parametrize("gates", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
-def test_attention_is_that_of_the_dequantized_past(heads, queries, dims, gates, rotated) -> None:
+@pytest.mark.parametrize("debias", [False, True])
+def test_attention_is_that_of_the_dequantized_past(heads, queries, dims, gates, rotated, debias) -> None:
     formats = Format(2, "tokens", 64), Format(2, "channels", dims[1])
-    args, options = make(4, heads, queries, dims, formats, gates=gates, rotated=rotated)
+    args, options = make(4, heads, queries, dims, formats, gates=gates, rotated=rotated, debias=debias)
     out = packed_attention(*args, **options)
     expected = packed_attention_reference(*args, **options)
     assert out.isfinite().all()
@@ -195,3 +199,18 @@ def test_a_wrong_setting_is_named(settings: dict, named: str) -> None:
 def test_sizes_that_do_not_fit_are_named(head_dim: int, format: Format, block: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         pack(torch.zeros(1, 1, 64, head_dim), format, block)
+
+
+@pytest.mark.parametrize("format", [Format(2, "tokens", 64), Format(2, "channels", 32)])
+def test_packed_tokens_get_their_share_of_attention(format) -> None:
+    """Keys of small errors: with many of them, weights are right on average, and too large without the correction."""
+    generator = torch.Generator().manual_seed(0)
+    q, keys = (torch.randn(1, 1, n, 64, generator=generator, dtype=torch.float64) for n in (1, 4096))
+    packed = pack(keys, format, 64)
+    scale = 0.2
+    exact, rounded = ((scale * q @ x.mT) for x in (keys, unpack(packed, torch.float64)))
+    excess = error_variance(packed, read_squares(q, None, torch.ones(1), None, scale)) / 2
+    share = (rounded.logsumexp(-1) - exact.logsumexp(-1)).item()
+    corrected = ((rounded - excess).logsumexp(-1) - exact.logsumexp(-1)).item()
+    assert share > 0.15
+    assert abs(corrected) < 0.2 * share

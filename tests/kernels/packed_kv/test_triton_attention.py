@@ -1,6 +1,7 @@
 """The Triton kernels against the definition in float64: compiled on a GPU, elsewhere in Triton's interpreter."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kernels.packed_kv import (
     packed_attention,
     packed_attention_reference,
 )
+from kernels.packed_kv.formats import MANY_QUERIES
 from kernels.packed_kv.triton import launch
 from kernels.packed_kv.triton.unpack import attend_unpacked
 from tests.kernels.packed_kv.test_against_reference import FORMATS, SHAPES, make
@@ -28,7 +30,7 @@ CHANNELS, TOKENS = Format(2, "channels", 64), Format(2, "tokens", 64)
 def moved(past: PackedPast, device: torch.device) -> PackedPast:
     sides = [side.map(lambda x: x.to(device)) for side in (past.keys, past.values)]
     rest = (past.blocks, past.decay, past.key_rotation, past.value_rotation)
-    return PackedPast(*sides, *(None if x is None else x.to(device) for x in rest))
+    return PackedPast(*sides, *(None if x is None else x.to(device) for x in rest), past.debias)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -48,7 +50,10 @@ def agree(device):
         expected = packed_attention_reference(
             q.double(), keys.double(), values.double(), end, past, **options, dense_start=dense_start
         )
-        for attend in (launch.attend, attend_unpacked) if q.shape[2] <= launch.MAX_QUERIES else (attend_unpacked,):
+        attends = [launch.attend] if q.shape[2] <= MANY_QUERIES else [attend_unpacked]
+        if q.shape[2] <= MANY_QUERIES and not past.debias:
+            attends.append(attend_unpacked)
+        for attend in attends:
             close(attend(*there, moved(past, device), scale), expected, q.dtype)
 
     return check
@@ -66,6 +71,27 @@ def test_heads_widths_queries_and_gates(agree, dtype, heads, queries, dims, gate
 @pytest.mark.parametrize("keys", FORMATS)
 def test_formats(agree, keys, values) -> None:
     agree(*make(2, (4, 2, 2), 1, (64, 64), (keys, values), dtype=DTYPES[-1]))
+
+
+@pytest.mark.parametrize("keys", FORMATS)
+@pytest.mark.parametrize("queries", [1, 5, 21])
+@pytest.mark.parametrize("gates", [False, True])
+def test_logits_less_half_the_variance_of_their_error(agree, keys, queries, gates) -> None:
+    formats, heads = (keys, CHANNELS), (4, 2, 2)
+    agree(*make(3, heads, queries, (64, 64), formats, gates=gates, rotated=gates, debias=True, dtype=DTYPES[0]))
+
+
+def test_padding_has_no_part_in_the_mean_of_many_queries(agree) -> None:
+    options = {"debias": True, "dtype": DTYPES[0]}
+    (q, keys, values, end, past), decay = make(2, (4, 2, 2), 40, (64, 64), (TOKENS, CHANNELS), **options)
+    start = torch.tensor([0, end[1] - 12], dtype=torch.int32)
+    keys[1, :, : start[1]] = values[1, :, : start[1]] = torch.nan
+    q[1, :, :28] = torch.nan
+    past = replace(past, blocks=torch.tensor([3, 0], dtype=torch.int32))
+    out = packed_attention(q, keys, values, end, past, dense_start=start, **decay)
+    assert out[1, :, 28:].isfinite().all()
+    q[1, :, :28] = 100.0
+    agree((q, keys, values, end, past), decay, start)
 
 
 @pytest.mark.parametrize("format", [TOKENS, CHANNELS])
