@@ -31,8 +31,8 @@ STEPS_BETWEEN_CHECKS = 16
 WARM_UP = 3
 """Tokens whose step runs before capture, so that kernels are compiled and libraries have their workspaces."""
 
-PROMPT_CHUNK = 2048
-"""Tokens of a prompt that go through the model at once with a compressed cache, which packs after each."""
+PROMPT_TOKENS = 32768
+"""Tokens of all rows' prompts that go through the model at once with a compressed cache, which packs after each."""
 
 Choice = Callable[[Tensor], Tensor]
 """Maps logits `[B, vocabulary]` float32 to tokens `[B]`."""
@@ -105,7 +105,7 @@ def generate_captured(
     if attention_mask is not None and not bool(attention_mask[:, -1].all()):
         raise ValueError("attention_mask ends in padding: pad prompts on the left")
     batch, length = input_ids.shape
-    chunk = length if cache is None else PROMPT_CHUNK
+    chunk = length if cache is None else max(1, PROMPT_TOKENS // batch)
     cache = model.new_cache(length + max_new_tokens) if cache is None else cache
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)

@@ -8,7 +8,7 @@ from torch import Tensor
 from common.settings import SettingError
 from lit_modules.networks.caches.attention import REBASE_EVERY
 from lit_modules.networks.caches.books import Books
-from lit_modules.networks.caches.choosing import choose_by_gate, choose_heavy_hitters
+from lit_modules.networks.caches.choosing import choose_by_attention, choose_by_gate
 from lit_modules.networks.caches.held import HeldNumbers, HeldStates
 from lit_modules.networks.caches.moves import Array, Move, Turn
 
@@ -17,8 +17,9 @@ class Beside:
     """The numbers beside the keys of one layer, in the keys' slots.
 
     `held` has them by name: `sums`, of the log gates up to each token, `[B, Hq, ...]`; `rotary`, positions of keys that
-    are rotated when they are read, `[B, 1, ...]`; `positions` in the row and `scores`, the attention received so far,
-    `[B, G, ...]` for groups of heads that choose together. Packed tokens need the first two.
+    are rotated when they are read, `[B, 1, ...]`; `positions` in the row and `scores`, the attention received so far or
+    from the prompt's last queries, `[B, G, ...]` for groups of heads that choose together. Packed tokens need the first
+    two.
 
     Args:
         books: what the cache's layers share.
@@ -59,21 +60,42 @@ class Beside:
             new["sums"] = self._summed(log_forget.detach())
         if rotary is not None:
             new["rotary"] = rotary.int()[:, None]
-        if ledger.reads_content:
+        if ledger.keep == "forget_gate" and log_forget is None:
+            fix = "choose another policy"
+            raise SettingError("cache.keys.keep", ledger.keep, fix, "needs a model with forget gates")
+        # The prompt votes for its own tokens alone: a step writes nothing, and what it left out is known at the roll.
+        is_voted_step = ledger.keep == "prompt_attention" and move.tokens == 1
+        if ledger.reads_content and not (is_voted_step and "scores" in self.held):
             # Keys that are mapped when they are read have one position for all heads.
             new["positions"] = self._new_positions(move.tokens, 1 if rotary is not None else self.groups, keys.device)
-            if ledger.keep == "heavy_hitters":
+            if ledger.keep != "forget_gate":
                 new["scores"] = torch.zeros_like(new["positions"], dtype=torch.float32)
-            elif log_forget is None:
-                fix = "choose another policy"
-                raise SettingError("cache.keys.keep", ledger.keep, fix, "needs a model with forget gates")
+            self._complete(move.turns, [turn.before for turn in move.turns])
         return {name: self._of(name, numbers).write(numbers, move) for name, numbers in new.items()}
+
+    def _complete(self, turns: tuple[Turn, ...], stops: Sequence[int]) -> None:
+        """Write positions, and scores of 0, of tokens that came one by one, up to the slots `stops`."""
+        if self.books.keys.keep != "prompt_attention" or "scores" not in self.held:
+            return
+        scores, positions = (self.held[name].dense for name in ("scores", "positions"))
+        assert scores is not None
+        assert positions is not None
+        for turn, stop in zip(turns, stops, strict=True):
+            if stop > turn.since:
+                scores[turn.rows, :, turn.since : stop] = 0.0
+                first = turn.length - turn.before
+                places = torch.arange(first + turn.since, first + stop, dtype=torch.int32, device=positions.device)
+                positions[turn.rows, :, turn.since : stop] = places
 
     def choose(self, turns: tuple[Turn, ...], layouts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the slots to release and to keep, `[B, G, n]` and `[B, G, m]`."""
         ledger = self.books.keys
-        if ledger.keep == "heavy_hitters":
-            return choose_heavy_hitters(turns, layouts["scores"], ledger.window, ledger.block)
+        if ledger.keep != "forget_gate":
+            if "scores" not in layouts:
+                self._complete(turns, [turn.before + turn.real for turn in turns])
+            scores = layouts.get("scores", self.held["scores"].dense)
+            assert scores is not None
+            return choose_by_attention(turns, scores, ledger.window, ledger.block)
         positions = layouts["positions"]
         sums = layouts["sums"].unflatten(1, (positions.shape[1], -1)).mean(2)
         return choose_by_gate(turns, sums, positions, ledger.window, ledger.block)

@@ -5,23 +5,84 @@ have 16 bits, `block` of them are released: those of lowest priority among the o
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lit_modules.networks.caches.in_parts import bias, products
 from lit_modules.networks.caches.moves import Turn
 
-NEWEST = {"heavy_hitters": 2, "forget_gate": 3}
+NEWEST = {"attention": 2, "forget_gate": 3}
 """One in so many tokens of the window are the newest, which stay."""
+
+VOTERS = 32
+"""The last queries of a prompt chunk that vote for what they attend to."""
+
+VOTED_BEFORE, VOTED_AFTER = 7, 3
+"""A token has the most votes of so many before and after it: an answer goes on behind the token that is found."""
+
+MAX_VOTES = 1 << 25
+"""Attention weights held at a time."""
 
 ROUNDS = 4
 """Rounds in which the gate's choice releases a block: after each, the gaps are measured again."""
 
 
-def choose_heavy_hitters(turns: tuple[Turn, ...], scores: Tensor, window: int, block: int) -> tuple[Tensor, Tensor]:
-    """Choose by the attention that tokens have received (H2O, arXiv 2306.14048).
+def prompt_votes(
+    q: Tensor,
+    keys: Tensor,
+    end: Tensor,
+    groups: int,
+    *,
+    scale: float,
+    start: Tensor | None = None,
+    softcap: float | None = None,
+    decay: Tensor | None = None,
+) -> Tensor:
+    """Return the attention that the last queries of a prompt chunk give to each token (SnapKV, arXiv 2404.14469).
+
+    Weights are those among tokens with 16 bits, because only these can be chosen.
+
+    Args:
+        q: `[B, Hq, T, D]`.
+        keys: `[B, Hk, slots, D]`, with those of the queries last before `end`.
+        end: int32 `[B]`.
+        groups: groups of heads, G, whose votes are added up.
+        scale: factor on the logits.
+        start: int32 `[B]`, the first slot that is no padding, or None.
+        softcap: logits become `softcap * tanh(logit / softcap)`; None leaves them.
+        decay: sums of log gates `[B, Hq, slots]`, or None.
+
+    Returns:
+        float32 `[B, G, slots]`, 0 for slots without a token.
+    """
+    q = q[:, :, -VOTERS:]
+    batch, heads, time, _ = q.shape
+    slot = torch.arange(keys.shape[2], device=q.device)
+    votes = torch.zeros(batch, groups, len(slot), device=q.device)
+    step, keys = max(1, MAX_VOTES // (batch * heads * len(slot))), keys.float()
+    for first in range(0, time, step):
+        part = q[:, :, first : first + step].float()
+        own = (end.long()[:, None] - time + first) + torch.arange(part.shape[2], device=q.device)  # [B, t]
+        scores = products(part, keys.mT, part.shape[2]) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if decay is not None:
+            scores = scores + bias((decay, None), own, heads)
+        visible = slot <= own[..., None]
+        if start is not None:
+            visible = visible & (slot >= start[:, None, None])
+        # Padding sees nothing; a NaN in a key is no vote, attention shows it.
+        weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+        votes += weights.sum(2).unflatten(1, (groups, -1)).sum(2)
+    return F.max_pool1d(F.pad(votes, (VOTED_BEFORE, VOTED_AFTER)), VOTED_BEFORE + 1 + VOTED_AFTER, stride=1)
+
+
+def choose_by_attention(turns: tuple[Turn, ...], scores: Tensor, window: int, block: int) -> tuple[Tensor, Tensor]:
+    """Choose by the attention that tokens have received: from all (H2O, arXiv 2306.14048), or from the prompt's last.
 
     Args:
         turns: the new tokens of the rows.
-        scores: float32 `[B, G, slots]`, the sum of the attention that each token in a layout has received.
+        scores: float32 `[B, G, slots]`, the attention that each token in a layout has received.
         window: tokens that keep 16 bits; half are the newest.
         block: tokens that are released at a time.
 
@@ -33,7 +94,7 @@ def choose_heavy_hitters(turns: tuple[Turn, ...], scores: Tensor, window: int, b
         slots = torch.from_numpy(turn.slots()).to(scores.device)
         own = scores[turn.rows][:, :, slots]
         count = turn.releases * block
-        older = own[..., : len(slots) - window // NEWEST["heavy_hitters"]]
+        older = own[..., : len(slots) - window // NEWEST["attention"]]
         lowest = older.topk(count, dim=-1, largest=False).indices if count else slots.new_zeros(*own.shape[:2], 0)
         parts.append(_split(slots, lowest))
     return _assembled(turns, parts, scores)
@@ -53,10 +114,10 @@ def choose_by_gate(
         turns: the new tokens of the rows.
         decay: `[B, G, slots]`, c of each token in a layout.
         positions: int32 `[B, G, slots]`.
-        window, block: as in `choose_heavy_hitters`.
+        window, block: as in `choose_by_attention`.
 
     Returns:
-        As `choose_heavy_hitters`.
+        As `choose_by_attention`.
     """
     parts = []
     for turn in turns:

@@ -235,8 +235,8 @@ class CompressedCache(Cache):
         problem, fix = None, "leave it out"
         if isinstance(self.config, PalimpsestConfig):
             problem = "is for stock and linearized models"
-        elif self.books.apart or self.books.keys.reads_content:
-            problem = "is for policies of positions, the same for keys and values"
+        elif self.books.apart or self.books.keys.keep in ("heavy_hitters", "forget_gate"):
+            problem = "is for policies of positions or prompt_attention, the same for keys and values"
         if problem is not None:
             raise SettingError("capacity", self.capacity, fix, problem)
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.packed_kv import PackedPast, packed_attention, rotate, rotate_and_write
+from kernels.packed_kv import PackedPast, packed_attention, read_squares, rotate, rotate_and_write
 from lit_modules.networks.caches.beside import Beside
 from lit_modules.networks.caches.books import Books
+from lit_modules.networks.caches.choosing import prompt_votes
 from lit_modules.networks.caches.counted import CountedCacheLayer
 from lit_modules.networks.caches.held import Held, HeldStates
 from lit_modules.networks.caches.in_parts import Finish, Side, attend_in_parts
@@ -198,7 +199,10 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             }
         layouts |= self.beside.write(key_move, keys, log_forget, positions)
         self._layouts = layouts
-        if finish is None and not self.books.apart and "scores" not in layouts:
+        keep = self.books.keys.keep
+        if keep == "prompt_attention" and key_move.tokens > 1:
+            layouts["scores"].copy_(self._votes(q, layouts, key_move, scale, softcap, finish))
+        if finish is None and not self.books.apart and keep != "heavy_hitters":
             out = packed_attention(
                 q,
                 layouts["keys"],
@@ -231,9 +235,9 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             if move.roll is None:
                 continue
             kept, released = move.roll.kept, move.roll.released
-            if move.roll.turns:
+            if move.turns:
                 # Keys and values share the policy, and so the choice.
-                chosen = chosen or self.beside.choose(move.roll.turns, layouts)
+                chosen = chosen or self.beside.choose(move.turns, layouts)
                 released, kept = chosen
             assert kept is not None
             for name, held in helds.items():
@@ -262,8 +266,12 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
         assert self.beside is not None
         held = self.beside.held["positions"].dense
         assert held is not None
-        group = head * held.shape[1] // self.key_states.dense.shape[1]
-        return [held[row, group, :count].tolist() for row, count in zip(rows, ledger.counts(), strict=True)]
+        number = head * held.shape[1] // self.key_states.dense.shape[1]
+        groups = [ledger.groups[start] for start in ledger.starts or ()]
+        return [
+            [*held[row, number, : group.since].tolist(), *range(group.length - group.count + group.since, group.length)]
+            for row, group in zip(rows, groups, strict=True)
+        ]
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes held: `packed` codes, `metadata` (scales and offsets), `dense`, and `numbers` beside.
@@ -350,6 +358,32 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             decay=self.beside.held["sums"].packed[0] if "sums" in self.beside.held else None,
             key_rotation=keys.inverse,
             value_rotation=values.inverse,
+            debias=self.settings.keys.debias,
+        )
+
+    def _votes(
+        self,
+        q: Tensor,
+        layouts: dict[str, Tensor],
+        move: Move,
+        scale: float,
+        softcap: float | None,
+        finish: Finish | None,
+    ) -> Tensor:
+        """Return `prompt_votes` of what attention sees."""
+        assert self.key_states is not None
+        keys, mean = layouts["keys"], self.key_states.mean
+        if finish is not None:
+            keys = finish(keys if mean is None else keys + mean, layouts["rotary"][:, 0])
+        return prompt_votes(
+            q,
+            keys,
+            move.end,
+            layouts["scores"].shape[1],
+            scale=scale,
+            start=move.start,
+            softcap=softcap,
+            decay=layouts.get("sums"),
         )
 
     def _attend_in_parts(
@@ -383,6 +417,9 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             for name, held, move in (("keys", self.key_states, key_move), ("values", self.value_states, value_move))
         )
         sizes = keys.packed_tokens, keys.layout.shape[2], values.packed_tokens, values.layout.shape[2]
+        squares = None
+        if self.settings.keys.debias and finish is None:
+            squares = read_squares(q, keys.inverse, key_move.end, key_move.start, scale)
         return attend_in_parts(
             q,
             keys,
@@ -392,7 +429,8 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             softcap=softcap,
             decay=decay,
             link=self.books.link(sizes, q.device),
-            received=layouts.get("scores"),
+            received=layouts.get("scores") if self.books.keys.keep == "heavy_hitters" else None,
+            squares=squares,
         )
 
     def _restored(self, out: Tensor, move: Move) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.packed_kv import Packed, unpack
+from kernels.packed_kv import Packed, error_variance, unpack
 
 MAX_WEIGHTS = 1 << 25
 """Attention weights held at a time."""
@@ -92,6 +92,7 @@ def attend_in_parts(
     decay: tuple[Tensor, Tensor | None] | None = None,
     link: Tensor | None = None,
     received: Tensor | None = None,
+    squares: Tensor | None = None,
 ) -> Tensor:
     """Attend to packed tokens and those in 16 bits as one softmax; the queries are the last T tokens.
 
@@ -105,6 +106,7 @@ def attend_in_parts(
         link: int64 `[B or 1, S]`, for each value the place of its key, both with packed tokens first; the number of
             keys for a place that is not in use. None where the order is the same.
         received: float32 `[B, G, slots]`, to which the attention that each slot receives is added; or None.
+        squares: of `read_squares`, to take half the variance of packed keys' errors from their logits; or None.
 
     Returns:
         `[B, Hq, T, Dv]` in q's dtype.
@@ -118,11 +120,14 @@ def attend_in_parts(
     for first in range(0, time, step):
         part = q[:, :, first : first + step].to(dtype)
         own = (keys.end.long()[:, None] - time + first) + torch.arange(part.shape[2], device=q.device)  # [B, t]
-        scores = torch.cat([_products(part, each.mT, part.shape[2]) for each in keys.parts(dtype)], -1) * scale
+        scores = torch.cat([products(part, each.mT, part.shape[2]) for each in keys.parts(dtype)], -1) * scale
+        if squares is not None and keys.packed is not None:
+            of_part = squares if squares.shape[2] < time else squares[:, :, first : first + step]
+            scores[..., :packed] -= error_variance(keys.packed, of_part) / 2
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if decay is not None:
-            scores = scores + _bias(decay, own, heads)
+            scores = scores + bias(decay, own, heads)
         visible = slot <= own[..., None]
         if start is not None:
             visible = visible & (slot >= start[:, None, None])
@@ -151,19 +156,19 @@ def _weighted(weights: Tensor, values: Side, dtype: torch.dtype) -> Tensor:
         share = weights[..., done : done + part.shape[2]]
         # Unused slots may hold anything, and 0 * NaN is NaN; the weights of used slots that are NaN stay NaN.
         used = (share != 0).any(2).any(1)[:, None, :, None]
-        product = _products(share, part.masked_fill(~used, 0.0), share.shape[2])
+        product = products(share, part.masked_fill(~used, 0.0), share.shape[2])
         out, done = product if out is None else out + product, done + part.shape[2]
     assert out is not None
     return out
 
 
-def _products(x: Tensor, y: Tensor, time: int) -> Tensor:
+def products(x: Tensor, y: Tensor, time: int) -> Tensor:
     """Multiply `[B, Hq, t, n]` by `[B, H, n, m]`, each head of y for the Hq / H heads of x that share it."""
     shared = x.reshape(x.shape[0], y.shape[1], -1, x.shape[-1]) @ y
     return shared.view(x.shape[0], x.shape[1], time, y.shape[-1])
 
 
-def _bias(decay: tuple[Tensor, Tensor | None], own: Tensor, heads: int) -> Tensor:
+def bias(decay: tuple[Tensor, Tensor | None], own: Tensor, heads: int) -> Tensor:
     """Return `c_i - c_j` `[B, Hq, t, S]` for the queries in the slots `own` `[B, t]`."""
     dense, packed = decay
     of_keys = dense if packed is None else torch.cat((packed.flatten(2), dense), -1)

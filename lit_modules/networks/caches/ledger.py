@@ -30,6 +30,7 @@ class Group:
         blocks: packed blocks.
         known: positions by slot, up to the last change; after them come all later tokens in order.
         until: the first position after the last change.
+        since: slots in use after the last tokens that came several at once, or after the last release if that is later.
     """
 
     start: int
@@ -38,6 +39,7 @@ class Group:
     blocks: int = 0
     known: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     until: int = 0
+    since: int = 0
 
     def order(self) -> Array:
         """Return the positions by slot."""
@@ -46,6 +48,7 @@ class Group:
     def reorder(self, order: Array) -> None:
         """Set the positions by slot."""
         self.known, self.until, self.count = order, self.length, len(order)
+        self.since = min(self.since, self.count)
 
 
 class Ledger:
@@ -151,6 +154,7 @@ class Ledger:
             roll=roll,
             is_padded=is_padded,
             orders=tuple(map(self._order, turns, packed, held)),
+            turns=turns if self.reads_content else (),
         )
 
     def positions(self, row: int) -> list[int]:
@@ -238,7 +242,7 @@ class Ledger:
         releases = 0
         if self.reads_content and group.count + real >= self.window + self.block:
             releases = (group.count + real - self.window) // self.block
-        return Turn(rows, group.count, tokens - real, real, group.length, releases)
+        return Turn(rows, group.count, tokens - real, real, group.length, releases, group.since)
 
     def _advance_group(self, group: Group, turn: Turn) -> tuple[Array, Array]:
         """Append a turn's tokens; return the slots that are released, in order, and those that stay."""
@@ -246,6 +250,8 @@ class Ledger:
         group.length += turn.real
         group.count += turn.real - turn.releases * self.block
         group.blocks += turn.releases if self.packs else 0
+        if turn.padding + turn.real > 1 or turn.releases:
+            group.since = group.count
         leaving = self._leaving(turn.length, group.length)
         if not leaving.size:
             return leaving, turn.slots()
@@ -273,7 +279,7 @@ class Ledger:
     def _roll(self, turns: tuple[Turn, ...], changes: list[tuple[Array, Array]], device: torch.device) -> Roll:
         if self.reads_content:
             filing = self._filing([turn.releases for turn in turns], turns, device) if self.packs else None
-            return Roll(None, None, filing, turns)
+            return Roll(None, None, filing)
         kept = _by_row([kept for _, kept in changes], turns, device)
         if not self.packs:
             return Roll(kept, None, None)

@@ -20,6 +20,7 @@ class Turn:
         real: how many are not.
         length: real tokens before.
         releases: blocks that the tokens' content chooses to release; 0 where positions decide.
+        since: the tokens in slots from this one to `before` came one by one since the last prompt chunk or release.
     """
 
     rows: list[int]
@@ -28,6 +29,7 @@ class Turn:
     real: int
     length: int
     releases: int = 0
+    since: int = 0
 
     def slots(self) -> Array:
         """Return the slots of the tokens, the new ones last, without padding."""
@@ -55,16 +57,14 @@ class Roll:
     """The tokens that leave their slots after attention, as slots of the layout that attention saw.
 
     Attributes:
-        kept: int64 `[B or 1, 1, m]`, the slots that stay, which become slots 0 to m - 1.
+        kept: int64 `[B or 1, 1, m]`, the slots that stay, which become slots 0 to m - 1; None where content decides.
         released: int64 `[B or 1, 1, n]`, the slots to pack, in order; None if none is packed.
         filing: where the new blocks go; None if none is packed.
-        turns: for policies that read content, which choose `kept` and `released` themselves.
     """
 
     kept: Tensor | None
     released: Tensor | None
     filing: Filing | None
-    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Move:
         roll: what leaves afterwards, or None.
         is_padded: whether some row has padding among the new tokens.
         orders: where positions lie, if the ledger `tracks` them.
+        turns: for policies that read content, which choose `kept` and `released` of the roll themselves; else empty.
     """
 
     tokens: int
@@ -96,6 +97,7 @@ class Move:
     roll: Roll | None
     is_padded: bool
     orders: tuple["Order", ...]
+    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True)

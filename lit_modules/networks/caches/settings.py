@@ -12,7 +12,7 @@ from kernels.packed_kv import Format
 from lit_modules.networks.caches.rotations import COMMAND
 from lit_modules.networks.caches.selection import POLICIES as BY_POSITION
 
-BY_CONTENT = ("heavy_hitters", "forget_gate")
+BY_CONTENT = ("heavy_hitters", "prompt_attention", "forget_gate")
 """Policies that read attention scores or gates, not positions alone."""
 
 FITTED = ("rotation", "balanced", "ordered")
@@ -31,6 +31,8 @@ class TensorSettings:
         keep: which tokens keep 16 bits. `log_sparse` (LogQuant, arXiv 2503.19950): 2W to 3W - 1 tokens, the newest
             dense, with gaps that double with every W back. `recent`: the newest. `first_and_recent`: the first too.
             `heavy_hitters` (H2O, arXiv 2306.14048): half the newest, half those with the largest sum of attention.
+            `prompt_attention` (SnapKV, arXiv 2404.14469): half the newest, half those that the last queries of the
+            prompt, or of its last chunk, attend to most; most of a prompt that is read at once is chosen from.
             `forget_gate`: the newest third, and others as dense as the forget gate's weight of them.
         bits: of the other tokens: 2 or 4; 0 evicts them; 16 keeps all tokens as they are, whatever `keep` says.
         groups_along: numbers that share a scale: `channels` of one token, or `tokens` of one channel (KIVI's keys).
@@ -40,6 +42,9 @@ class TensorSettings:
             or `balanced`, which takes the mean of each head away too, or `ordered`, the same with what matters most in
             the first channels, for groups along tokens; `sorted`: channels by their range in the first block of the
             cache, the widest first.
+        debias: whether half the variance of a packed key's rounding error is taken from its logits: an error e makes a
+            weight `exp(e)` times as large, above 1 on average, so packed tokens would get too much of the attention.
+            For keys; those that are mapped when they are read (DiffQKV's of half width) stay as they are.
         clip: quantile of a group's absolute values to which it is clipped before rounding (OSCAR); 1 clips nothing.
         window: the window of this tensor where it differs from the cache's.
 
@@ -53,6 +58,7 @@ class TensorSettings:
     group: int | None = None
     high_channels: int = 0
     transform: str = "none"
+    debias: bool = False
     clip: float = 1.0
     window: int | None = None
 
@@ -70,6 +76,7 @@ class TensorSettings:
         if self.high_channels and (self.bits, self.groups_along) != (2, "tokens"):
             fix = "set bits=2 and groups_along=tokens, or high_channels=0"
             raise SettingError("high_channels", self.high_channels, fix, "is for 2 bits along tokens")
+        check_choice("debias", self.debias, (False, True))
         check_number("clip", self.clip, above=0, most=1)
         check_whole("window", self.window, 1, null=True)
 
@@ -125,6 +132,8 @@ class CacheSettings:
                 object.__setattr__(self, name, _tensor_settings(name, given))
         check_whole("window", self.window, 1)
         check_whole("first", self.first, 0)
+        if self.values.debias:
+            raise SettingError("values.debias", True, "set keys.debias", "is for logits, which keys make")
         if (self.keys.bits == 0) != (self.values.bits == 0):
             fix = f"set values.bits={self.keys.bits} too"
             raise SettingError("keys.bits", self.keys.bits, fix, f"evicts, but values.bits={self.values.bits}")

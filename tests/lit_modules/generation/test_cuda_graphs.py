@@ -78,7 +78,7 @@ def stock_model():
 @pytest.mark.parametrize("transform", ["none", "hadamard"])
 @torch.no_grad()
 def test_with_a_compressed_cache_tokens_equal_those_of_steps(layers, transform, monkeypatch):
-    monkeypatch.setattr("lit_modules.generation.cuda_graphs.PROMPT_CHUNK", 16)
+    monkeypatch.setattr("lit_modules.generation.cuda_graphs.PROMPT_TOKENS", 3 * 16)
     model = linearize(stock_model(), Linearization(window=5, softmax_layers=layers))
     ids, mask = prompts(length=40, padding=(0, 4, 30))
     keys = TensorSettings(groups_along="tokens", group=16, transform=transform)

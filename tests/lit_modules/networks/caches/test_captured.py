@@ -24,6 +24,9 @@ def llama() -> LlamaForCausalLM:
 
 
 def settings(transform: str) -> CacheSettings:
+    if transform == "chosen by the prompt":
+        keys = TensorSettings("prompt_attention", groups_along="tokens", high_channels=8, debias=True)
+        return CacheSettings(keys, TensorSettings("prompt_attention", transform="hadamard"), window=20)
     keys = TensorSettings(groups_along="tokens", transform=transform)
     return CacheSettings(keys, TensorSettings(transform=transform), window=20)
 
@@ -37,7 +40,7 @@ def prefilled(llama: LlamaForCausalLM, transform: str) -> tuple[CompressedCache,
     return cache, tokens[:, PROMPT:]
 
 
-@pytest.mark.parametrize("transform", ["none", "hadamard"])
+@pytest.mark.parametrize("transform", ["none", "hadamard", "chosen by the prompt"])
 @torch.no_grad()
 def test_replays_of_a_captured_step_give_what_steps_give(llama, transform) -> None:
     cache, tokens = prefilled(llama, transform)

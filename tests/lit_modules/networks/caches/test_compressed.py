@@ -13,6 +13,7 @@ from lit_modules.networks.caches.books import Books
 from lit_modules.networks.caches.compressed_layer import CompressedCacheLayer, Transforms
 from lit_modules.networks.caches.rotations import Transform, hadamard
 from lit_modules.networks.caches.selection import Schedule, kept_positions
+from lit_modules.networks.caches.settings import BLOCK
 
 HEADS, KEY_HEADS, VALUE_HEADS, WIDTH = 4, 2, 1, 16
 TOKENS = {"groups_along": "tokens", "group": 16}
@@ -230,7 +231,7 @@ def test_a_left_padded_row_equals_the_same_row_alone(policy):
     assert batch.positions() == [layer.positions()[0] for layer in alone]
 
 
-@pytest.mark.parametrize("keep", ["heavy_hitters", "forget_gate"])
+@pytest.mark.parametrize("keep", ["heavy_hitters", "prompt_attention", "forget_gate"])
 @pytest.mark.parametrize("bits", [0, 2])
 def test_chosen_tokens_and_left_padding(keep, bits):
     settings = {
@@ -276,6 +277,48 @@ def test_heavy_hitters_stay():
         layer.attend(*(x[:, :, t : t + 1] for x in (q, k, v)))
     assert {5, 50, 111} <= set(layer.positions()[0])
     assert set(range(390, 400)) <= set(layer.positions()[0])
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_what_the_prompts_end_attends_to_stays_with_its_neighbours(gates):
+    settings = both(keep="prompt_attention", group=16) | {"window": 80}
+    q, k, v = draw(700)
+    q[..., 0], k[..., 0] = 10.0, 0.0
+    k[:, 0, [45, 300], 0], k[:, 1, 200, 0] = 30.0, 30.0
+    q[:, :, :560, 0] = -10.0  # only the last of the prompt's queries find them
+    log_forget = torch.full((1, 700, HEADS), -1e-4, dtype=torch.float64) if gates else None
+    layer = new_layer(settings)
+    at = 0
+    for tokens in (590, 1, 9, *[1] * 100):
+        given = None if log_forget is None else log_forget[:, at : at + tokens]
+        layer.attend(*(x[:, :, at : at + tokens] for x in (q, k, v)), log_forget=given)
+        at += tokens
+        if tokens > 1:
+            # One value head for both key heads, so both choose together.
+            kept = layer.positions()[0]
+            assert {45, 300, 200} <= set(kept)
+            assert {52, 307, 207} & set(kept)
+            assert kept == sorted(set(kept))
+        assert set(range(at - 40, at)) <= set(layer.positions()[0])
+    assert len(layer.positions()[0]) >= 80
+    assert {45, 300, 200} <= set(layer.positions()[0])
+
+
+def test_tokens_that_came_one_by_one_have_no_votes():
+    """Slots that others left may hold their votes; a conversation's second prompt votes anew."""
+    settings = both(keep="prompt_attention", group=16) | {"window": 24}
+    q, k, v = draw(900)
+    layer, at = new_layer(settings), 0
+    for tokens in (300, *[1] * 200, 50, *[1] * 150):
+        layer.attend(*(x[:, :, at : at + tokens] for x in (q, k, v)))
+        at += tokens
+        kept = layer.positions()[0]
+        assert kept == sorted(set(kept))
+        assert kept[-12:] == list(range(at - 12, at))
+        assert 24 <= len(kept) < 24 + BLOCK
+        if at in (500, 700):
+            prompt = (0, 300) if at == 500 else (0, 550)
+            assert sum(prompt[0] <= place < prompt[1] for place in kept) >= 12
 
 
 def test_tokens_chosen_by_the_gate_are_as_dense_as_its_weight():

@@ -232,7 +232,18 @@ def test_prompt_lookup_takes_back_its_guesses(name, build):
     assert found.equal(expected)
 
 
-@pytest.mark.parametrize("settings", [CacheSettings(window=5, keys={"group": 16}, values={"group": 16}), FULL])
+FIXED = {
+    "log_sparse": CacheSettings(window=5, keys={"group": 16}, values={"group": 16}),
+    "prompt_attention": CacheSettings(
+        window=10,
+        keys={"keep": "prompt_attention", "groups_along": "tokens", "group": 16, "debias": True},
+        values={"keep": "prompt_attention", "group": 16},
+    ),
+    "full": FULL,
+}
+
+
+@pytest.mark.parametrize("settings", FIXED.values(), ids=FIXED)
 def test_with_a_capacity_nothing_moves_and_nothing_else_changes(settings):
     model = stock("llama")
     ids = torch.randint(1, 61, (2, 130))
