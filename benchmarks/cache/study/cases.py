@@ -24,11 +24,12 @@ RESERVED = (192, 128, 256)
 """Slots in 16 bits, most important first."""
 
 FULL = "full"
-SPARSE, PARTIAL, RECENT, FIRST_AND_RECENT, GATE, HEAVY = (
-    "log_sparse", "partial_log_sparse", "recent", "first_and_recent", "forget_gate", "heavy_hitters",
+SPARSE, PARTIAL, RECENT, FIRST_AND_RECENT, PROMPT, GATE, HEAVY = (
+    "log_sparse", "partial_log_sparse", "recent", "first_and_recent", "prompt_attention", "forget_gate",
+    "heavy_hitters",
 )  # fmt: skip
-QUANTIZED = (SPARSE, RECENT, FIRST_AND_RECENT, GATE, PARTIAL)
-EVICTING = (SPARSE, FIRST_AND_RECENT, HEAVY, GATE)
+QUANTIZED = (SPARSE, RECENT, FIRST_AND_RECENT, PROMPT, GATE, PARTIAL)
+EVICTING = (SPARSE, FIRST_AND_RECENT, HEAVY, PROMPT, GATE)
 EVICTED = "evicted"
 
 PLAIN: dict[str, Any] = {"groups_along": "tokens"}
@@ -43,6 +44,10 @@ KEYS: dict[str, dict[str, Any]] = {
     "ordered": {"transform": "ordered", "groups_along": "tokens", "high_channels": 16},
     "ordered, 8 channels": {"transform": "ordered", "groups_along": "tokens", "high_channels": 8},
 }
+KEYS |= {
+    f"{name}, debiased": KEYS[name] | {"debias": True}
+    for name in ("plain", "balanced", "ordered", "ordered, 8 channels")
+}
 VALUES: dict[str, dict[str, Any]] = {
     "plain": {}, "hadamard": {"transform": "hadamard"}, "oscar": {"transform": "rotation", "clip": 0.92},
 }  # fmt: skip
@@ -50,8 +55,11 @@ BALANCED_VALUES = {"transform": "balanced", "clip": 0.92}
 MAIN = ("plain", "balanced")
 """Treatments that are measured for all policies and reserved lengths; the others for some."""
 
-KIVI_AT_BEST = "as balanced"
+KIVI_AT_BALANCED = "as balanced"
 """The match of KiVi with as many bytes as first_and_recent has with balanced maps and the same reserved length."""
+
+KIVI_AT_BEST = "as best"
+"""The match of KiVi with as many bytes as BEST."""
 
 SPARSE_AT_EVICTED = "as quantized"
 """The match of an eviction with as many bytes as log_sparse has with 2 bits and the same reserved length."""
@@ -115,8 +123,10 @@ class Case:
         """Return the tokens that keep 16 bits by the policy, at most."""
         if self.match == "tokens":
             return 5 * self.reserved // 6
-        if self.match == KIVI_AT_BEST:
+        if self.match == KIVI_AT_BALANCED:
             return self._slots_for(Case(FIRST_AND_RECENT, "balanced", self.bits, self.reserved), sizes)
+        if self.match == KIVI_AT_BEST:
+            return self._slots_for(BEST, sizes)
         if self.match == SPARSE_AT_EVICTED:
             return self._slots_for(Case(SPARSE, "plain", 2, self.reserved), sizes)
         return self.reserved
@@ -169,6 +179,9 @@ class Case:
 
 
 FULL_CASE = Case(FULL, "none", 16, 0, "full", asked=True)
+BEST = Case(PROMPT, "ordered, 8 channels, debiased", 2, 64, asked=True)
+"""conf/cache/best.yaml."""
+KIVI_OF_BEST = Case(RECENT, "plain", 2, BEST.reserved, KIVI_AT_BEST, asked=True)
 
 
 def cases(has_gates: bool) -> list[Case]:
@@ -186,13 +199,17 @@ def cases(has_gates: bool) -> list[Case]:
 
 
 def _in_order() -> Iterator[Case]:
-    yield FULL_CASE
+    yield from (FULL_CASE, BEST, KIVI_OF_BEST)
     main = RESERVED[0]
     for treatment in MAIN:
-        for policy in QUANTIZED[:4]:
+        for policy in QUANTIZED[:5]:
             yield Case(policy, treatment, 2, main, asked=True)
-    yield Case(RECENT, "plain", 2, main, KIVI_AT_BEST, asked=True)
+    yield Case(RECENT, "plain", 2, main, KIVI_AT_BALANCED, asked=True)
+    yield Case(RECENT, "plain, debiased", 2, main, asked=True)
     yield Case(FIRST_AND_RECENT, "ordered", 2, main, asked=True)
+    for treatment in ("balanced", "ordered, 8 channels", "ordered"):
+        yield Case(PROMPT, f"{treatment}, debiased", 2, main, asked=True)
+    yield Case(PROMPT, "ordered, 8 channels", 2, main, asked=True)
     for policy in EVICTING:
         yield Case(policy, EVICTED, 0, main, "slots", 0, asked=True)
         yield Case(policy, EVICTED, 0, main, SPARSE_AT_EVICTED, 0, asked=policy != GATE)
@@ -205,17 +222,17 @@ def _in_order() -> Iterator[Case]:
         yield Case(FIRST_AND_RECENT, treatment, 2, main, tier=1)
     for reserved in RESERVED[1:]:
         for treatment in MAIN:
-            for policy in QUANTIZED[:4]:
+            for policy in QUANTIZED[:5]:
                 yield Case(policy, treatment, 2, reserved, tier=2)
-        yield Case(RECENT, "plain", 2, reserved, KIVI_AT_BEST, tier=2)
-        for policy in EVICTING[:3]:
+        yield Case(RECENT, "plain", 2, reserved, KIVI_AT_BALANCED, tier=2)
+        for policy in EVICTING[:4]:
             yield Case(policy, EVICTED, 0, reserved, tier=2)
     for treatment in MAIN:
         yield Case(PARTIAL, treatment, 2, main, tier=3)
-        for policy in QUANTIZED[:4]:
+        for policy in QUANTIZED[:5]:
             yield Case(policy, treatment, 4, main, tier=3, asked=treatment == "plain" and policy != GATE)
     for treatment in ("hadamard", "oscar"):
-        for policy in QUANTIZED[:4]:
+        for policy in QUANTIZED[:5]:
             yield Case(policy, treatment, 2, main, tier=4)
     for reserved in RESERVED:
         for bits in (2, 4):

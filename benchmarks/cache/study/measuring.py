@@ -95,8 +95,14 @@ class Subject:
 
         return [filled(question) for question in found]
 
-    def answered(self, case: Case, questions: Sequence[Question]) -> tuple[list[float], float]:
-        """Ask all questions at once; return 1 for each right answer and 0 for others, and the bits for each number."""
+    def answered(self, case: Case, questions: Sequence[Question], chunk: int) -> tuple[list[float], float]:
+        """Ask all questions at once; return 1 for each right answer and 0 for others, and the bits for each number.
+
+        Args:
+            case: the cache.
+            questions: with prompts of one length.
+            chunk: tokens of a prompt that pass through the model at a time.
+        """
         cache = self.cache(case, len(questions[0].prompt)).new(self.model)
         texts = answers(
             self.model,
@@ -104,7 +110,7 @@ class Subject:
             [question.prompt for question in questions],
             cache,
             max_new_tokens=questions[0].max_new_tokens,
-            chunk=self.chunk,
+            chunk=chunk,
             ends=text_ends(self.model, self.tokenizer),
         )
         right = [float(is_right(text, each.answer)) for text, each in zip(texts, questions, strict=True)]

@@ -13,6 +13,7 @@ from benchmarks.cache.study.cases import (
     GATE,
     HEAVY,
     PARTIAL,
+    PROMPT,
     RECENT,
     RESERVED,
     SPARSE,
@@ -21,9 +22,12 @@ from benchmarks.cache.study.records import Result
 from common.atomic_files import write_figure
 from evaluation.uncertainty import mean, paired_difference
 
-POLICIES = (SPARSE, RECENT, FIRST_AND_RECENT, GATE, PARTIAL, HEAVY)
+POLICIES = (SPARSE, RECENT, FIRST_AND_RECENT, GATE, PARTIAL, HEAVY, PROMPT)
 COLORS = dict(zip(POLICIES, colormaps["tab10"].colors, strict=False))
-MARKERS = {"plain": "o", "hadamard": "^", "oscar": "s", "balanced": "D", "ordered": "P", EVICTED: "x"}
+MARKERS = {
+    "plain": "o", "hadamard": "^", "oscar": "s", "balanced": "D", "ordered": "P", EVICTED: "x", "plain, debiased": "v",
+    "ordered, 8 channels, debiased": "*", "ordered, debiased": "h",
+}  # fmt: skip
 
 
 def draw_losses(results: Sequence[Result], path: Path) -> Path | None:

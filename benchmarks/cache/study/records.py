@@ -10,6 +10,8 @@ from common.atomic_files import write_atomic
 from evaluation.uncertainty import Estimate, mean
 
 FILE = "cache_study.csv"
+IN_CHUNKS = ", in chunks"
+"""The end of a recall's text whose prompts were read in chunks, not whole."""
 DIGITS = 6  # of a value of one text
 
 
@@ -21,7 +23,7 @@ class Result:
         model: its name on the command line.
         policy, treatment, bits, reserved, match: the case, see `cases.Case`.
         measure: `loss` and `late_loss` (nats a token), `right` (share of answers), `coverage`, `l1`.
-        text: the name of the text; of recall the kind and the length.
+        text: the name of the text; of recall the kind, the length, and IN_CHUNKS.
         value: the mean of `values`.
         bits_per_number: of keys and values at the end of the text, metadata and 16-bit tokens counted; 0 where no cache
             was filled.

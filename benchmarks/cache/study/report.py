@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from benchmarks.cache.study.cases import (
+    BEST,
     EVICTED,
     EVICTING,
     FIRST_AND_RECENT,
@@ -16,9 +17,11 @@ from benchmarks.cache.study.cases import (
     GATE,
     HEAVY,
     KEYS,
-    KIVI_AT_BEST,
+    KIVI_AT_BALANCED,
+    KIVI_OF_BEST,
     MAIN,
     PARTIAL,
+    PROMPT,
     QUANTIZED,
     RECENT,
     RESERVED,
@@ -27,15 +30,15 @@ from benchmarks.cache.study.cases import (
     Case,
 )
 from benchmarks.cache.study.pictures import draw_attention, draw_losses
-from benchmarks.cache.study.records import FILE, Records, Result
+from benchmarks.cache.study.records import FILE, IN_CHUNKS, Records, Result
 from benchmarks.measuring.report import CommandLine, page, publish
 from benchmarks.measuring.tables import table
 from evaluation.uncertainty import Estimate, is_decided, mean, paired_difference
 
 TITLES = {
     SPARSE: "log-sparse (LogQuant)", RECENT: "recent (KiVi)", FIRST_AND_RECENT: "first + recent (KiVi + sink)",
-    GATE: "chosen by the gate", PARTIAL: "partial (PartialLogQuant)", HEAVY: "heavy hitters (H2O)", "full": "16 bits",
-    "largest": "largest attention, the upper bound",
+    PROMPT: "read by the prompt's end (SnapKV)", GATE: "chosen by the gate", PARTIAL: "partial (PartialLogQuant)",
+    HEAVY: "heavy hitters (H2O)", "full": "16 bits", "largest": "largest attention, the upper bound",
 }  # fmt: skip
 LOSS, RIGHT = "loss", "right"
 MAIN_RESERVED = RESERVED[0]
@@ -122,25 +125,25 @@ def loss_sections(findings: Findings) -> list[str]:
     """Return the tables of losses: equal slots, equal bytes, and treatments."""
     found = []
     for bits in (2, 4):
-        for reserved in sorted(RESERVED):
+        for reserved in (BEST.reserved, *sorted(RESERVED)):
             rows = [case for treatment in KEYS for case in quantized(reserved, bits, treatment)]
-            rows += [Case(RECENT, "plain", bits, reserved, KIVI_AT_BEST)] if bits == 2 else []
+            rows += [Case(RECENT, "plain", bits, reserved, KIVI_AT_BALANCED), KIVI_OF_BEST] if bits == 2 else []
             rows += [case for t in MAIN for case in quantized(reserved, bits, t, "tokens")]
             if bits == 2:
                 rows += [Case(p, EVICTED, 0, reserved, m) for m in ("slots", SPARSE_AT_EVICTED) for p in EVICTING]
-            rows = measured(findings, rows)
+            rows = [case for case in measured(findings, rows) if case.reserved == reserved]
             if rows:
                 label = f"{bits} bits, {reserved} slots"
                 found.append(loss_table(findings, [FULL_CASE, *rows], label))
     return found
 
 
-def recall_table(findings: Findings) -> str:
+def recall_table(findings: Findings, in_chunks: bool) -> str:
     """Return the share of right answers by kind and length, and the part of the full cache's."""
-    texts = findings.texts(RIGHT)
+    texts = [text for text in findings.texts(RIGHT) if text.endswith(IN_CHUNKS) == in_chunks]
     seen: dict[tuple, Result] = {}
     for result in findings.results:
-        if result.measure == RIGHT:
+        if result.measure == RIGHT and result.text in texts:
             seen.setdefault(result.case, result)
     compared = [t for t in texts if sum(r.text == t and r.measure == RIGHT for r in findings.results) > 1]
     lines = []
@@ -160,7 +163,9 @@ def recall_table(findings: Findings) -> str:
         what += "" if case.match in ("slots", "full") else f" ({case.match})"
         share = f"{100 * right / most:.1f}%" if most else ""
         lines.append([what, f"{findings.bits(case, RIGHT):.2f}", *shares, share, cell(difference, 3)])
-    return table(["right, %", "bits", *compared, "of 16 bits", "difference"], lines) if compared else ""
+    label = "right, %, prompts in chunks" if in_chunks else "right, %, prompts whole"
+    heads = [text.removesuffix(IN_CHUNKS) for text in compared]
+    return table([label, "bits", *heads, "of 16 bits", "difference"], lines) if compared else ""
 
 
 def attention_table(findings: Findings, measure: str) -> str:
@@ -238,7 +243,17 @@ def answers(every: Sequence[Findings]) -> str:
                 ("keys ordered, 16 channels in 4 bits - balanced", case(FIRST_AND_RECENT, "ordered"), best),
                 ("16 - 8 channels in 4 bits", case(FIRST_AND_RECENT, "ordered"),
                  case(FIRST_AND_RECENT, "ordered, 8 channels")),
-                ("first + recent balanced - KiVi, equal bytes", best, case(RECENT, match=KIVI_AT_BEST)),
+                ("first + recent balanced - KiVi, equal bytes", best, case(RECENT, match=KIVI_AT_BALANCED)),
+                *(
+                    (f"read by the prompt's end - first + recent, {way}", case(PROMPT, way),
+                     case(FIRST_AND_RECENT, way))
+                    for way in ("plain", "balanced", "ordered, 8 channels", "ordered, debiased")
+                ),
+                ("KiVi, debiased - not", case(RECENT, "plain, debiased"), kivi),
+                ("balanced, read by the prompt's end, debiased - not", case(PROMPT, "balanced, debiased"),
+                 case(PROMPT, "balanced")),
+                ("8 channels, read by the prompt's end, debiased - not", case(PROMPT, "ordered, 8 channels, debiased"),
+                 case(PROMPT, "ordered, 8 channels")),
             ]  # fmt: skip
             found = [question(findings, f"{what}, {reserved}", one, two) for what, one, two in asked]
             lines += [line for line in found if line is not None]
@@ -246,23 +261,34 @@ def answers(every: Sequence[Findings]) -> str:
 
 
 def target(every: Sequence[Findings]) -> str:
-    """Return what first + recent tokens with balanced maps lose, against KiVi with as many bytes."""
+    """Return what `cache=best` loses against KiVi with as many bytes, and the part of recall that it keeps."""
     lines = []
     for findings in every:
-        for reserved in sorted(RESERVED):
-            best, kivi = (
-                Case(FIRST_AND_RECENT, "balanced", 2, reserved),
-                Case(RECENT, "plain", 2, reserved, KIVI_AT_BEST),
-            )
-            words = [findings.perplexity(each) for each in (FULL_CASE, kivi, best)]
-            full, plain, own = words
-            if full is None or plain is None or own is None or plain <= full:
-                continue
-            part = (own - full) / (plain - full)
-            met = "yes" if part <= MOST_LOSS else "no"
-            bits = f"{findings.bits(best, LOSS):.2f}, {findings.bits(kivi, LOSS):.2f}"
-            lines.append([findings.model, str(reserved), bits, *(f"{each:.3f}" for each in words), f"{part:.2f}", met])
-    return table(["model", "slots", "bits", "16 bits", "KiVi", "best", "loss against KiVi's", "at most a third"], lines)
+        words = [findings.perplexity(each) for each in (FULL_CASE, KIVI_OF_BEST, BEST)]
+        full, plain, own = words
+        if full is None or plain is None or own is None or plain <= full:
+            continue
+        part = (own - full) / (plain - full)
+        bits = f"{findings.bits(BEST, LOSS):.2f}, {findings.bits(KIVI_OF_BEST, LOSS):.2f}"
+        kept = [recall_kept(findings, in_chunks) for in_chunks in (False, True)]
+        lines.append(
+            [findings.model, bits, *(f"{each:.3f}" for each in words), f"{part:.2f}",
+             "yes" if part <= MOST_LOSS else "no", *("" if each is None else f"{100 * each:.1f}%" for each in kept),
+             "" if kept[0] is None else "yes" if kept[0] >= LEAST_SHARE else "no"]
+        )  # fmt: skip
+    heads = ["model", "bits", "16 bits", "KiVi", "best", "loss against KiVi's", "at most a third", "recall kept",
+             "in chunks", "at least 95%"]  # fmt: skip
+    return table(heads, lines)
+
+
+def recall_kept(findings: Findings, in_chunks: bool) -> float | None:
+    """Return the right answers of `cache=best` as a part of those with 16 bits, None if it was not asked."""
+    texts = [text for text in findings.texts(RIGHT) if text.endswith(IN_CHUNKS) == in_chunks]
+    own, full = (
+        sum(value for text in texts for value in findings.singles(case, RIGHT, text) if findings.of(BEST, RIGHT, text))
+        for case in (BEST, FULL_CASE)
+    )
+    return own / full if full else None
 
 
 def main() -> None:
@@ -274,6 +300,8 @@ def main() -> None:
     conditions = sorted({(result.gpu, result.commit) for result in records.results})
     parts = [
         "Every cache reads the same texts, in chunks, so that what is scored has been seen as the cache has kept it. "
+        "Prompts are read whole, as the methods' authors read them, where not said otherwise: their end sees all of it "
+        "in 16 bits, the answer sees what is kept. "
         "Bits: of each number of keys and values at the end of a text, metadata and all slots in 16 bits counted. "
         "Differences are paired over sequences or questions; an asterisk marks two standard errors or more, the others "
         "are undecided. What `slots`, `tokens` and `bytes` stand for: benchmarks/cache/study/cases.py.",
@@ -285,7 +313,8 @@ def main() -> None:
             page(
                 findings.model,
                 *loss_sections(findings),
-                recall_table(findings),
+                recall_table(findings, in_chunks=False),
+                recall_table(findings, in_chunks=True),
                 attention_table(findings, "coverage"),
                 attention_table(findings, "l1"),
                 level=2,

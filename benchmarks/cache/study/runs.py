@@ -10,6 +10,7 @@ maps are fitted to (--calibration) must not be among the texts. Then `python -m 
 
 import argparse
 import datetime
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ import torch
 
 from benchmarks.cache.study.cases import EVICTED, FULL_CASE, GATE, RESERVED, Case, cases
 from benchmarks.cache.study.measuring import Attention, Subject, attention_values
-from benchmarks.cache.study.records import FILE, Records, Result, joined
+from benchmarks.cache.study.records import FILE, IN_CHUNKS, Records, Result, joined
 from benchmarks.measuring.configuration import compose
 from benchmarks.measuring.report import CommandLine, device_name
 from evaluation.calibration import sequences as cut_sequences
@@ -131,17 +132,17 @@ class Study:
             )
 
     def recall(self, subject: Subject, case: Case) -> None:
-        """Ask for facts, where the full cache finds them often enough."""
-        for kind in KINDS:
-            for length in self.options.recall_lengths:
-                text = f"{kind} {length}"
+        """Ask for facts, where the full cache finds them often enough: prompts whole, and in chunks."""
+        for end, chunk in (("", max(self.options.recall_lengths, default=1)), (IN_CHUNKS, subject.chunk)):
+            for kind, length in itertools.product(KINDS, self.options.recall_lengths):
+                text = f"{kind} {length}{end}"
                 if self.has(subject, case, "right", text):
                     continue
                 full = self.records.find(subject.name, FULL_CASE.key, "right", text)
                 if case != FULL_CASE and (full is None or full.value < LEAST_RECALL):
                     continue
                 began = time.perf_counter()
-                right, bits = subject.answered(case, self.asked(subject, kind, length))
+                right, bits = subject.answered(case, self.asked(subject, kind, length), chunk)
                 seconds = time.perf_counter() - began
                 self.records.add([self.result(subject, case, "right", text, right, bits, seconds)])
 

@@ -10,11 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.cache.study import recall_text, report, runs
 from benchmarks.cache.study.cases import (
+    BEST,
     EVICTED,
     FIRST_AND_RECENT,
     FULL_CASE,
     GATE,
-    KIVI_AT_BEST,
+    KIVI_AT_BALANCED,
+    KIVI_OF_BEST,
     RECENT,
     SPARSE,
     SPARSE_AT_EVICTED,
@@ -31,10 +33,11 @@ from lit_modules.networks.caches import CacheSettings, CompressedCache
 from lit_modules.networks.caches.calibration import fit_rotations
 from lit_modules.networks.caches.rotations import write_rotations
 from lit_modules.networks.caches.settings import BLOCK
+from tests.conftest import composed
 from tests.evaluation.conftest import TEXT, make_starting_tokenizer
 
 SIZES = Sizes(8192, 3, 64, 3, 64)
-BEST = Case(FIRST_AND_RECENT, "balanced", 2, 192)
+BALANCED = Case(FIRST_AND_RECENT, "balanced", 2, 192)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,8 @@ def subject(model, tokenizer, path, chunk=64):
 
 def test_what_is_compared_at_equal_bytes_has_equal_bytes_to_within_a_block():
     pairs = {
-        Case(RECENT, "plain", 2, 192, KIVI_AT_BEST): BEST,
+        Case(RECENT, "plain", 2, 192, KIVI_AT_BALANCED): BALANCED,
+        KIVI_OF_BEST: BEST,
         Case(SPARSE, EVICTED, 0, 192, SPARSE_AT_EVICTED): Case(SPARSE, "plain", 2, 192),
     }
     for one, other in pairs.items():
@@ -65,13 +69,20 @@ def test_what_is_compared_at_equal_bytes_has_equal_bytes_to_within_a_block():
         assert one.slots(SIZES) > other.slots(SIZES)
 
 
-@pytest.mark.parametrize("case", [BEST, Case(SPARSE, "plain", 4, 96), Case(FIRST_AND_RECENT, EVICTED, 0, 300)])
+@pytest.mark.parametrize(
+    "case", [BALANCED, BEST, Case(SPARSE, "plain", 4, 96), Case(FIRST_AND_RECENT, EVICTED, 0, 300)]
+)
 def test_predicted_bits_are_those_of_a_cache(case, tokenizer, tmp_path):
     tiny = subject(llama(tokenizer).bfloat16(), tokenizer, tmp_path / "r.safetensors")
     sizes, ids = tiny.sizes(1024), torch.randint(3, 40, (2, 1025), generator=torch.Generator().manual_seed(0))
     _, _, bits = tiny.losses(case, ids)
     predicted = case.bits_per_number(case.slots(sizes), sizes)
     assert predicted == pytest.approx(bits, rel=1 / 16)  # storage grows by a sixteenth
+
+
+def test_the_best_case_is_what_the_configuration_has():
+    found = CacheSettings.of(composed("cache/best", "cache.rotations=maps.safetensors").cache)
+    assert BEST.settings(SIZES, "maps.safetensors") == found
 
 
 def test_every_case_has_valid_settings_and_is_there_once():
