@@ -8,7 +8,7 @@ first compared with the definition. Writes packed_attention.md.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,15 @@ DENSE = 384
 """Tokens that are kept in 16 bits."""
 BLOCK = 128
 CASES = {"batch 8, 32k": (8, 32768), "batch 1, 100k": (1, 100352), "batch 64, 8k": (64, 8192), "batch 1, 4k": (1, 4096)}
-FORMATS = {
-    "2 bits, keys by channel": (Format(2, "tokens", BLOCK), Format(2, "channels", DIM)),
-    "2 bits, keys by token": (Format(2, "channels", DIM), Format(2, "channels", DIM)),
-    "4 bits, keys by channel": (Format(4, "tokens", BLOCK), Format(4, "channels", DIM)),
+VALUES = Format(2, "channels", DIM)
+FORMATS: dict[str, tuple[Format, Format, bool]] = {
+    "2 bits, keys by channel": (Format(2, "tokens", BLOCK), VALUES, False),
+    "2 bits, keys by token": (VALUES, VALUES, False),
+    "2 bits, keys by token, rotated": (VALUES, VALUES, True),
+    "cache=best": (Format(2, "tokens", BLOCK, high_channels=8), Format(2, "channels", DIM, clip=0.92), True),
+    "4 bits, keys by channel": (Format(4, "tokens", BLOCK), Format(4, "channels", DIM), False),
 }
+"""Formats of keys and values, and whether they are mapped before; `cache=best` takes the bias from its logits."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ def rotation(device: torch.device) -> Tensor:
     return torch.linalg.qr(torch.randn(DIM, DIM, device=device)).Q.contiguous()
 
 
-def packed_arguments(batch: int, length: int, formats: tuple[Format, Format], *, rotated: bool) -> tuple:
+def packed_arguments(batch: int, length: int, formats: tuple[Format, Format], *, rotated: bool, debias: bool) -> tuple:
     """Return random arguments of `packed_attention` for one step of decoding."""
     device = default_device()
     blocks = (length - DENSE) // BLOCK
@@ -71,7 +75,7 @@ def packed_arguments(batch: int, length: int, formats: tuple[Format, Format], *,
         )
     turns = (rotation(device), rotation(device)) if rotated else (None, None)
     held = torch.full((batch,), blocks, dtype=torch.int32, device=device)
-    past = PackedPast(sides[0], sides[1], held, None, *turns)
+    past = PackedPast(sides[0], sides[1], held, None, *turns, debias)
     q = torch.randn(batch, QUERY_HEADS, 1, DIM, device=device, dtype=torch.bfloat16)
     dense = [torch.randn(batch, HEADS, DENSE, DIM, device=device, dtype=torch.bfloat16) for _ in range(2)]
     return q, *dense, torch.full((batch,), DENSE, dtype=torch.int32, device=device), past
@@ -106,17 +110,16 @@ def measure(case: str) -> list[Measurement]:
             rows.append(Measurement(case, name, timed(call, device)[0], nbytes, 0.0))
         except RuntimeError as error:
             print(f"{case}: {name}: {str(error).splitlines()[0]}")
-    for name, formats in FORMATS.items():
-        for rotated in (False, True) if name == "2 bits, keys by token" else (False,):
-            args = packed_arguments(batch, length, formats, rotated=rotated)
-            # The definition in float64 takes 8 bytes a number and more: it holds the first row only.
-            first = first_row(args)
-            exact = packed_attention_reference(first[0].double(), first[1].double(), first[2].double(), *first[3:])
-            error = relative_error(packed_attention(*args)[:1], exact)
-            past = args[4]
-            nbytes = past.keys.nbytes + past.values.nbytes + args[1].nbytes + args[2].nbytes
-            time = timed(lambda args=args: packed_attention(*args), device)[0]
-            rows.append(Measurement(case, name + (", rotated" if rotated else ""), time, nbytes, error))
+    for name, (keys, values, rotated) in FORMATS.items():
+        args = packed_arguments(batch, length, (keys, values), rotated=rotated, debias=name == "cache=best")
+        # The definition in float64 takes 8 bytes a number and more: it holds the first row only.
+        first = first_row(args)
+        exact = packed_attention_reference(first[0].double(), first[1].double(), first[2].double(), *first[3:])
+        error = relative_error(packed_attention(*args)[:1], exact)
+        past = args[4]
+        nbytes = past.keys.nbytes + past.values.nbytes + args[1].nbytes + args[2].nbytes
+        time = timed(lambda args=args: packed_attention(*args), device)[0]
+        rows.append(Measurement(case, name, time, nbytes, error))
     return rows
 
 
@@ -124,7 +127,7 @@ def first_row(args: tuple) -> tuple:
     """Return the arguments of the first batch row alone."""
     q, keys, values, end, past = args
     sides = [side.map(lambda x: x[:1]) for side in (past.keys, past.values)]
-    one = PackedPast(*sides, past.blocks[:1], None, past.key_rotation, past.value_rotation)
+    one = replace(past, keys=sides[0], values=sides[1], blocks=past.blocks[:1])
     return q[:1], keys[:1], values[:1], end[:1], one
 
 
