@@ -55,8 +55,8 @@ def settings_of(name: str) -> CacheSettings:
     if name == BEST:
         # Random weights have no maps: others of the same size.
         chosen: dict = {"keep": "prompt_attention", "transform": "hadamard"}
-        keys = TensorSettings(**chosen, groups_along="tokens", high_channels=8, debias=True)
-        return CacheSettings(keys, TensorSettings(**chosen, clip=0.92), window=64)
+        keys = TensorSettings(**chosen, debias=True, clip=0.96)
+        return CacheSettings(keys, TensorSettings(**chosen, clip=0.92), window=192)
     bits = 4 if "4 bits" in name else 2
     one = TensorSettings(**wide, bits=bits, transform="hadamard" if "rotated" in name else "none")
     return CacheSettings(one, one, window=192, first=4)

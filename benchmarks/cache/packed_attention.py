@@ -30,7 +30,8 @@ FORMATS: dict[str, tuple[Format, Format, bool]] = {
     "2 bits, keys by channel": (Format(2, "tokens", BLOCK), VALUES, False),
     "2 bits, keys by token": (VALUES, VALUES, False),
     "2 bits, keys by token, rotated": (VALUES, VALUES, True),
-    "cache=best": (Format(2, "tokens", BLOCK, high_channels=8), Format(2, "channels", DIM, clip=0.92), True),
+    "2 bits, 8 channels of keys in 4, rotated": (Format(2, "tokens", BLOCK, high_channels=8), VALUES, True),
+    "cache=best": (Format(2, "channels", DIM, clip=0.96), Format(2, "channels", DIM, clip=0.92), True),
     "4 bits, keys by channel": (Format(4, "tokens", BLOCK), Format(4, "channels", DIM), False),
 }
 """Formats of keys and values, and whether they are mapped before; `cache=best` takes the bias from its logits."""

@@ -205,7 +205,7 @@ def test_a_compressed_cache_that_holds_all_changes_no_text(run, trained, cache):
         (["cache=oscar"], "cache.rotations=null with keys.transform=rotation: name the file that job=calibrate wrote"),
         (
             ["cache=best"],
-            "cache.rotations=null with keys.transform=ordered: name the file that job=calibrate wrote (palimpsest "
+            "cache.rotations=null with keys.transform=balanced: name the file that job=calibrate wrote (palimpsest "
             "job=calibrate checkpoint=CHECKPOINT text=TEXT output=FILE.safetensors)",
         ),
         (

@@ -179,7 +179,7 @@ class Case:
 
 
 FULL_CASE = Case(FULL, "none", 16, 0, "full", asked=True)
-BEST = Case(PROMPT, "ordered, 8 channels, debiased", 2, 64, asked=True)
+BEST = Case(PROMPT, "balanced, debiased", 2, 192, asked=True)
 """conf/cache/best.yaml."""
 KIVI_OF_BEST = Case(RECENT, "plain", 2, BEST.reserved, KIVI_AT_BEST, asked=True)
 
@@ -207,9 +207,11 @@ def _in_order() -> Iterator[Case]:
     yield Case(RECENT, "plain", 2, main, KIVI_AT_BALANCED, asked=True)
     yield Case(RECENT, "plain, debiased", 2, main, asked=True)
     yield Case(FIRST_AND_RECENT, "ordered", 2, main, asked=True)
-    for treatment in ("balanced", "ordered, 8 channels", "ordered"):
+    for treatment in ("ordered, 8 channels", "ordered"):
         yield Case(PROMPT, f"{treatment}, debiased", 2, main, asked=True)
     yield Case(PROMPT, "ordered, 8 channels", 2, main, asked=True)
+    # As many bits as BEST where heads have 128 channels.
+    yield Case(PROMPT, "ordered, 8 channels, debiased", 2, 64, asked=True)
     for policy in EVICTING:
         yield Case(policy, EVICTED, 0, main, "slots", 0, asked=True)
         yield Case(policy, EVICTED, 0, main, SPARSE_AT_EVICTED, 0, asked=policy != GATE)

@@ -125,7 +125,7 @@ def loss_sections(findings: Findings) -> list[str]:
     """Return the tables of losses: equal slots, equal bytes, and treatments."""
     found = []
     for bits in (2, 4):
-        for reserved in (BEST.reserved, *sorted(RESERVED)):
+        for reserved in (64, *sorted(RESERVED)):
             rows = [case for treatment in KEYS for case in quantized(reserved, bits, treatment)]
             rows += [Case(RECENT, "plain", bits, reserved, KIVI_AT_BALANCED), KIVI_OF_BEST] if bits == 2 else []
             rows += [case for t in MAIN for case in quantized(reserved, bits, t, "tokens")]
@@ -140,7 +140,8 @@ def loss_sections(findings: Findings) -> list[str]:
 
 def recall_table(findings: Findings, in_chunks: bool) -> str:
     """Return the share of right answers by kind and length, and the part of the full cache's."""
-    texts = [text for text in findings.texts(RIGHT) if text.endswith(IN_CHUNKS) == in_chunks]
+    asked = [text for text in findings.texts(RIGHT) if text.endswith(IN_CHUNKS) == in_chunks]
+    texts = [text for text in asked if findings.of(FULL_CASE, RIGHT, text)]
     seen: dict[tuple, Result] = {}
     for result in findings.results:
         if result.measure == RIGHT and result.text in texts:

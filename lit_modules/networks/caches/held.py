@@ -259,7 +259,7 @@ class HeldNumbers(Held):
         is_fixed: bool = False,
         outlives: bool = True,
     ):
-        super().__init__(block, slots, blocks, is_fixed=is_fixed)
+        super().__init__(block, slots, blocks if outlives else None, is_fixed=is_fixed)
         self.outlives = outlives
 
     def _pack_slots(self, layout: Tensor, slots: Tensor, filing: Filing) -> None:
