@@ -55,6 +55,14 @@ class Format:
         if not 0 < self.clip <= 1:
             raise ValueError(f"clip={self.clip}: give a quantile above 0, at most 1")
 
+    @property
+    def clip_rank(self) -> int:
+        """The place, in a group's ascending absolute values, of the one that the group is clipped to.
+
+        It is an order statistic, as OSCAR's code takes it; torch.quantile would interpolate.
+        """
+        return min(int(self.clip * self.group), self.group - 1)
+
     def high_of(self, head_dim: int) -> int:
         """Return how many of a head's channels have 4 bits."""
         return head_dim if self.bits == 4 else self.high_channels

@@ -32,9 +32,7 @@ def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
         grouped = x.unflatten(3, (-1, format.group))
         axis = 4
     if format.clip < 1:
-        # The order statistic that OSCAR's code takes; torch.quantile would interpolate.
-        rank = min(int(format.clip * format.group), format.group - 1)
-        bound = grouped.abs().sort(axis).values.select(axis, rank).unsqueeze(axis)
+        bound = grouped.abs().sort(axis).values.select(axis, format.clip_rank).unsqueeze(axis)
         grouped = grouped.clamp(-bound, bound)
     least, most = grouped.amin(axis, keepdim=True), grouped.amax(axis, keepdim=True)
     levels = _levels(format, x)

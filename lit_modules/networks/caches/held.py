@@ -193,7 +193,7 @@ class HeldStates(Held):
 
     def _pack_slots(self, layout: Tensor, slots: Tensor, filing: Filing) -> None:
         assert self.format is not None
-        if self.sorts or not self.packed or not can_pack(layout, self.format):
+        if self.sorts or not self.packed or not can_pack(layout):
             super()._pack_slots(layout, slots, filing)
             return
         self._reserve(self.packed, filing.needed)

@@ -18,6 +18,12 @@ FORMATS = [
     (Format(4, "channels", 48), 96, 48),
     (Format(2, "tokens", 64), 64, 64),
     (Format(4, "tokens", 48), 96, 48),
+    (Format(2, "channels", 64, clip=0.92), 64, 32),
+    (Format(2, "channels", 32, clip=0.7), 64, 16),
+    (Format(4, "channels", 96, clip=0.96), 96, 48),
+    (Format(2, "tokens", 64, clip=0.9), 64, 64),
+    (Format(2, "tokens", 64, high_channels=8), 64, 64),
+    (Format(2, "tokens", 48, high_channels=24, clip=0.95), 96, 48),
 ]
 
 
