@@ -26,7 +26,7 @@ POLICIES = (SPARSE, RECENT, FIRST_AND_RECENT, GATE, PARTIAL, HEAVY, PROMPT)
 COLORS = dict(zip(POLICIES, colormaps["tab10"].colors, strict=False))
 MARKERS = {
     "plain": "o", "hadamard": "^", "oscar": "s", "balanced": "D", "ordered": "P", EVICTED: "x", "plain, debiased": "v",
-    "ordered, 8 channels, debiased": "*", "ordered, debiased": "h",
+    "balanced, debiased": "d", "ordered, 8 channels, debiased": "*", "ordered, debiased": "h",
 }  # fmt: skip
 
 
@@ -60,7 +60,12 @@ def draw_losses(results: Sequence[Result], path: Path) -> Path | None:
         figure.axes[0].plot([], [], color=color, marker="o", linestyle="none", label=policy.replace("_", " "))
     for treatment, marker in MARKERS.items():
         figure.axes[0].plot([], [], color="gray", marker=marker, linestyle="none", label=treatment)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=11, fontsize=8)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=min(11, 4 * len(models)),
+        fontsize=8,
+    )
     return write_figure(path, figure)
 
 

@@ -54,7 +54,7 @@ def registers_nothing_sets(assembly: str) -> list[int]:
     arbitrary.
 
     Args:
-        assembly: as `cuobjdump -sass` prints it, for Hopper.
+        assembly: as `nvdisasm -c` prints it, for Hopper.
     """
     read, written = set(), set()
     for line in assembly.splitlines():
@@ -96,7 +96,8 @@ def disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        # The same instructions as cuobjdump's, in less time: no encodings, and no analysis of the flow of data.
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
