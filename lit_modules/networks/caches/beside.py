@@ -82,10 +82,12 @@ class Beside:
         assert positions is not None
         for turn, stop in zip(turns, stops, strict=True):
             if stop > turn.since:
-                scores[turn.rows, :, turn.since : stop] = 0.0
+                # A slice where it is all rows: a list of them would be copied to the device.
+                rows = turn.rows if len(turn.rows) < len(scores) else slice(None)
+                scores[rows, :, turn.since : stop] = 0.0
                 first = turn.length - turn.before
                 places = torch.arange(first + turn.since, first + stop, dtype=torch.int32, device=positions.device)
-                positions[turn.rows, :, turn.since : stop] = places
+                positions[rows, :, turn.since : stop] = places
 
     def choose(self, turns: tuple[Turn, ...], layouts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the slots to release and to keep, `[B, G, n]` and `[B, G, m]`."""

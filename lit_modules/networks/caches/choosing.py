@@ -91,8 +91,12 @@ def choose_by_attention(turns: tuple[Turn, ...], scores: Tensor, window: int, bl
     """
     parts = []
     for turn in turns:
-        slots = torch.from_numpy(turn.slots()).to(scores.device)
-        own = scores[turn.rows][:, :, slots]
+        if turn.padding or len(turn.rows) < len(scores):
+            slots = torch.from_numpy(turn.slots()).to(scores.device)
+            own = scores[turn.rows][:, :, slots]
+        else:  # the same, without waiting for the host: all rows, and slots from the first one on
+            slots = torch.arange(turn.before + turn.real, device=scores.device)
+            own = scores[:, :, : len(slots)]
         count = turn.releases * block
         older = own[..., : len(slots) - window // NEWEST["attention"]]
         lowest = older.topk(count, dim=-1, largest=False).indices if count else slots.new_zeros(*own.shape[:2], 0)

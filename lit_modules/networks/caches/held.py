@@ -279,7 +279,8 @@ def _take(layout: Tensor, slots: Tensor) -> Tensor:
     """Return the slots `[B or 1, G or 1, n]` of a layout `[B, H, S, ...]`; a group of heads shares its slots."""
     if slots.shape[:2] == (1, 1):
         return layout.index_select(2, slots[0, 0])
-    slots = slots.repeat_interleave(layout.shape[1] // slots.shape[1], 1)
+    # Not repeat_interleave, which takes several launches even where there is nothing to repeat.
+    slots = slots[:, :, None].expand(-1, -1, layout.shape[1] // slots.shape[1], -1).flatten(1, 2)
     slots = slots.reshape(*slots.shape, *(1,) * (layout.ndim - 3))
     return layout.gather(2, slots.expand(layout.shape[0], -1, -1, *layout.shape[3:]))
 
