@@ -47,6 +47,7 @@ def packed_attention(
     scale: float | None = None,
     decay: Tensor | None = None,
     softcap: float | None = None,
+    past_q: Tensor | None = None,
 ) -> Tensor:
     """Attend to packed tokens and to tokens in 16 bits ("dense") as one softmax.
 
@@ -66,6 +67,7 @@ def packed_attention(
         decay: float32 `[B, Hq, C]`, the sum of the log forget gates up to each dense token: `c_i - c_j` is added to the
             logits (FoX, arXiv 2503.02130, eq. 4). `past.decay` continues it. None without gates.
         softcap: logits become `softcap * tanh(logit / softcap)`. None leaves them.
+        past_q: q times `past.key_rotation`, contiguous, if it is at hand (`rotate_and_write`): saves a launch.
 
     Returns:
         `[B, Hq, T, Dv]` in q's dtype.
@@ -77,11 +79,11 @@ def packed_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     dense = q, dense_keys, dense_values, dense_end, dense_start, decay
     if past is None:
-        return operation(*dense, [], None, None, None, None, [], [], False, scale, softcap)
+        return operation(*dense, [], None, None, None, None, None, [], [], False, scale, softcap)
     (keys, key_format), (values, value_format) = flat(past.keys), flat(past.values)
     return operation(
-        *dense, keys + values, past.blocks, past.decay, past.key_rotation, past.value_rotation, key_format,
-        value_format, past.debias, scale, softcap,
+        *dense, keys + values, past.blocks, past.decay, past.key_rotation, past.value_rotation, past_q,
+        key_format, value_format, past.debias, scale, softcap,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ def _packed_attention(
     past_decay: Tensor | None,
     key_rotation: Tensor | None,
     value_rotation: Tensor | None,
+    past_q: Tensor | None,
     key_format: list[float],
     value_format: list[float],
     debias: bool,
@@ -38,8 +39,9 @@ def _packed_attention(
     keys, values = _read(packed, key_format, value_format)
     past = PackedPast(keys, values, blocks, past_decay, key_rotation, value_rotation, debias)
     if q.is_cuda and q.dtype != torch.float64 and softcap is None:
-        few = q.shape[2] <= MANY_QUERIES
-        return (launch.attend if few else attend_unpacked)(q, *dense, past, scale)
+        if q.shape[2] <= MANY_QUERIES:
+            return launch.attend(q, *dense, past, scale, past_q)
+        return attend_unpacked(q, *dense, past, scale)
     out, lse = _attend_dense(q, *dense, scale, softcap)
     query_decay = None if decay is None else _own(decay, dense_end, q.shape[2])
     squares = read_squares(q, past.key_rotation, dense_end, dense_start, scale) if debias else None

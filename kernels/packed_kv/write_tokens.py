@@ -8,6 +8,9 @@ from torch import Tensor
 from kernels.operation import register_operation
 from kernels.rounding import next_power_of_2
 
+MAP_ROWS, MAP_CHANNELS = 16, 32
+"""Queries that a program maps, and the channels that it makes of each."""
+
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate the first R channels of `x` `[B, H, T, D]` in pairs R / 2 apart (RoPE, arXiv 2104.09864).
@@ -55,8 +58,9 @@ def _rotate_and_write(
     cosine: Tensor,
     sine: Tensor,
     end: Tensor,
-) -> Tensor:
-    """Write rotated keys `[B, Hk, T, D]` and values `[B, Hv, T, Dv]` as `write_tokens` does; return q rotated.
+    key_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write rotated keys `[B, Hk, T, D]` and values `[B, Hv, T, Dv]` as `write_tokens` does; rotate the queries.
 
     On CUDA one launch, in place of a dozen small ones for each layer of a decoding step.
 
@@ -65,13 +69,24 @@ def _rotate_and_write(
         q: `[B, Hq, T, D]`.
         cosine, sine: see `rotate`.
         end: int32 `[B]`, where the new tokens' slots end.
+        key_map: float32 `[D, D]`, or None.
+
+    Returns:
+        The rotated queries, and these times `key_map`; both `[B, Hq, T, D]`, the second `[0]` without a map.
     """
     everything = (key_storage, value_storage, q, keys, values, cosine, sine)
-    if not (q.is_cuda and all(x.stride(-1) == 1 for x in everything)):
+    if not (q.is_cuda and q.dtype != torch.float64 and all(x.stride(-1) == 1 for x in everything)):
         write_tokens(key_storage, rotate(keys, cosine, sine), end)
         write_tokens(value_storage, values, end)
-        return rotate(q, cosine, sine)
-    return launch_rotation(*everything, end)
+        turned = rotate(q, cosine, sine)
+        return turned, q.new_empty(0) if key_map is None else mapped(turned, key_map)
+    return launch_rotation(*everything, end, key_map)
+
+
+def mapped(q: Tensor, key_map: Tensor) -> Tensor:
+    """Return queries `[B, Hq, T, D]` times `key_map` `[D, D]`, in q's dtype."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return (q.to(dtype) @ key_map.to(dtype)).to(q.dtype)
 
 
 def launch_rotation(
@@ -83,24 +98,32 @@ def launch_rotation(
     cosine: Tensor,
     sine: Tensor,
     end: Tensor,
-) -> Tensor:
-    """Compute `rotate_and_write` in one launch; channels are neighbors in all arguments."""
+    key_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `rotate_and_write` in one launch; channels are neighbors in all arguments but the map."""
     batch, query_heads, tokens, width = q.shape
     out = q.new_empty(q.shape)
-    heads = query_heads + keys.shape[1] + values.shape[1]
+    maps = key_map is not None
+    out_mapped = q.new_empty(q.shape if maps else 0)
+    padded = next_power_of_2(max(width, values.shape[3], MAP_CHANNELS if maps else 1))
+    rows, chunks = (MAP_ROWS, -(-width // MAP_CHANNELS)) if maps else (1, 1)
+    query_rows = batch * query_heads * tokens
+    query_programs = -(-query_rows // rows) * chunks
+    others = batch * (keys.shape[1] + values.shape[1]) * tokens
     with torch.cuda.device_of(q):
-        _rotate_and_write_row[(batch * heads * tokens,)](
-            q, keys, values, cosine, sine, key_storage, value_storage, out, end,
+        _rotate_and_write_rows[(query_programs + others,)](
+            q, keys, values, cosine, sine, key_storage, value_storage, out, out_mapped, key_map, end,
             *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *cosine.stride()[:2], *sine.stride()[:2],
-            *key_storage.stride()[:3], *value_storage.stride()[:3],
-            query_heads, keys.shape[1], values.shape[1], tokens, key_storage.shape[2],
-            width, values.shape[3], cosine.shape[2], next_power_of_2(max(width, values.shape[3])), num_warps=1,
+            *key_storage.stride()[:3], *value_storage.stride()[:3], *(key_map.stride() if maps else (0, 0)),
+            query_heads, keys.shape[1], values.shape[1], tokens, key_storage.shape[2], query_rows, query_programs,
+            width, values.shape[3], cosine.shape[2], padded, ROWS=rows, CHUNKS=chunks, CHUNK=MAP_CHANNELS,
+            num_warps=4 if maps else 1,
         )  # fmt: skip
-    return out
+    return out, out_mapped
 
 
-def _fake_rotated(key_storage, value_storage, q, *_):
-    return q.new_empty(q.shape)
+def _fake_rotated(key_storage, value_storage, q, keys, values, cosine, sine, end, key_map=None):
+    return q.new_empty(q.shape), q.new_empty(0 if key_map is None else q.shape)
 
 
 rotate_and_write = register_operation(
@@ -131,8 +154,8 @@ def _write_row(
 
 
 @triton.jit
-def _rotated_row(x, cosine, sine, channel, WIDTH: tl.constexpr, TURNED: tl.constexpr):
-    """Load a head's channels and rotate the first TURNED."""
+def _rotated_rows(x, cosine, sine, channel, WIDTH: tl.constexpr, TURNED: tl.constexpr):
+    """Load channels of the heads at `x` and rotate the first TURNED."""
     own = tl.load(x + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
     is_first, turns = channel < TURNED // 2, channel < TURNED
     partner = tl.where(is_first, channel + TURNED // 2, channel - TURNED // 2)
@@ -142,37 +165,70 @@ def _rotated_row(x, cosine, sine, channel, WIDTH: tl.constexpr, TURNED: tl.const
     return own * by_cosine + tl.where(is_first, -other, other) * by_sine
 
 
-@triton.jit(do_not_specialize=["query_heads", "key_heads", "value_heads", "tokens", "slots"])
-def _rotate_and_write_row(
-    q, keys, values, cosine, sine, key_storage, value_storage, out, end,
-    q_b, q_h, q_t, key_b, key_h, key_t, value_b, value_h, value_t, cosine_b, cosine_t, sine_b, sine_t,
-    key_storage_b, key_storage_h, key_storage_s, value_storage_b, value_storage_h, value_storage_s,
-    query_heads, key_heads, value_heads, tokens, slots,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TURNED: tl.constexpr, PADDED: tl.constexpr,
+@triton.jit
+def _rotate_queries(
+    program, q, cosine, sine, out, out_mapped, key_map, q_b, q_h, q_t, cosine_b, cosine_t, sine_b, sine_t,
+    map_from, map_to, heads, tokens, rows,
+    WIDTH: tl.constexpr, TURNED: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: of a query, a key or a value."""
-    heads = query_heads + key_heads + value_heads
-    token = tl.program_id(0) % tokens
-    head = tl.program_id(0) // tokens % heads
-    row = (tl.program_id(0) // (tokens * heads)).to(tl.int64)
-    slot = tl.load(end + row) - tokens + token
-    channel = tl.arange(0, PADDED)
-    cosine += row * cosine_b + token * cosine_t
-    sine += row * sine_b + token * sine_t
-    if head < query_heads:
-        turned = _rotated_row(q + row * q_b + head * q_h + token * q_t, cosine, sine, channel, WIDTH, TURNED)
-        out += ((row * query_heads + head) * tokens + token) * WIDTH
-        tl.store(out + channel, turned.to(out.dtype.element_ty), mask=channel < WIDTH)
-    elif head < query_heads + key_heads:
-        head -= query_heads
-        turned = _rotated_row(keys + row * key_b + head * key_h + token * key_t, cosine, sine, channel, WIDTH, TURNED)
-        in_row = row * key_storage_b + head.to(tl.int64) * key_storage_h
-        _store_at(
-            key_storage, in_row, slot, slots, key_storage_s, channel, turned.to(key_storage.dtype.element_ty), WIDTH
-        )
+    """Rotate ROWS queries, a row for each head and token, and map them to a chunk of channels."""
+    channel, chunk = tl.arange(0, PADDED), program % CHUNKS
+    row = program // CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
+    stores, place = row < rows, row.to(tl.int64) * WIDTH
+    row = tl.minimum(row, rows - 1)
+    token, head, batch = row % tokens, row // tokens % heads, (row // (tokens * heads)).to(tl.int64)
+    turned = _rotated_rows(
+        q + batch * q_b + head * q_h + token * q_t, cosine + batch * cosine_b + token * cosine_t,
+        sine + batch * sine_b + token * sine_t, channel[None, :], WIDTH, TURNED,
+    ).to(out.dtype.element_ty)  # fmt: skip
+    if chunk == 0:
+        tl.store(out + place + channel, turned, mask=stores & (channel < WIDTH))
+    if key_map is not None:
+        some = chunk * CHUNK + tl.arange(0, CHUNK)
+        turn = tl.load(
+            key_map + channel[:, None] * map_from + some * map_to,
+            mask=(channel[:, None] < WIDTH) & (some < WIDTH), other=0.0,
+        )  # fmt: skip
+        rounded = tl.where(channel < WIDTH, turned.to(tl.float32), 0.0)
+        product = tl.dot(rounded, turn, input_precision="tf32x3").to(out.dtype.element_ty)
+        tl.store(out_mapped + place + some, product, mask=stores & (some < WIDTH))
+
+
+@triton.jit(
+    do_not_specialize=["query_heads", "key_heads", "value_heads", "tokens", "slots", "query_rows", "query_programs"]
+)
+def _rotate_and_write_rows(
+    q, keys, values, cosine, sine, key_storage, value_storage, out, out_mapped, key_map, end,
+    q_b, q_h, q_t, key_b, key_h, key_t, value_b, value_h, value_t, cosine_b, cosine_t, sine_b, sine_t,
+    key_storage_b, key_storage_h, key_storage_s, value_storage_b, value_storage_h, value_storage_s, map_from, map_to,
+    query_heads, key_heads, value_heads, tokens, slots, query_rows, query_programs,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TURNED: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Some queries, or one head of one token: of a key or a value."""
+    if tl.program_id(0) < query_programs:
+        _rotate_queries(
+            tl.program_id(0), q, cosine, sine, out, out_mapped, key_map, q_b, q_h, q_t, cosine_b, cosine_t, sine_b,
+            sine_t, map_from, map_to, query_heads, tokens, query_rows, WIDTH, TURNED, PADDED, ROWS, CHUNKS, CHUNK,
+        )  # fmt: skip
     else:
-        head -= query_heads + key_heads
-        value = values + row * value_b + head * value_h + token * value_t
-        new = tl.load(value + channel, mask=channel < VALUE_WIDTH)
-        in_row = row * value_storage_b + head.to(tl.int64) * value_storage_h
-        _store_at(value_storage, in_row, slot, slots, value_storage_s, channel, new, VALUE_WIDTH)
+        program = tl.program_id(0) - query_programs
+        heads = key_heads + value_heads
+        token, head = program % tokens, program // tokens % heads
+        row = (program // (tokens * heads)).to(tl.int64)
+        slot = tl.load(end + row) - tokens + token
+        channel = tl.arange(0, PADDED)
+        if head < key_heads:
+            turned = _rotated_rows(
+                keys + row * key_b + head * key_h + token * key_t, cosine + row * cosine_b + token * cosine_t,
+                sine + row * sine_b + token * sine_t, channel, WIDTH, TURNED,
+            ).to(key_storage.dtype.element_ty)  # fmt: skip
+            in_row = row * key_storage_b + head.to(tl.int64) * key_storage_h
+            _store_at(key_storage, in_row, slot, slots, key_storage_s, channel, turned, WIDTH)
+        else:
+            head -= key_heads
+            value = values + row * value_b + head * value_h + token * value_t
+            new = tl.load(value + channel, mask=channel < VALUE_WIDTH)
+            in_row = row * value_storage_b + head.to(tl.int64) * value_storage_h
+            _store_at(value_storage, in_row, slot, slots, value_storage_s, channel, new, VALUE_WIDTH)

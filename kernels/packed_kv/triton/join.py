@@ -42,17 +42,36 @@ def rotated(x: Tensor, rotation: Tensor, dtype: torch.dtype, added: Tensor | Non
 
 @triton.jit(do_not_specialize=["num_rows", "num_queries", "rows_of_batch", "past_splits", "num_splits"])
 def join(
-    partial, lse, out, past_out, dense_end, dense_start, num_rows, num_queries, rows_of_batch, past_splits, num_splits,
-    DIM: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
+    partial, lse, out, past_out, rotation, dense_end, dense_start, num_rows, num_queries, rows_of_batch, past_splits,
+    num_splits, rotation_from, rotation_to,
+    DIM: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of a row, CHUNK channels; with past_out, the packed tokens' share goes there."""
+    """Join the splits of a row, CHUNK channels.
+
+    With past_out the packed tokens' share goes there. With a rotation it is multiplied by that, [DIM, DIM], here.
+    """
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    every = tl.arange(0, PADDED)
+    if rotation is not None:
+        # Loaded first: it waits for nothing.
+        turn = tl.load(
+            rotation + every[:, None] * rotation_from + channel * rotation_to,
+            mask=(every[:, None] < DIM) & (channel < DIM), other=0.0,
+        )  # fmt: skip
     largest = -float("inf")
     for first in range(0, num_splits, SPLITS):
         largest = tl.maximum(largest, tl.max(_split_lse(lse, row, num_rows, first, num_splits, SPLITS), 0))
     reference = tl.where(largest == -float("inf"), 0.0, largest)
-    past, past_total = _weighted(partial, lse, row, num_rows, reference, channel, 0, past_splits, DIM, CHUNK, SPLITS)
+    if rotation is not None:
+        whole, past_total = _weighted(
+            partial, lse, row, num_rows, reference, every, 0, past_splits, DIM, PADDED, SPLITS
+        )
+        past = tl.sum(whole[:, None] * turn, 0)
+    else:
+        past, past_total = _weighted(
+            partial, lse, row, num_rows, reference, channel, 0, past_splits, DIM, CHUNK, SPLITS
+        )
     dense, dense_total = _weighted(
         partial, lse, row, num_rows, reference, channel, past_splits, num_splits, DIM, CHUNK, SPLITS
     )

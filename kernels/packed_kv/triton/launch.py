@@ -29,7 +29,7 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 JOIN_NUMBERS = 1024
 """Numbers of the splits' outputs that a warp of the join holds at once."""
 MANY_ROWS = 512
-"""Rows that fill a GPU with one warp each."""
+"""Rows that fill a GPU with one warp each, and share the reads of a rotation."""
 NUM_STAGES = 3
 """Depth of the pipeline that loads blocks."""
 
@@ -43,24 +43,33 @@ def attend(
     decay: Tensor | None,
     past: PackedPast,
     scale: float,
+    past_q: Tensor | None = None,
 ) -> Tensor:
     """Compute `packed_attention` in two launches, for MANY_QUERIES queries or fewer; same arguments."""
-    partial, lse, past_splits = _launch(q, dense_keys, dense_values, dense_end, dense_start, decay, past, scale)
+    if past_q is None:
+        past_q = q.contiguous() if past.key_rotation is None else rotated(q.contiguous(), past.key_rotation, q.dtype)
+    partial, lse, past_splits = _launch(q, past_q, dense_keys, dense_values, dense_end, dense_start, decay, past, scale)
     rows, dim = lse[0].numel(), dense_values.shape[3]
-    turn = past.value_rotation
-    out = q.new_empty(*q.shape[:3], dim, dtype=q.dtype if turn is None else torch.float32)
-    past_out = None if turn is None else torch.empty_like(out)
-    chunk, splits, warps = _join_tiles(rows, next_power_of_2(dim), len(lse))
+    turn = None if past.value_rotation is None else past.value_rotation.mT
+    # Many rows share the reads of a rotation, in a launch of its own.
+    turns_alone = turn is not None and rows >= MANY_ROWS
+    out = q.new_empty(*q.shape[:3], dim, dtype=torch.float32 if turns_alone else q.dtype)
+    past_out = torch.empty_like(out) if turns_alone else None
+    padded = next_power_of_2(dim)
+    turns_here = turn is not None and not turns_alone
+    chunk, splits, warps = _join_tiles(rows, padded, len(lse), turns=turns_here)
     with torch.cuda.device_of(q):
         join[(rows, -(-dim // chunk))](
-            partial, lse, out, past_out, dense_end, dense_start, rows, q.shape[2], q.shape[1] * q.shape[2],
-            past_splits, len(lse), dim, chunk, SPLITS=splits, num_warps=warps,
+            partial, lse, out, past_out, turn if turns_here else None, dense_end, dense_start, rows, q.shape[2],
+            q.shape[1] * q.shape[2], past_splits, len(lse), *((0, 0) if turn is None else turn.stride()),
+            dim, padded, chunk, SPLITS=splits, num_warps=warps,
         )  # fmt: skip
-    return out if turn is None else rotated(past_out, turn.mT, q.dtype, out)
+    return rotated(past_out, turn, q.dtype, out) if turns_alone else out
 
 
 def _launch(
     q: Tensor,
+    past_q: Tensor,
     dense_keys: Tensor,
     dense_values: Tensor,
     dense_end: Tensor,
@@ -86,7 +95,6 @@ def _launch(
     partial = q.new_empty(splits, batch, num_heads, queries, value_dim, dtype=torch.float32)
     lse = q.new_empty(splits, batch, num_heads, queries, dtype=torch.float32)
     q = q.contiguous()
-    past_q = q if past.key_rotation is None else rotated(q, past.key_rotation, q.dtype)
     dense_keys, dense_values = (x if x.stride(-1) == 1 else x.contiguous() for x in (dense_keys, dense_values))
     decay, past_decay = (None if x is None else x.contiguous() for x in (decay, past.decay))
     with torch.cuda.device_of(q):
@@ -125,10 +133,17 @@ def _tokens_per_step(keys: Packed, rows: int) -> int:
     return max(MIN_TOKENS, min(next_power_of_2(keys.block), MAX_TOKENS if rows <= 8 else MAX_TOKENS // 2))
 
 
-def _join_tiles(rows: int, channels: int, splits: int) -> tuple[int, int, int]:
-    """Return the channels, splits of a step, and warps of a program that joins a row; many rows fill a GPU alone."""
+def _join_tiles(rows: int, channels: int, splits: int, *, turns: bool) -> tuple[int, int, int]:
+    """Return the channels, splits of a step, and warps of a program that joins a row; many rows fill a GPU alone.
+
+    Args:
+        rows: to be joined.
+        channels: of a row.
+        splits: of the tokens.
+        turns: whether the program rotates the row, and so reads all channels of packed tokens.
+    """
     chunk, warps = (channels, 1) if rows >= MANY_ROWS else (min(32, channels), 4)
-    return chunk, min(next_power_of_2(splits), JOIN_NUMBERS * warps // chunk), warps
+    return chunk, min(next_power_of_2(splits), JOIN_NUMBERS * warps // (channels if turns else chunk)), warps
 
 
 def _largest_divisor(number: int, limit: int) -> int:

@@ -85,9 +85,19 @@ class Beside:
                 # A slice where it is all rows: a list of them would be copied to the device.
                 rows = turn.rows if len(turn.rows) < len(scores) else slice(None)
                 scores[rows, :, turn.since : stop] = 0.0
-                first = turn.length - turn.before
-                places = torch.arange(first + turn.since, first + stop, dtype=torch.int32, device=positions.device)
-                positions[rows, :, turn.since : stop] = places
+                positions[rows, :, turn.since : stop] = self._places(turn, stop, rows)[:, None]
+
+    def _places(self, turn: Turn, stop: int, rows: list[int] | slice) -> Tensor:
+        """Return the positions `[n or 1, s]` of the tokens in the slots from `turn.since` to `stop`, which came last.
+
+        Packed tokens are all tokens that are in no slot: their number on the device is right in a replayed roll too.
+        """
+        ledger = self.books.keys
+        assert ledger.blocks is not None
+        slots = torch.arange(turn.since, stop, dtype=torch.int32, device=ledger.blocks.device)
+        if ledger.packs:
+            return ledger.blocks[rows, None] * ledger.block + slots
+        return (slots + (turn.length - turn.before))[None]
 
     def choose(self, turns: tuple[Turn, ...], layouts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the slots to release and to keep, `[B, G, n]` and `[B, G, m]`."""

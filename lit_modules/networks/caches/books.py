@@ -1,21 +1,14 @@
 """What the layers of one compressed cache share: the ledgers, and what the current tokens do."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lit_modules.networks.caches.ledger import Ledger
 from lit_modules.networks.caches.moves import Array, Move, match
+from lit_modules.networks.caches.replayed_rolls import Layer, ReplayedRolls
 from lit_modules.networks.caches.settings import CacheSettings
-
-
-class Layer(Protocol):
-    """A layer of the cache."""
-
-    def roll(self) -> None:
-        """Let the tokens go that the last move releases."""
 
 
 class Books:
@@ -39,6 +32,7 @@ class Books:
         self.layers: list[Layer] = []
         self.model = ""  # for stock models: what the cache was made for
         self.moves: tuple[Move, Move] | None = None
+        self.rolls = ReplayedRolls()
         self.is_called_by_hand = False  # whether `prepare_step` is called before each decoding step
         self._link: tuple[tuple[int, ...], Tensor] | None = None
         self._rolls_late = False  # whether layers wait with the last move's roll until the next step
@@ -102,8 +96,8 @@ class Books:
         """Do what is still due after the last step: rolls of layers with fixed addresses."""
         if self._rolls_late:
             self._rolls_late = False
-            for layer in self.layers:
-                layer.roll()
+            assert self.moves is not None
+            self.rolls(self.moves[0], self.layers, self.keys.packs)
 
     @property
     def rolls_now(self) -> bool:

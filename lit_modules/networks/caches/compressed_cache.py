@@ -161,6 +161,7 @@ class CompressedCache(Cache):
             other.crop(-removed)
 
     def _select(self, rows: Tensor) -> None:
+        self.books.rolls.forget()
         for ledger in self.books.ledgers:
             ledger.select(rows.tolist, len(rows))
 

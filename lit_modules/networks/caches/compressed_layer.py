@@ -184,11 +184,14 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             raise ValueError("a mean of keys cannot be left out where logits are capped: calibrate the model anew")
         key_move, value_move = self.books.step(self, len(keys), keys.shape[2], keys.device, padding)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        past_q = None
         if rotary is not None and self._writes_in_place(key_move):
             key_slots, value_slots = self.key_states.dense, self.value_states.dense
             assert key_slots is not None
             assert value_slots is not None
-            q = rotate_and_write(key_slots, value_slots, q, keys, values, *rotary, key_move.end)
+            key_map = self.key_states.inverse if self.key_states.packed else None
+            q, turned = rotate_and_write(key_slots, value_slots, q, keys, values, *rotary, key_move.end, key_map)
+            past_q = None if key_map is None else turned
             layouts = {"keys": key_slots, "values": value_slots}
         else:
             if rotary is not None:
@@ -213,18 +216,24 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
                 scale=scale,
                 decay=layouts.get("sums"),
                 softcap=softcap,
+                past_q=past_q,
             )
         else:
             out = self._attend_in_parts(q, layouts, key_move, value_move, scale, softcap, finish)
         if self.books.rolls_now:
-            self.roll()
+            self.roll(key_move, value_move)
         return self._restored(out, key_move)
 
-    def roll(self) -> None:
-        """Let the tokens go that the last move releases: pack or evict them, and close the gaps."""
-        assert self.books.moves is not None
-        key_move, value_move = self.books.moves
-        layouts, self._layouts = self._layouts, {}
+    def roll(self, key_move: Move, value_move: Move | None = None) -> None:
+        """Let the tokens go that the last moves release: pack or evict them, and close the gaps.
+
+        Args:
+            key_move: of the keys.
+            value_move: of the values; None: the same.
+        """
+        value_move = key_move if value_move is None else value_move
+        layouts = self._layouts
+        self.forget_layouts()
         assert self.key_states is not None
         assert self.value_states is not None
         assert self.beside is not None
@@ -246,6 +255,10 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
                 assert layout is not None
                 held.roll(layout, kept, released, move.roll.filing)
         self.beside.rebase()
+
+    def forget_layouts(self) -> None:
+        """Drop what the last attention saw, of which a roll takes its tokens."""
+        self._layouts = {}
 
     def positions(self, head: int = 0, tensor: str = "keys") -> list[list[int]]:
         """Return for each row the positions, after its padding, that keep 16 bits by the policy, ascending.

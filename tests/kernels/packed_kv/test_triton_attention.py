@@ -144,6 +144,20 @@ def test_blocks_that_are_no_power_of_two(agree, block, along) -> None:
     agree(*make(2, (4, 2, 2), 1, (64, 64), (keys, CHANNELS), block=block, dtype=DTYPES[0]))
 
 
+def test_many_rows_are_rotated_in_a_launch_of_their_own(agree, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "MANY_ROWS", 1)
+    agree(*make(3, (4, 2, 2), 5, (64, 48), (TOKENS, Format(2, "channels", 48)), rotated=True, dtype=DTYPES[0]))
+
+
+def test_queries_that_are_mapped_already(device) -> None:
+    (*args, past), options = make(2, (8, 2, 2), 1, (64, 64), (TOKENS, CHANNELS), rotated=True, dtype=DTYPES[0])
+    there, past = [x.to(device) for x in args], moved(past, device)
+    expected = launch.attend(*there, None, options["decay"], past, 0.1)
+    past_q = (there[0] @ past.key_rotation).contiguous()
+    found = launch.attend(*there, None, options["decay"], replace(past, key_rotation=None), 0.1, past_q)
+    torch.testing.assert_close(found, expected)
+
+
 def test_many_queries_with_a_buffer_for_one_row(agree, monkeypatch) -> None:
     monkeypatch.setattr("kernels.packed_kv.triton.unpack.BUFFER_BYTES", 1)
     agree(*make(3, (4, 2, 2), 20, (64, 64), (TOKENS, CHANNELS), gates=True, rotated=True, dtype=DTYPES[0]))

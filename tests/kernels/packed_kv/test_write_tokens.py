@@ -31,25 +31,36 @@ def make(
     return [*storages, q, k, v, *tables, torch.tensor([tokens, 7, slots + 1], dtype=torch.int32)]
 
 
+@pytest.mark.parametrize("maps", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("heads", "tokens", "widths", "turned"),
-    [((4, 2, 2), 1, (16, 16), 16), ((3, 1, 3), 2, (24, 8), 10), ((1, 1, 1), 1, (8, 12), 8)],
+    [
+        ((4, 2, 2), 1, (16, 16), 16),
+        ((3, 1, 3), 2, (24, 8), 10),
+        ((1, 1, 1), 1, (8, 12), 8),
+        ((9, 3, 3), 2, (80, 80), 80),
+    ],
 )
-def test_one_launch_rotates_and_writes(device, heads, tokens, widths, turned, dtype) -> None:
+def test_one_launch_rotates_writes_and_maps(device, heads, tokens, widths, turned, dtype, maps) -> None:
     key_storage, value_storage, q, k, v, cosine, sine, end = make(heads, tokens, widths, turned, dtype)
     expected = [key_storage.clone(), value_storage.clone()]
     for row in range(2):  # the last row has no room for all its tokens
         where = slice(int(end[row]) - tokens, int(end[row]))
         expected[0][row, :, where] = rotate(k, cosine, sine)[row]
         expected[1][row, :, where] = v[row]
+    key_map = random(widths[0], widths[0], seed=4).mT if maps else None
     there = [x.to(device) for x in (key_storage, value_storage, q, k, v, cosine, sine, end)]
     for launch in (launch_rotation, rotate_and_write) if device.type == "cuda" else (launch_rotation,):
         storages = [x.clone() for x in there[:2]]
-        out = launch(*storages, *there[2:])
+        out, mapped = launch(*storages, *there[2:], None if key_map is None else key_map.to(device))
         torch.testing.assert_close(out.cpu(), rotate(q, cosine, sine))
-        for found, right in zip(storages, expected, strict=True):
-            torch.testing.assert_close(found[:2].cpu(), right[:2])
+        if key_map is None:
+            assert mapped.numel() == 0
+        else:
+            torch.testing.assert_close(mapped.cpu(), (out.cpu().double() @ key_map.double()).to(dtype))
+        for found, written in zip(storages, expected, strict=True):
+            torch.testing.assert_close(found[:2].cpu(), written[:2])
 
 
 def test_rotations_are_those_of_stock_models() -> None:

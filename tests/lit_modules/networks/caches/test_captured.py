@@ -1,14 +1,17 @@
 """Decoding steps with a compressed cache, captured in a CUDA graph or compiled."""
 
+import copy
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_modules.networks.caches import CompressedCache
+from lit_modules.networks.caches import CompressedCache, replayed_rolls
 from lit_modules.networks.caches.settings import CacheSettings, TensorSettings
 
 pytestmark = pytest.mark.gpu
-PROMPT, STEPS = 300, 150
+PROMPT, STEPS = 300, 400
+"""The steps roll six times; rolls are replayed from the second or third on."""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +45,12 @@ def prefilled(llama: LlamaForCausalLM, transform: str) -> tuple[CompressedCache,
 
 @pytest.mark.parametrize("transform", ["none", "hadamard", "chosen by the prompt"])
 @torch.no_grad()
-def test_replays_of_a_captured_step_give_what_steps_give(llama, transform) -> None:
-    cache, tokens = prefilled(llama, transform)
-    expected = [llama(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(STEPS)]
+def test_replays_of_captured_steps_and_rolls_give_what_they_give_uncaptured(llama, transform, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(replayed_rolls, "kind_of", lambda *_: None)
+        cache, tokens = prefilled(llama, transform)
+        expected = [llama(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(STEPS)]
+        kept = [layer.positions() for layer in cache.compressed_layers]
 
     cache, tokens = prefilled(llama, transform)
     token, position = tokens[:, :1].clone(), torch.full((2, 1), PROMPT, device="cuda")
@@ -72,6 +78,28 @@ def test_replays_of_a_captured_step_give_what_steps_give(llama, transform) -> No
             found.append(out.clone())
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), f"step {i}: {(one - other).abs().max()}"
+    assert any(cache.books.rolls.captured.values())
+    assert [layer.positions() for layer in cache.compressed_layers] == kept
+
+
+@torch.no_grad()
+def test_rows_that_change_places_are_rolled_where_they_are(llama) -> None:
+    tokens = torch.randint(0, 96, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(1)).to("cuda")
+    logits = []
+    for captures in (False, True):
+        cache, _ = prefilled(llama, "chosen by the prompt")
+        for i in range(STEPS):
+            if not captures:
+                cache.books.rolls.forget()  # so that no roll is the second of its kind
+            if i == STEPS // 2:
+                assert any(cache.books.rolls.captured.values()) == captures
+                cache.batch_select_indices(torch.tensor([1, 0], device="cuda"))
+                tokens = tokens.flip(0)
+            last = llama(tokens[:, PROMPT + i : PROMPT + i + 1], past_key_values=cache).logits
+        logits.append(last)
+        assert copy.deepcopy(cache).get_seq_length() == PROMPT + STEPS
+        tokens = tokens.flip(0)
+    assert torch.equal(*logits)
 
 
 @torch.no_grad()
