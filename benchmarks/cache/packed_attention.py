@@ -1,6 +1,6 @@
 """Decode attention over a packed cache against the fastest attention over the same cache in 16 bits.
 
-    python -m benchmarks.cache.packed_attention
+    python -m benchmarks.cache.packed_attention [--cases "batch 8, 32k"]
 
 The heads are those of Llama-3.1-8B (32 for queries, 8 for keys and values, 128 wide), with random data. Peers in
 bfloat16: this project's decode kernel, PyTorch's attention, and FlashAttention-3 if it is installed. Each kernel is
@@ -159,10 +159,12 @@ def report(rows: list[Measurement], copy: float) -> str:
 
 def main() -> None:
     """Measure all cases and write the page."""
-    arguments = CommandLine(__doc__).parse_for_gpu()
+    parser = CommandLine(__doc__)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    arguments = parser.parse_for_gpu()
     torch.manual_seed(0)
     rows = []
-    for case in CASES:
+    for case in arguments.cases:
         rows += measure(case)
         torch.cuda.empty_cache()
     publish(arguments.output / "packed_attention.md", report(rows, copy_rate(default_device())))
