@@ -35,14 +35,14 @@ def _packed_attention(
     """Implement `packed_attention`; `packed` has the tensors of the keys, then of the values."""
     dense = dense_keys, dense_values, dense_end, dense_start, decay
     if blocks is None:
-        return _attend_dense(q, *dense, scale, softcap)[0].to(q.dtype)
+        return _attend_dense(q, *dense, scale, softcap, return_lse=False)[0].to(q.dtype)
     keys, values = _read(packed, key_format, value_format)
     past = PackedPast(keys, values, blocks, past_decay, key_rotation, value_rotation, debias)
     if q.is_cuda and q.dtype != torch.float64 and softcap is None:
         if q.shape[2] <= MANY_QUERIES:
             return launch.attend(q, *dense, past, scale, past_q)
         return attend_unpacked(q, *dense, past, scale)
-    out, lse = _attend_dense(q, *dense, scale, softcap)
+    out, lse = _attend_dense(q, *dense, scale, softcap, return_lse=True)
     query_decay = None if decay is None else _own(decay, dense_end, q.shape[2])
     squares = read_squares(q, past.key_rotation, dense_end, dense_start, scale) if debias else None
     past_out, past_lse = chunked.attend_past(q, past, query_decay, scale, softcap, squares)
@@ -94,8 +94,10 @@ def _attend_dense(
     decay: Tensor | None,
     scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Attend causally to the 16-bit tokens: output `[B, Hq, T, Dv]` and lse `[B, Hq, T]`."""
+    *,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend causally to the 16-bit tokens: output `[B, Hq, T, Dv]` and lse `[B, Hq, T]`, which may be left out."""
     if softcap is not None:
         own = end.long()[:, None] - q.shape[2] + torch.arange(q.shape[2], device=q.device)
         slot = torch.arange(keys.shape[2], device=q.device)
@@ -106,13 +108,14 @@ def _attend_dense(
         softmax = RunningSoftmax(q, scale, softcap)
         softmax.add(keys, values, visible[:, None], bias)
         return softmax.result()
-    out, lse = forgetting_attention(
+    found = forgetting_attention(
         *(x.transpose(1, 2) for x in (q, keys, values)),
         None if decay is None else decay.transpose(1, 2),
         scale=scale,
         kv_start=start,
         kv_end=end,
         cumulative=decay is not None,
-        return_lse=True,
+        return_lse=return_lse,
     )
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    out, lse = found if return_lse else (found, None)
+    return out.transpose(1, 2), lse if lse is None else lse.transpose(1, 2)

@@ -10,6 +10,8 @@ from kernels.rounding import next_power_of_2
 
 MAP_ROWS, MAP_CHANNELS = 16, 32
 """Queries that a program maps, and the channels that it makes of each."""
+FEW_MAPPED = 64
+"""Queries up to which a program maps one: reading the map again costs less than a matrix product begins with."""
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -106,8 +108,9 @@ def launch_rotation(
     maps = key_map is not None
     out_mapped = q.new_empty(q.shape if maps else 0)
     padded = next_power_of_2(max(width, values.shape[3], MAP_CHANNELS if maps else 1))
-    rows, chunks = (MAP_ROWS, -(-width // MAP_CHANNELS)) if maps else (1, 1)
     query_rows = batch * query_heads * tokens
+    rows = MAP_ROWS if maps and query_rows > FEW_MAPPED else 1
+    chunks = -(-width // MAP_CHANNELS) if maps else 1
     query_programs = -(-query_rows // rows) * chunks
     others = batch * (keys.shape[1] + values.shape[1]) * tokens
     with torch.cuda.device_of(q):
@@ -174,25 +177,29 @@ def _rotate_queries(
 ):  # fmt: skip
     """Rotate ROWS queries, a row for each head and token, and map them to a chunk of channels."""
     channel, chunk = tl.arange(0, PADDED), program % CHUNKS
-    row = program // CHUNKS * ROWS + tl.arange(0, ROWS)[:, None]
+    some = chunk * CHUNK + tl.arange(0, CHUNK)
+    if key_map is not None:
+        # First, so that it comes beside the queries.
+        turn = tl.load(
+            key_map + channel[:, None] * map_from + some * map_to,
+            mask=(channel[:, None] < WIDTH) & (some < WIDTH), other=0.0,
+        )  # fmt: skip
+    row = program // CHUNKS * ROWS
+    if ROWS > 1:
+        row += tl.arange(0, ROWS)[:, None]
     stores, place = row < rows, row.to(tl.int64) * WIDTH
     row = tl.minimum(row, rows - 1)
     token, head, batch = row % tokens, row // tokens % heads, (row // (tokens * heads)).to(tl.int64)
     turned = _rotated_rows(
         q + batch * q_b + head * q_h + token * q_t, cosine + batch * cosine_b + token * cosine_t,
-        sine + batch * sine_b + token * sine_t, channel[None, :], WIDTH, TURNED,
+        sine + batch * sine_b + token * sine_t, channel, WIDTH, TURNED,
     ).to(out.dtype.element_ty)  # fmt: skip
     if chunk == 0:
         tl.store(out + place + channel, turned, mask=stores & (channel < WIDTH))
     if key_map is not None:
-        some = chunk * CHUNK + tl.arange(0, CHUNK)
-        turn = tl.load(
-            key_map + channel[:, None] * map_from + some * map_to,
-            mask=(channel[:, None] < WIDTH) & (some < WIDTH), other=0.0,
-        )  # fmt: skip
         rounded = tl.where(channel < WIDTH, turned.to(tl.float32), 0.0)
-        product = tl.dot(rounded, turn, input_precision="tf32x3").to(out.dtype.element_ty)
-        tl.store(out_mapped + place + some, product, mask=stores & (some < WIDTH))
+        product = tl.dot(rounded, turn, input_precision="tf32x3") if ROWS > 1 else tl.sum(rounded[:, None] * turn, 0)
+        tl.store(out_mapped + place + some, product.to(out.dtype.element_ty), mask=stores & (some < WIDTH))
 
 
 @triton.jit(

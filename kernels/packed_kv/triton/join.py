@@ -50,32 +50,39 @@ def join(
 
     With past_out the packed tokens' share goes there. With a rotation it is multiplied by that, [DIM, DIM], here.
     """
+    TURNS: tl.constexpr = rotation is not None
+    APART: tl.constexpr = TURNS or past_out is not None
     row = tl.program_id(0)
     channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     every = tl.arange(0, PADDED)
-    if rotation is not None:
+    if TURNS:
         # Loaded first: it waits for nothing.
         turn = tl.load(
             rotation + every[:, None] * rotation_from + channel * rotation_to,
             mask=(every[:, None] < DIM) & (channel < DIM), other=0.0,
         )  # fmt: skip
-    largest = -float("inf")
+    largest, total = -float("inf"), 0.0
+    past = tl.zeros((PADDED if TURNS else CHUNK,), tl.float32)
+    dense = tl.zeros((CHUNK,), tl.float32)
+    # All loads of a step are independent of each other: its time is that of one.
     for first in range(0, num_splits, SPLITS):
-        largest = tl.maximum(largest, tl.max(_split_lse(lse, row, num_rows, first, num_splits, SPLITS), 0))
-    reference = tl.where(largest == -float("inf"), 0.0, largest)
-    if rotation is not None:
-        whole, past_total = _weighted(
-            partial, lse, row, num_rows, reference, every, 0, past_splits, DIM, PADDED, SPLITS
-        )
-        past = tl.sum(whole[:, None] * turn, 0)
-    else:
-        past, past_total = _weighted(
-            partial, lse, row, num_rows, reference, channel, 0, past_splits, DIM, CHUNK, SPLITS
-        )
-    dense, dense_total = _weighted(
-        partial, lse, row, num_rows, reference, channel, past_splits, num_splits, DIM, CHUNK, SPLITS
-    )
-    total = past_total + dense_total
+        split = first + tl.arange(0, SPLITS)
+        written, is_past = split < num_splits, split < past_splits
+        place = split.to(tl.int64) * num_rows + row
+        split_lse = tl.load(lse + place, mask=written, other=-float("inf"))
+        past_outs = _split_outs(partial, place, is_past if APART else written, every if TURNS else channel, DIM)
+        if APART:
+            dense_outs = _split_outs(partial, place, written & (split >= past_splits), channel, DIM)
+        new_largest = tl.maximum(largest, tl.max(split_lse, 0))
+        # -inf - -inf is NaN: a row that has seen nothing yet uses the reference 0.
+        reference = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+        weights, shrink = tl.exp2(split_lse - reference), tl.exp2(largest - reference)
+        past = past * shrink + tl.sum(weights[:, None] * past_outs, 0)
+        if APART:
+            dense = dense * shrink + tl.sum(weights[:, None] * dense_outs, 0)
+        total = total * shrink + tl.sum(weights, 0)
+        largest = new_largest
+    turned = tl.sum(past[:, None] * turn, 0) if TURNS else past
     seen = total != 0  # NaN is seen
     if dense_start is not None:
         # A query of padding sees nothing, not even packed tokens.
@@ -85,32 +92,14 @@ def join(
     share = 1 / tl.where(total == 0, 1.0, total)
     place, mask = row.to(tl.int64) * DIM + channel, channel < DIM
     if past_out is not None:
-        tl.store(past_out + place, tl.where(seen, past * share, 0.0), mask=mask)
+        tl.store(past_out + place, tl.where(seen, turned * share, 0.0), mask=mask)
     else:
-        dense += past
+        dense += turned
     tl.store(out + place, tl.where(seen, dense * share, 0.0).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _split_lse(lse, row, num_rows, first, stop, SPLITS: tl.constexpr):
-    """Load the lse of SPLITS splits; -inf from stop on."""
-    split = first + tl.arange(0, SPLITS)
-    return tl.load(lse + split.to(tl.int64) * num_rows + row, mask=split < stop, other=-float("inf"))
-
-
-@triton.jit
-def _weighted(
-    partial, lse, row, num_rows, reference, channel, begin, stop, DIM: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Return the sum of a row's splits [CHUNK] by weight, and the sum of the weights."""
-    acc = tl.zeros((CHUNK,), tl.float32)
-    total = 0.0
-    for first in range(begin, stop, SPLITS):
-        weights = tl.exp2(_split_lse(lse, row, num_rows, first, stop, SPLITS) - reference)
-        split = first + tl.arange(0, SPLITS)[:, None]
-        offset = (split.to(tl.int64) * num_rows + row) * DIM + channel
-        outs = tl.load(partial + offset, mask=(split < stop) & (channel < DIM), other=0.0)
-        total += tl.sum(weights, 0)
-        acc += tl.sum(weights[:, None] * outs, 0)
-    return acc, total
+def _split_outs(partial, place, used, channel, DIM: tl.constexpr):
+    """Load the outputs [splits, channels] of the splits at these places, 0 for those that are not used."""
+    mask = used[:, None] & (channel < DIM)
+    return tl.load(partial + place[:, None] * DIM + channel, mask=mask, other=0.0)

@@ -26,10 +26,12 @@ BLOCKS_PER_DENSE_SPLIT = 3
 """Packed blocks that take as long as SLOTS_PER_SPLIT dense slots."""
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Programs that a multiprocessor runs at once: their registers fill it."""
-JOIN_NUMBERS = 1024
+JOIN_NUMBERS = 2048
 """Numbers of the splits' outputs that a warp of the join holds at once."""
 MANY_ROWS = 512
 """Rows that fill a GPU with one warp each, and share the reads of a rotation."""
+MANY_SPLITS = 64
+"""Splits of packed tokens beyond which the join does not rotate."""
 NUM_STAGES = 3
 """Depth of the pipeline that loads blocks."""
 
@@ -51,8 +53,8 @@ def attend(
     partial, lse, past_splits = _launch(q, past_q, dense_keys, dense_values, dense_end, dense_start, decay, past, scale)
     rows, dim = lse[0].numel(), dense_values.shape[3]
     turn = None if past.value_rotation is None else past.value_rotation.mT
-    # Many rows share the reads of a rotation, in a launch of its own.
-    turns_alone = turn is not None and rows >= MANY_ROWS
+    # Many rows share the reads of a rotation, and of many splits a program would read all channels.
+    turns_alone = turn is not None and (rows >= MANY_ROWS or past_splits > MANY_SPLITS)
     out = q.new_empty(*q.shape[:3], dim, dtype=torch.float32 if turns_alone else q.dtype)
     past_out = torch.empty_like(out) if turns_alone else None
     padded = next_power_of_2(dim)

@@ -10,8 +10,10 @@ from lit_modules.networks.caches import CompressedCache, replayed_rolls
 from lit_modules.networks.caches.settings import CacheSettings, TensorSettings
 
 pytestmark = pytest.mark.gpu
-PROMPT, STEPS = 300, 400
-"""The steps roll six times; rolls are replayed from the second or third on."""
+PROMPT, STEPS, WINDOW = 300, 720, 64
+"""The steps fill five blocks or more, each with a roll; rolls are replayed from the third on at the latest."""
+SWITCH = 460
+"""The step at which rows change places, after three rolls."""
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +31,9 @@ def llama() -> LlamaForCausalLM:
 def settings(transform: str) -> CacheSettings:
     if transform == "chosen by the prompt":
         keys = TensorSettings("prompt_attention", groups_along="tokens", high_channels=8, debias=True)
-        return CacheSettings(keys, TensorSettings("prompt_attention", transform="hadamard"), window=20)
+        return CacheSettings(keys, TensorSettings("prompt_attention", transform="hadamard"), window=WINDOW)
     keys = TensorSettings(groups_along="tokens", transform=transform)
-    return CacheSettings(keys, TensorSettings(transform=transform), window=20)
+    return CacheSettings(keys, TensorSettings(transform=transform), window=WINDOW)
 
 
 def prefilled(llama: LlamaForCausalLM, transform: str) -> tuple[CompressedCache, torch.Tensor]:
@@ -91,7 +93,7 @@ def test_rows_that_change_places_are_rolled_where_they_are(llama) -> None:
         for i in range(STEPS):
             if not captures:
                 cache.books.rolls.forget()  # so that no roll is the second of its kind
-            if i == STEPS // 2:
+            if i == SWITCH:
                 assert any(cache.books.rolls.captured.values()) == captures
                 cache.batch_select_indices(torch.tensor([1, 0], device="cuda"))
                 tokens = tokens.flip(0)
