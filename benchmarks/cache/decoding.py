@@ -28,8 +28,8 @@ from lit_modules.networks.linearized import LinearizedForCausalLM
 from lit_modules.networks.positions import locate
 
 CHUNK = 2048
-STEPS = 256
-"""Decoded tokens that are timed, after as many that are not: packing counts, its first two times do not."""
+STEPS, BEFORE = 256, 384
+"""Decoded tokens that are timed, and those before them: packing counts, its first three times do not."""
 PEER_STEPS = 8
 MEMORY = 80e9
 LARGEST = "largest batch, 8k"
@@ -39,6 +39,8 @@ CASES = {
     "batch 64, 8k": (64, 8192),
     "batch 8, 4k": (8, 4096),
     "batch 1, 4k": (1, 4096),
+    "batch 1, 8k": (1, 8192),
+    "batch 1, 16k": (1, 16384),
     LARGEST: (1, 8192),
 }
 PEER_CASES = ("batch 8, 4k",)
@@ -139,18 +141,18 @@ def elapsed(run: Callable[[], object], steps: int) -> float:
 def measure(model: LinearizedForCausalLM, case: str, name: str, copies: int = 1) -> Measurement:
     """Prefill, repeat each row `copies` times, capture a step, and time STEPS replays."""
     batch, length = CASES[case]
-    prompt = random_prompt(batch, length - 2 * STEPS)
+    prompt = random_prompt(batch, length - BEFORE - STEPS)
     cache = CompressedCache(model.config, settings_of(name), capacity=length + 16)
     token, seconds = prefill(model, prompt, cache)
     if copies > 1:
         cache.batch_repeat_interleave(copies)
         token, batch = token.repeat_interleave(copies), batch * copies
-    output = Output(batch, 2 * STEPS + WARM_UP + 2, (), 0, prompt.device)
+    output = Output(batch, BEFORE + STEPS + WARM_UP + 2, (), 0, prompt.device)
     positions = locate(batch, prompt.shape[1], 0, prompt.device)
     step = DecodingStep(model, cache, positions, lambda logits: logits.argmax(-1), output)
     step.take(token)
     replay = Replay(step)
-    for _ in range(STEPS):
+    for _ in range(BEFORE):
         replay()
     milliseconds = elapsed(replay, STEPS)
     return Measurement(case, name, batch, milliseconds, cache.bits_per_element, sum(cache.memory().values()), seconds)
@@ -216,7 +218,7 @@ def report(rows: list[Measurement]) -> str:
         "Decoding steps with a packed cache",
         measured_on("torch", "triton", "transformers"),
         f"Llama-3.1-8B's shape, random weights, prompts prefilled in chunks of {CHUNK}, {STEPS} replays of a captured "
-        f"step after as many that are not timed, packing included. {LARGEST.capitalize()}: what fits in "
+        f"step after {BEFORE} that are not timed, packing included. {LARGEST.capitalize()}: what fits in "
         f"{MEMORY / 1e9:.0f} GB, weights included; the prefill is that of one row. Caches of transformers: "
         f"{PEER_STEPS} steps of its model, launched one by one.",
         table(head, lines),

@@ -6,12 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.operation import register_operation
-from kernels.rounding import next_power_of_2
-
-MAP_ROWS, MAP_CHANNELS = 16, 32
-"""Queries that a program maps, and the channels that it makes of each."""
-FEW_MAPPED = 64
-"""Queries up to which a program maps one: reading the map again costs less than a matrix product begins with."""
+from kernels.packed_kv.triton.rotation import CHUNK, load_chunk, product, rows_of_program
+from kernels.rounding import cdiv, next_power_of_2
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -107,11 +103,10 @@ def launch_rotation(
     out = q.new_empty(q.shape)
     maps = key_map is not None
     out_mapped = q.new_empty(q.shape if maps else 0)
-    padded = next_power_of_2(max(width, values.shape[3], MAP_CHANNELS if maps else 1))
+    padded = next_power_of_2(max(width, values.shape[3], CHUNK if maps else 1))
     query_rows = batch * query_heads * tokens
-    rows = MAP_ROWS if maps and query_rows > FEW_MAPPED else 1
-    chunks = -(-width // MAP_CHANNELS) if maps else 1
-    query_programs = -(-query_rows // rows) * chunks
+    rows, chunks = (rows_of_program(query_rows), cdiv(width, CHUNK)) if maps else (1, 1)
+    query_programs = cdiv(query_rows, rows) * chunks
     others = batch * (keys.shape[1] + values.shape[1]) * tokens
     with torch.cuda.device_of(q):
         _rotate_and_write_rows[(query_programs + others,)](
@@ -119,7 +114,7 @@ def launch_rotation(
             *q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *cosine.stride()[:2], *sine.stride()[:2],
             *key_storage.stride()[:3], *value_storage.stride()[:3], *(key_map.stride() if maps else (0, 0)),
             query_heads, keys.shape[1], values.shape[1], tokens, key_storage.shape[2], query_rows, query_programs,
-            width, values.shape[3], cosine.shape[2], padded, ROWS=rows, CHUNKS=chunks, CHUNK=MAP_CHANNELS,
+            width, values.shape[3], cosine.shape[2], padded, ROWS=rows, CHUNKS=chunks, CHUNK=CHUNK,
             num_warps=4 if maps else 1,
         )  # fmt: skip
     return out, out_mapped
@@ -180,10 +175,7 @@ def _rotate_queries(
     some = chunk * CHUNK + tl.arange(0, CHUNK)
     if key_map is not None:
         # First, so that it comes beside the queries.
-        turn = tl.load(
-            key_map + channel[:, None] * map_from + some * map_to,
-            mask=(channel[:, None] < WIDTH) & (some < WIDTH), other=0.0,
-        )  # fmt: skip
+        turn = load_chunk(key_map, channel, some, map_from, map_to, WIDTH)
     row = program // CHUNKS * ROWS
     if ROWS > 1:
         row += tl.arange(0, ROWS)[:, None]
@@ -198,8 +190,8 @@ def _rotate_queries(
         tl.store(out + place + channel, turned, mask=stores & (channel < WIDTH))
     if key_map is not None:
         rounded = tl.where(channel < WIDTH, turned.to(tl.float32), 0.0)
-        product = tl.dot(rounded, turn, input_precision="tf32x3") if ROWS > 1 else tl.sum(rounded[:, None] * turn, 0)
-        tl.store(out_mapped + place + some, product.to(out.dtype.element_ty), mask=stores & (some < WIDTH))
+        result = product(rounded, turn, ROWS)
+        tl.store(out_mapped + place + some, result.to(out.dtype.element_ty), mask=stores & (some < WIDTH))
 
 
 @triton.jit(

@@ -71,15 +71,32 @@ def joined(values: Iterable[float]) -> tuple[float, str]:
 
 
 class Records:
-    """The file of results; each result is in it as soon as it is measured."""
+    """The file of results; each result is in it as soon as it is measured.
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.results = path, read_csv(path, Result)
+    Args:
+        path: the file.
+        known: another file, whose results are read and stay there.
+    """
+
+    def __init__(self, path: Path, known: Path | None = None) -> None:
+        self.path, self.own = path, read_csv(path, Result)
+        self.known = [] if known is None else read_csv(known, Result)
+
+    @property
+    def results(self) -> list[Result]:
+        """All results."""
+        return self.known + self.own
 
     def add(self, results: Iterable[Result]) -> None:
         """Append results, and write the file."""
-        self.results += results
-        write_atomic(self.path, csv_text(Result, self.results))
+        self.own += results
+        write_atomic(self.path, csv_text(Result, self.own))
+
+    def take(self, path: Path) -> None:
+        """Move the results of a file to this one."""
+        others = read_csv(path, Result)
+        self.add(each for each in others if not self.has(each.model, each.case, each.measure, each.text))
+        path.unlink()
 
     def has(self, model: str, case: Hashable, measure: str, text: str) -> bool:
         """Return whether this was measured."""

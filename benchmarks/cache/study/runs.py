@@ -3,6 +3,8 @@ r"""Measure models under every cache: losses, recall, coverage and L1 error, mos
     python -m benchmarks.cache.study.runs --model SmolLM2=models/smollm2 --model FoX=runs/fox \
         --texts wikitext.txt manuals.txt --calibration other.txt --minutes 8
 
+--processes shares the GPU among several: a small model leaves most of it idle.
+
 Rows that cache_study.csv in the output folder has are not measured again. All models are in memory at once, so that the
 most important cases of each come before the others of any; of equally important ones the first model's come first. What
 maps are fitted to (--calibration) must not be among the texts. Then `python -m benchmarks.cache.study.report`.
@@ -12,9 +14,12 @@ import argparse
 import datetime
 import itertools
 import logging
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,12 +54,17 @@ ASKING = 0.5
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement: its importance, its name in the log, and the function that adds its results."""
+    """One measurement: its importance, its name in the log, and the function that adds its results.
+
+    Attributes:
+        of_full: whether it measures the full cache, on which it depends what the others are asked.
+    """
 
     tier: float
     place: int
     name: str
     run: Callable[[], None]
+    of_full: bool = False
 
 
 class Study:
@@ -97,12 +107,15 @@ class Study:
         for case in cases(subject.has_gates):
             if self.options.tiers is not None and case.tier >= self.options.tiers:
                 continue
-            found.append(Task(case.tier, place, f"loss, {case.name}", lambda case=case: self.losses(subject, case)))
+            of_full, name = case == FULL_CASE, f"{subject.name}, {case.name}"
+            run = partial(self.losses, subject, case)
+            found.append(Task(case.tier, place, f"loss, {name}", run, of_full))
             if case.asked:
-                name = f"recall, {case.name}"
-                found.append(Task(case.tier + ASKING, place, name, lambda case=case: self.recall(subject, case)))
+                run = partial(self.recall, subject, case)
+                found.append(Task(case.tier + ASKING, place, f"recall, {name}", run, of_full))
         if self.options.tiers is None or self.options.tiers > ATTENTION_TIER:
-            found.append(Task(ATTENTION_TIER, place, "attention", lambda: self.attention(subject)))
+            name = f"attention, {subject.name}"
+            found.append(Task(ATTENTION_TIER, place, name, partial(self.attention, subject)))
         return found
 
     def result(self, subject: Subject, case: Case, measure: str, text: str, values: Sequence[float], bits: float,
@@ -179,7 +192,7 @@ class Study:
     def run(self, tasks: Sequence[Task]) -> bool:
         """Run tasks, most important first, until the time is over; return whether all were run."""
         longest = 0.0
-        ordered = sorted(tasks, key=lambda task: (task.tier, task.place))
+        ordered = in_order(tasks)
         for number, task in enumerate(ordered, 1):
             began = self.seconds()
             if began + longest > 60 * self.options.minutes:
@@ -190,6 +203,38 @@ class Study:
             longest = max(taken, longest / 2)
             log.info("[%4.0f s] %s of %s, %s: %.1f s", self.seconds(), number, len(ordered), task.name, taken)
         return True
+
+
+def in_order(tasks: Iterable[Task]) -> list[Task]:
+    """Return tasks, most important first."""
+    return sorted(tasks, key=lambda task: (task.tier, task.place))
+
+
+def own_tasks(tasks: Sequence[Task], processes: int, part: int | None) -> list[Task]:
+    """Return the tasks of one process.
+
+    Args:
+        tasks: of all processes.
+        processes: that share them.
+        part: which of them this is; None for the one that begins them, after it has measured the full cache.
+    """
+    if part is not None:
+        return [task for task in in_order(tasks) if not task.of_full][part::processes]
+    return [task for task in tasks if processes == 1 or task.of_full]
+
+
+def part_file(options: argparse.Namespace, part: int) -> Path:
+    """Return the file of one process's results, until all have ended."""
+    return options.output / f"part_{part}_{FILE}"
+
+
+def run_side_by_side(options: argparse.Namespace, minutes: float) -> None:
+    """Run all tasks but those of the full cache in processes of their own, each of which has a part of them."""
+    command = [sys.executable, "-m", "benchmarks.cache.study.runs", *sys.argv[1:], "--minutes", f"{minutes:.2f}"]
+    children = [subprocess.Popen([*command, "--part", str(part)]) for part in range(options.processes)]
+    failed = [part for part, child in enumerate(children) if child.wait()]
+    if failed:
+        log.error("processes %s of %s have failed: what they measured is kept", failed, options.processes)
 
 
 def attention_case(selection: str, reserved: int, how: str) -> Case:
@@ -222,6 +267,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiers", type=int, help="only the first so many tiers of cases")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later")
     parser.add_argument("--seed", type=int, default=0, help="of sequences and questions")
+    parser.add_argument("--processes", type=int, default=1, help="that share the GPU")
+    parser.add_argument("--part", type=int, help="of the tasks; the processes are begun with it")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     return parser.parse_for_gpu()
@@ -234,12 +281,24 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     if torch.cuda.is_available():
         in_parts.MAX_WEIGHTS = GPU_WEIGHTS
-    study = Study(options, Records(options.output / FILE))
+    records = Records(options.output / FILE)
+    for path in options.output.glob(f"part_*_{FILE}") if options.part is None else ():
+        records.take(path)  # of a run that was killed
+    if options.part is not None:
+        records = Records(part_file(options, options.part), known=options.output / FILE)
+    study = Study(options, records)
     tasks: list[Task] = []
     for place, (name, _, checkpoint) in enumerate(model.partition("=") for model in options.models):
         tasks += study.tasks(place, study.load(name, checkpoint))
     with torch.no_grad():
-        study.run(tasks)
+        study.run(own_tasks(tasks, options.processes, options.part))
+    if options.part is None and options.processes > 1:
+        del tasks
+        run_side_by_side(options, options.minutes - study.seconds() / 60)
+        for part in range(options.processes):
+            path = part_file(options, part)
+            if path.is_file():
+                records.take(path)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,15 @@
-"""What stands around attention: queries are rotated before it, and splits are joined and rotated back after it."""
+"""The splits of attention are joined, and the packed tokens' share is rotated back."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kernels.rounding import next_power_of_2
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _rotate_rows(
-    x, rotation, added, out, num_rows, rotation_from, rotation_to,
-    DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Compute `x @ rotation + added` for ROWS rows [DIM] and CHUNK channels; added may be None."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    channel = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    every = tl.arange(0, PADDED)
-    rows = tl.load(x + row * DIM + every, mask=(row < num_rows) & (every < DIM), other=0.0).to(tl.float32)
-    turn = tl.load(
-        rotation + every[:, None] * rotation_from + channel * rotation_to,
-        mask=(every[:, None] < DIM) & (channel < DIM), other=0.0,
-    )  # fmt: skip
-    turned = tl.dot(rows, turn, input_precision="tf32x3")
-    mask = (row < num_rows) & (channel < DIM)
-    if added is not None:
-        turned += tl.load(added + row * DIM + channel, mask=mask, other=0.0)
-    tl.store(out + row * DIM + channel, turned.to(out.dtype.element_ty), mask=mask)
-
-
-def rotated(x: Tensor, rotation: Tensor, dtype: torch.dtype, added: Tensor | None = None) -> Tensor:
-    """Return contiguous `x` `[..., D]` times `rotation` `[D, D]` float32, plus `added` of its shape, in `dtype`."""
-    out, dim = torch.empty_like(x, dtype=dtype), x.shape[-1]
-    rows, padded = x.numel() // dim, max(16, next_power_of_2(dim))
-    with torch.cuda.device_of(x):
-        _rotate_rows[(-(-rows // 16), -(-padded // 32))](
-            x, rotation, added, out, rows, *rotation.stride(), dim, padded, ROWS=16, CHUNK=min(32, padded), num_warps=2
-        )  # fmt: skip
-    return out
+from kernels.packed_kv.triton.rotation import load_chunk, product
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_queries", "rows_of_batch", "past_splits", "num_splits"])
 def join(
     partial, lse, out, past_out, rotation, dense_end, dense_start, num_rows, num_queries, rows_of_batch, past_splits,
-    num_splits, rotation_from, rotation_to,
+    num_splits, from_stride, to_stride,
     DIM: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Join the splits of a row, CHUNK channels.
@@ -57,10 +23,7 @@ def join(
     every = tl.arange(0, PADDED)
     if TURNS:
         # Loaded first: it waits for nothing.
-        turn = tl.load(
-            rotation + every[:, None] * rotation_from + channel * rotation_to,
-            mask=(every[:, None] < DIM) & (channel < DIM), other=0.0,
-        )  # fmt: skip
+        turn = load_chunk(rotation, every, channel, from_stride, to_stride, DIM)
     largest, total = -float("inf"), 0.0
     past = tl.zeros((PADDED if TURNS else CHUNK,), tl.float32)
     dense = tl.zeros((CHUNK,), tl.float32)
@@ -82,7 +45,7 @@ def join(
             dense = dense * shrink + tl.sum(weights[:, None] * dense_outs, 0)
         total = total * shrink + tl.sum(weights, 0)
         largest = new_largest
-    turned = tl.sum(past[:, None] * turn, 0) if TURNS else past
+    turned = product(past, turn, 1) if TURNS else past
     seen = total != 0  # NaN is seen
     if dense_start is not None:
         # A query of padding sees nothing, not even packed tokens.

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from kernels.packed_kv.formats import Packed, PackedPast
 from kernels.packed_kv.triton.attention import LOG2_E, attend_split
-from kernels.packed_kv.triton.join import join, rotated
+from kernels.packed_kv.triton.join import join
+from kernels.packed_kv.triton.rotation import rotated
 from kernels.rounding import next_power_of_2
 
 MIN_TOKENS, MAX_TOKENS = 32, 128
@@ -26,12 +27,10 @@ BLOCKS_PER_DENSE_SPLIT = 3
 """Packed blocks that take as long as SLOTS_PER_SPLIT dense slots."""
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Programs that a multiprocessor runs at once: their registers fill it."""
-JOIN_NUMBERS = 2048
-"""Numbers of the splits' outputs that a warp of the join holds at once."""
+JOIN_NUMBERS = 4096
+"""Numbers of the splits' outputs that a warp of the join holds at once, where few rows leave it the registers."""
 MANY_ROWS = 512
 """Rows that fill a GPU with one warp each, and share the reads of a rotation."""
-MANY_SPLITS = 64
-"""Splits of packed tokens beyond which the join does not rotate."""
 NUM_STAGES = 3
 """Depth of the pipeline that loads blocks."""
 
@@ -53,8 +52,8 @@ def attend(
     partial, lse, past_splits = _launch(q, past_q, dense_keys, dense_values, dense_end, dense_start, decay, past, scale)
     rows, dim = lse[0].numel(), dense_values.shape[3]
     turn = None if past.value_rotation is None else past.value_rotation.mT
-    # Many rows share the reads of a rotation, and of many splits a program would read all channels.
-    turns_alone = turn is not None and (rows >= MANY_ROWS or past_splits > MANY_SPLITS)
+    # Many rows share the reads of a rotation, in a launch of its own.
+    turns_alone = turn is not None and rows >= MANY_ROWS
     out = q.new_empty(*q.shape[:3], dim, dtype=torch.float32 if turns_alone else q.dtype)
     past_out = torch.empty_like(out) if turns_alone else None
     padded = next_power_of_2(dim)
@@ -144,8 +143,11 @@ def _join_tiles(rows: int, channels: int, splits: int, *, turns: bool) -> tuple[
         splits: of the tokens.
         turns: whether the program rotates the row, and so reads all channels of packed tokens.
     """
-    chunk, warps = (channels, 1) if rows >= MANY_ROWS else (min(32, channels), 4)
-    return chunk, min(next_power_of_2(splits), JOIN_NUMBERS * warps // (channels if turns else chunk)), warps
+    if rows >= MANY_ROWS:
+        chunk, warps, numbers = channels, 1, JOIN_NUMBERS // 4
+    else:
+        chunk, warps, numbers = min(32, channels), 4, 4 * JOIN_NUMBERS
+    return chunk, min(next_power_of_2(splits), numbers // (channels if turns else chunk)), warps
 
 
 def _largest_divisor(number: int, limit: int) -> int:

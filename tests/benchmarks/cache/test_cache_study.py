@@ -25,7 +25,7 @@ from benchmarks.cache.study.cases import (
     cases,
 )
 from benchmarks.cache.study.measuring import Subject, gate_kept
-from benchmarks.cache.study.records import FILE, Records
+from benchmarks.cache.study.records import FILE, Records, Result, joined
 from evaluation.recall.questions import KINDS, WORDS, is_right
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.networks.attention_inputs import watched_attention
@@ -142,6 +142,31 @@ def test_questions_are_equally_long_and_keep_their_answers(tokenizer, tmp_path):
             assert question.prompt[0] == 0
             assert text.count(question.answer) == 1
             assert is_right(f" {question.answer} and", question.answer)
+
+
+def test_processes_share_the_tasks_and_their_results_come_together(tmp_path):
+    tasks = [runs.Task(number % 3, 0, str(number), print, of_full=number == 4) for number in range(11)]
+    found = [runs.own_tasks(tasks, 3, part) for part in (None, 0, 1, 2)]
+    assert sorted(task.name for own in found for task in own) == sorted(task.name for task in tasks)
+    assert found[0] == [tasks[4]]
+    assert runs.own_tasks(tasks, 1, None) == tasks
+
+    def result(policy):
+        value, values = joined([1.0, 2.0])
+        return Result(
+            model="tiny", policy=policy, treatment="plain", bits=2, reserved=192, match="slots", measure="loss",
+            text="words", value=value, bits_per_number=2.5, values=values, seconds=1.0, gpu="", commit="", date="",
+        )  # fmt: skip
+
+    everything = Records(tmp_path / FILE)
+    everything.add([result("full")])
+    for name, policy in (("one", RECENT), ("two", SPARSE)):
+        part = Records(tmp_path / name, known=tmp_path / FILE)
+        assert [each.policy for each in part.results] == ["full"]
+        part.add([result(policy), result("full")])
+        everything.take(tmp_path / name)
+        assert not (tmp_path / name).exists()
+    assert [each.policy for each in Records(tmp_path / FILE).results] == ["full", RECENT, SPARSE]
 
 
 def test_a_run_goes_on_where_it_ended_and_the_page_has_what_was_measured(tokenizer, tmp_path, monkeypatch, capsys):
