@@ -24,6 +24,7 @@ from evaluation.uncertainty import mean, paired_difference
 
 POLICIES = (SPARSE, RECENT, FIRST_AND_RECENT, GATE, PARTIAL, HEAVY, PROMPT)
 COLORS = dict(zip(POLICIES, colormaps["tab10"].colors, strict=False))
+COLUMNS = 2
 MARKERS = {
     "plain": "o", "hadamard": "^", "oscar": "s", "balanced": "D", "ordered": "P", EVICTED: "x", "plain, debiased": "v",
     "balanced, debiased": "d", "ordered, 8 channels, debiased": "*", "ordered, debiased": "h",
@@ -35,8 +36,10 @@ def draw_losses(results: Sequence[Result], path: Path) -> Path | None:
     models = list(dict.fromkeys(each.model for each in results if each.measure == "loss"))
     if not models:
         return None
-    figure = Figure(figsize=(5.5 * len(models), 4.8), layout="constrained")
-    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+    rows = -(-(len(models) + 1) // COLUMNS)
+    figure = Figure(figsize=(6.5 * COLUMNS, 4.6 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for axes, model in zip(panels, models, strict=False):
         own = [each for each in results if (each.model, each.measure) == (model, "loss")]
         by_case: dict = {}
         for each in sorted(own, key=lambda r: r.text):
@@ -56,28 +59,27 @@ def draw_losses(results: Sequence[Result], path: Path) -> Path | None:
         axes.set_ylabel("nats a token above 16 bits")
         axes.set_title(model)
         axes.grid(alpha=0.3, which="both")
+    first, *others = panels[len(models) :]
+    for axes in (first, *others):
+        axes.set_axis_off()
     for policy, color in COLORS.items():
-        figure.axes[0].plot([], [], color=color, marker="o", linestyle="none", label=policy.replace("_", " "))
+        first.plot([], [], color=color, marker="o", linestyle="none", label=policy.replace("_", " "))
     for treatment, marker in MARKERS.items():
-        figure.axes[0].plot([], [], color="gray", marker=marker, linestyle="none", label=treatment)
-    figure.legend(
-        *figure.axes[0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=min(11, 4 * len(models)),
-        fontsize=8,
-    )
+        first.plot([], [], color="gray", marker=marker, linestyle="none", label=treatment)
+    first.legend(loc="center", ncols=2)
     return write_figure(path, figure)
 
 
 def draw_attention(results: Sequence[Result], path: Path) -> Path | None:
-    """Plot coverage by reserved length, and the L1 error of plain 2 bits and of eviction, a column for each model."""
+    """Plot coverage by reserved length, and the L1 error of plain 2 bits and of eviction, a row for each model."""
     models = list(dict.fromkeys(each.model for each in results if each.measure == "coverage"))
     if not models:
         return None
-    figure = Figure(figsize=(4.5 * len(models), 7.5), layout="constrained")
-    panels = figure.subplots(2, len(models), squeeze=False)
-    for column, model in enumerate(models):
-        for axes, measure in zip(panels[:, column], ("coverage", "l1"), strict=True):
+    figure = Figure(figsize=(11, 3.2 * len(models) + 1.2), layout="constrained")
+    panels = figure.subplots(len(models), 2, squeeze=False)
+    shown: dict = {}
+    for row, model in zip(panels, models, strict=True):
+        for axes, measure in zip(row, ("coverage", "l1"), strict=True):
             lines: dict = {}
             for each in results:
                 if (each.model, each.measure) == (model, measure) and _is_drawn(each):
@@ -85,18 +87,18 @@ def draw_attention(results: Sequence[Result], path: Path) -> Path | None:
                     lines.setdefault(name, {}).setdefault(each.reserved, []).extend(each.singles)
             for (policy, treatment, match), by_reserved in lines.items():
                 name = policy.replace("_", " ") + {"any": "", "plain": ", 2 bits"}.get(treatment, f", {treatment}")
+                name += "" if match == "slots" else f" ({match})"
                 style = "--" if treatment == EVICTED else (":" if match == "tokens" else "-")
                 means = [mean(by_reserved[reserved]) for reserved in sorted(RESERVED)]
-                axes.errorbar(
+                shown[name] = axes.errorbar(
                     sorted(RESERVED), [m.value for m in means], [m.standard_error or 0 for m in means], capsize=2,
-                    color=COLORS.get(policy, "black"), linestyle=style, marker="o", markersize=3,
-                    label=name + ("" if match == "slots" else f" ({match})"),
+                    color=COLORS.get(policy, "black"), linestyle=style, marker="o", markersize=3, label=name,
                 )  # fmt: skip
             axes.set_title(f"{model}: {'coverage' if measure == 'coverage' else 'L1 error'}")
             axes.set_xlabel("slots in 16 bits")
             axes.set_xticks(sorted(RESERVED))
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=6)
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=3, fontsize=8)
     return write_figure(path, figure)
 
 

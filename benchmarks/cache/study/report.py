@@ -199,66 +199,59 @@ def attention_table(findings: Findings, measure: str) -> str:
     return table([label, *heads, *(f"16-bit tokens, bits, {h}" for h in heads)], lines) if lines else ""
 
 
-def question(findings: Findings, what: str, one: Case, two: Case, measure: str = LOSS) -> list[str] | None:
-    """Return a line of the answers: the first case minus the second, and which has the smaller loss."""
-    found = findings.against(one, two, measure)
-    if found is None:
-        return None
-    bits = f"{findings.bits(one, measure):.2f}, {findings.bits(two, measure):.2f}"
-    smaller = "undecided" if not is_decided(found) else ("the first" if found.value < 0 else "the second")
-    return [findings.model, what, bits, cell(found), smaller]
+def questions(reserved: int) -> list[tuple[str, Case, Case]]:
+    """Return the study's questions: the name, and the two cases that are compared."""
+
+    def case(policy: str, treatment: str = "plain", match: str = "slots") -> Case:
+        return Case(policy, treatment, 0 if treatment == EVICTED else 2, reserved, match)
+
+    sparse, kivi, best = case(SPARSE), case(RECENT), case(FIRST_AND_RECENT, "balanced")
+    return [
+        ("LogQuant - KiVi, equal slots", sparse, kivi),
+        ("LogQuant - KiVi, equal tokens", sparse, case(RECENT, match="tokens")),
+        ("LogQuant - KiVi + sink", sparse, case(FIRST_AND_RECENT)),
+        ("KiVi - LogQuant evicted, equal slots", kivi, case(SPARSE, EVICTED)),
+        ("KiVi - LogQuant evicted, equal bytes", kivi, case(SPARSE, EVICTED, SPARSE_AT_EVICTED)),
+        ("KiVi - StreamingLLM, equal bytes", kivi, case(FIRST_AND_RECENT, EVICTED, SPARSE_AT_EVICTED)),
+        ("KiVi - H2O, equal bytes", kivi, case(HEAVY, EVICTED, SPARSE_AT_EVICTED)),
+        *(
+            (f"log spacing - first + recent, {way}", case(SPARSE, way), case(FIRST_AND_RECENT, way))
+            for way in ("hadamard", "oscar", "balanced")
+        ),
+        ("log spacing - first + as many recent, balanced", case(SPARSE, "balanced"),
+         case(FIRST_AND_RECENT, "balanced", "tokens")),
+        ("gate - log spacing, plain", case(GATE), sparse),
+        ("gate - log spacing, balanced", case(GATE, "balanced"), case(SPARSE, "balanced")),
+        ("gate - first + recent, balanced", case(GATE, "balanced"), best),
+        ("balanced - oscar, first + recent", best, case(FIRST_AND_RECENT, "oscar")),
+        ("balanced - hadamard, first + recent", best, case(FIRST_AND_RECENT, "hadamard")),
+        ("keys' clip 0.92 - 0.96", case(FIRST_AND_RECENT, "balanced, keys' clip 0.92"), best),
+        ("keys' clip 1 - 0.96", case(FIRST_AND_RECENT, "balanced, keys' clip 1"), best),
+        ("keys along tokens - channels", case(FIRST_AND_RECENT, "balanced, keys along tokens"), best),
+        ("keys ordered, 16 channels in 4 bits - balanced", case(FIRST_AND_RECENT, "ordered"), best),
+        ("16 - 8 channels in 4 bits", case(FIRST_AND_RECENT, "ordered"),
+         case(FIRST_AND_RECENT, "ordered, 8 channels")),
+        ("first + recent balanced - KiVi, equal bytes", best, case(RECENT, match=KIVI_AT_BALANCED)),
+        *(
+            (f"read by the prompt's end - first + recent, {way}", case(PROMPT, way), case(FIRST_AND_RECENT, way))
+            for way in ("plain", "balanced", "ordered, 8 channels", "ordered, debiased")
+        ),
+        ("KiVi, debiased - not", case(RECENT, "plain, debiased"), kivi),
+        ("balanced, read by the prompt's end, debiased - not", case(PROMPT, "balanced, debiased"),
+         case(PROMPT, "balanced")),
+        ("8 channels, read by the prompt's end, debiased - not", case(PROMPT, "ordered, 8 channels, debiased"),
+         case(PROMPT, "ordered, 8 channels")),
+    ]  # fmt: skip
 
 
-def answers(every: Sequence[Findings]) -> str:
-    """Return the answers to the study's questions, for each model."""
+def answers(every: Sequence[Findings], reserved: int) -> str:
+    """Return the answers to the study's questions: a row for each, and a column for each model."""
     lines = []
-    for findings in every:
-        for reserved in sorted(RESERVED):
-
-            def case(policy: str, treatment: str = "plain", match: str = "slots", r: int = reserved) -> Case:
-                return Case(policy, treatment, 0 if treatment == EVICTED else 2, r, match)
-
-            sparse, kivi, best = case(SPARSE), case(RECENT), case(FIRST_AND_RECENT, "balanced")
-            asked = [
-                ("LogQuant - KiVi, equal slots", sparse, kivi),
-                ("LogQuant - KiVi, equal tokens", sparse, case(RECENT, match="tokens")),
-                ("LogQuant - KiVi + sink", sparse, case(FIRST_AND_RECENT)),
-                ("KiVi - LogQuant evicted, equal slots", kivi, case(SPARSE, EVICTED)),
-                ("KiVi - LogQuant evicted, equal bytes", kivi, case(SPARSE, EVICTED, SPARSE_AT_EVICTED)),
-                ("KiVi - StreamingLLM, equal bytes", kivi, case(FIRST_AND_RECENT, EVICTED, SPARSE_AT_EVICTED)),
-                ("KiVi - H2O, equal bytes", kivi, case(HEAVY, EVICTED, SPARSE_AT_EVICTED)),
-                *(
-                    (f"log spacing - first + recent, {way}", case(SPARSE, way), case(FIRST_AND_RECENT, way))
-                    for way in ("hadamard", "oscar", "balanced")
-                ),
-                ("log spacing - first + as many recent, balanced", case(SPARSE, "balanced"),
-                 case(FIRST_AND_RECENT, "balanced", "tokens")),
-                ("gate - log spacing, plain", case(GATE), sparse),
-                ("gate - log spacing, balanced", case(GATE, "balanced"), case(SPARSE, "balanced")),
-                ("gate - first + recent, balanced", case(GATE, "balanced"), best),
-                ("balanced - oscar, first + recent", best, case(FIRST_AND_RECENT, "oscar")),
-                ("balanced - hadamard, first + recent", best, case(FIRST_AND_RECENT, "hadamard")),
-                ("keys' clip 0.92 - 0.96", case(FIRST_AND_RECENT, "balanced, keys' clip 0.92"), best),
-                ("keys' clip 1 - 0.96", case(FIRST_AND_RECENT, "balanced, keys' clip 1"), best),
-                ("keys along tokens - channels", case(FIRST_AND_RECENT, "balanced, keys along tokens"), best),
-                ("keys ordered, 16 channels in 4 bits - balanced", case(FIRST_AND_RECENT, "ordered"), best),
-                ("16 - 8 channels in 4 bits", case(FIRST_AND_RECENT, "ordered"),
-                 case(FIRST_AND_RECENT, "ordered, 8 channels")),
-                ("first + recent balanced - KiVi, equal bytes", best, case(RECENT, match=KIVI_AT_BALANCED)),
-                *(
-                    (f"read by the prompt's end - first + recent, {way}", case(PROMPT, way),
-                     case(FIRST_AND_RECENT, way))
-                    for way in ("plain", "balanced", "ordered, 8 channels", "ordered, debiased")
-                ),
-                ("KiVi, debiased - not", case(RECENT, "plain, debiased"), kivi),
-                ("balanced, read by the prompt's end, debiased - not", case(PROMPT, "balanced, debiased"),
-                 case(PROMPT, "balanced")),
-                ("8 channels, read by the prompt's end, debiased - not", case(PROMPT, "ordered, 8 channels, debiased"),
-                 case(PROMPT, "ordered, 8 channels")),
-            ]  # fmt: skip
-            found = [question(findings, f"{what}, {reserved}", one, two) for what, one, two in asked]
-            lines += [line for line in found if line is not None]
-    return table(["model", "first - second", "bits", "nats", "smaller loss"], lines)
+    for what, one, two in questions(reserved):
+        cells = [cell(findings.against(one, two, LOSS)) for findings in every]
+        if any(cells):
+            lines.append([what, *cells])
+    return table([f"first - second, nats, {reserved} slots", *(findings.model for findings in every)], lines)
 
 
 def target(every: Sequence[Findings]) -> str:
@@ -280,6 +273,19 @@ def target(every: Sequence[Findings]) -> str:
     heads = ["model", "bits", "16 bits", "KiVi", "best", "loss against KiVi's", "at most a third", "recall kept",
              "in chunks", "at least 95%"]  # fmt: skip
     return table(heads, lines)
+
+
+def model_page(findings: Findings) -> str:
+    """Return the page of one model: losses, recall and attention under all caches."""
+    return page(
+        f"The study of caches: {findings.model}",
+        "What is measured, and how: [the study](cache_study.md).",
+        *loss_sections(findings),
+        recall_table(findings, in_chunks=False),
+        recall_table(findings, in_chunks=True),
+        attention_table(findings, "coverage"),
+        attention_table(findings, "l1"),
+    )
 
 
 def recall_kept(findings: Findings, in_chunks: bool) -> float | None:
@@ -307,24 +313,18 @@ def main() -> None:
         "Differences are paired over sequences or questions; an asterisk marks two standard errors or more, the others "
         "are undecided. What `slots`, `tokens` and `bytes` stand for: benchmarks/cache/study/cases.py.",
         page("Target", target(every), level=2),
-        page("Answers", answers(every), level=2),
+        page("Answers", "Below 0 the first has the smaller loss.", *(answers(every, r) for r in RESERVED), level=2),
     ]
-    for findings in every:
-        parts.append(
-            page(
-                findings.model,
-                *loss_sections(findings),
-                recall_table(findings, in_chunks=False),
-                recall_table(findings, in_chunks=True),
-                attention_table(findings, "coverage"),
-                attention_table(findings, "l1"),
-                level=2,
-            )
-        )
     for draw, name in ((draw_losses, "losses"), (draw_attention, "attention")):
         picture = draw(records.results, options.output / f"cache_study_{name}.png")
         if picture is not None:
             parts.append(f"![{name}]({picture.name})")
+    links = []
+    for findings in every:
+        path = options.output / f"cache_study_{findings.model.lower()}.md"
+        publish(path, model_page(findings))
+        links.append(f"[{findings.model}]({path.name})")
+    parts.append(f"All tables: {', '.join(links)}.")
     parts.append("; ".join(f"{gpu}, commit {commit}" for gpu, commit in conditions))
     publish(options.output / "cache_study.md", page("The study of caches", *parts))
 
