@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from evaluation.cache_analysis import selections
-from evaluation.cache_analysis.heads import KeyHead
+from evaluation.cache_analysis.heads import GATE, HEAVY, PROMPT, KeyHead
 
 SINKS = 2
 """The first tokens that coverage and distances leave out, as the LogQuant paper does (figures 3 and 4)."""
@@ -19,9 +19,10 @@ BY_POSITION = {
     "recent": selections.recent,
     "four_and_recent": selections.four_and_recent,
 }
-"""The selections whose coverage is measured, besides those that depend on attention."""
+"""The selections whose coverage is measured, besides those that depend on content."""
 
-POLICIES = ("log_sparse", "recent_as_many", "recent", "four_and_recent", "heavy_hitters", "largest")
+POLICIES = ("log_sparse", "recent_as_many", "recent", "four_and_recent", HEAVY, PROMPT, GATE, "largest")
+"""All of them, in the order of tables; GATE where there are gates."""
 
 
 class Coverage:
@@ -50,22 +51,17 @@ class Coverage:
         """
         outside = 1 - head.weights[..., :SINKS].sum(-1)
         found: dict[Hashable, Tensor] = {}
-        for policy in POLICIES:
-            for length in self.reserved:
-                mask = self._mask(policy, length, head)
+        for length in self.reserved:
+            masks = {policy: mask for (policy, each), mask in self.masks.items() if each == length}
+            masks |= head.kept_by_content(length)
+            # What differs between query heads, too: [g, Q, S].
+            masks["largest"] = torch.stack([selections.largest(weights, length) for weights in head.weights])
+            for policy, mask in masks.items():
                 mass = (head.weights * mask)[..., SINKS:].sum(-1)
                 share = torch.where(outside > 0, mass / outside, 0.0)
                 kept = mask.sum(-1).to(mass.dtype).expand_as(mass)
                 found["coverage", policy, length] = torch.stack((mass, share, kept), -1).mean(1)
         return found
-
-    def _mask(self, policy: str, length: int, head: KeyHead) -> Tensor:
-        """Return the reserved tokens, bool `[Q, S]`, or `[g, Q, S]` where they differ between query heads."""
-        if policy == "heavy_hitters":
-            return selections.heavy_hitters(head.accumulated, head.rows, length)
-        if policy == "largest":
-            return torch.stack([selections.largest(weights, length) for weights in head.weights])
-        return self.masks[policy, length]
 
 
 class Distances:

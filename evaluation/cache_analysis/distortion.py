@@ -97,7 +97,8 @@ class AttentionError:
     """The L1 error of attention distributions, by selection, reserved length and rounding (arXiv 2503.19950, table 2).
 
     The paper does not say what it sums. Here it is `sum_j |p_j - p'_j|` over all tokens, a number from 0 to 2 for each
-    query and head. Evicted tokens have `p'_j = 0`, and the others are normalized anew.
+    query and head. Evicted tokens have `p'_j = 0`, and the others are normalized anew. Policies that read content are
+    measured with eviction alone.
 
     Args:
         reserved: the reserved lengths.
@@ -107,7 +108,7 @@ class AttentionError:
     """
 
     def __init__(self, reserved: Sequence[int], roundings: Sequence[Rounding], rows: range, device: torch.device):
-        self.roundings = tuple(roundings)
+        self.roundings, self.reserved = tuple(roundings), tuple(reserved)
         self.evicted: dict[Case, Tensor] = {}
         self.packed: dict[Case, Tensor] = {}
         self.orders: dict[tuple[str, int], Tensor] = {}
@@ -125,7 +126,10 @@ class AttentionError:
     def of_head(self, head: KeyHead, layer: int) -> dict[Hashable, Tensor]:
         """Return for each selection, reserved length and rounding `[g]`, means over queries; and the tokens kept."""
         found: dict[Hashable, Tensor] = {}
-        for (name, length), evicted in self.evicted.items():
+        by_content = {
+            (name, length): ~kept for length in self.reserved for name, kept in head.kept_by_content(length).items()
+        }
+        for (name, length), evicted in (self.evicted | by_content).items():
             kept = (~evicted).sum(-1).to(head.weights.dtype).mean()
             found["kept", name, length] = kept.expand(len(head.weights))
             left = head.logits.masked_fill(evicted, -torch.inf).softmax(-1)

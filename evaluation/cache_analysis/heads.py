@@ -1,13 +1,19 @@
 """The attention of one key head and of the query heads that read it: what is in memory at a time."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from evaluation.cache_analysis import selections
 from lit_modules.networks.attention_inputs import AttentionInputs
+from lit_modules.networks.caches.choosing import VOTERS, prompt_votes
+
+HEAVY, PROMPT, GATE = "heavy_hitters", "prompt_attention", "forget_gate"
+"""Policies that read content, by their names in the settings of caches."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +24,13 @@ class KeyHead:
         inputs: of one sequence, `[1, H, S, D]`.
         head: number of the key head.
         queries: how many of the last queries are measured.
+        by_gate: the tokens that the gate's choice keeps, bool `[Q, S]`, by reserved length; empty without gates.
     """
 
     inputs: AttentionInputs
     head: int
     queries: int
+    by_gate: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -118,6 +126,32 @@ class KeyHead:
         return before + measured.cumsum(0) - measured
 
     @cached_property
+    def votes(self) -> Tensor:
+        """The attention `[S]` that each token had from the last queries before the measured ones, the prompt's end."""
+        prompt = self.length - self.queries
+        if prompt == 0:
+            return torch.zeros(self.length, device=self.rows.device)
+        inputs, heads = self.inputs, slice(self.query_heads.start, self.query_heads.stop)
+        votes = prompt_votes(
+            inputs.queries[:, heads, max(0, prompt - VOTERS) : prompt],
+            inputs.keys[:, self.key_heads, :prompt],
+            torch.tensor([prompt], dtype=torch.int32, device=self.rows.device),
+            groups=1,
+            scale=inputs.queries.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale,
+            softcap=inputs.softcap,
+            decay=None if self._decay is None else self._decay[None, :, :prompt].float(),
+        )
+        return F.pad(votes[0, 0], (0, self.queries))
+
+    def kept_by_content(self, reserved: int) -> dict[str, Tensor]:
+        """Return the tokens that policies which read content keep, bool `[Q, S]`, by policy."""
+        kept = {
+            HEAVY: selections.most_attended(self.accumulated, self.rows, reserved),
+            PROMPT: selections.most_attended(self.votes, self.rows, reserved),
+        }
+        return kept | ({GATE: self.by_gate[reserved]} if reserved in self.by_gate else {})
+
+    @cached_property
     def _decay(self) -> Tensor | None:
         """The sums of the log forget gates `[g, S]` float64, None without gates."""
         gates = self.inputs.log_forget
@@ -126,7 +160,12 @@ class KeyHead:
         return gates[0, self.query_heads.start : self.query_heads.stop].double().cumsum(-1)
 
 
-def key_heads(inputs: AttentionInputs, queries: int) -> Iterator[KeyHead]:
-    """Yield the key heads of a layer."""
-    for head in range(inputs.keys.shape[1]):
-        yield KeyHead(inputs, head, queries)
+def key_heads(inputs: AttentionInputs, queries: int, reserved: Sequence[int]) -> Iterator[KeyHead]:
+    """Yield the key heads of a layer; the gate's choice is made once for all of them, by reserved length."""
+    groups, length = inputs.keys.shape[1:3]
+    masks: dict[int, Tensor] = {}
+    if inputs.log_forget is not None:
+        sums = inputs.log_forget.double().cumsum(-1).unflatten(1, (groups, -1)).mean(2).float()
+        masks = {each: selections.by_gate(sums, range(length - queries, length), each) for each in reserved}
+    for head in range(groups):
+        yield KeyHead(inputs, head, queries, {each: mask[head] for each, mask in masks.items()})

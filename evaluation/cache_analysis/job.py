@@ -18,7 +18,7 @@ from evaluation import result_folder, results
 from evaluation.cache_analysis import report
 from evaluation.cache_analysis.coverage import Coverage, Distances
 from evaluation.cache_analysis.distortion import AttentionError, Reconstruction, Rounding
-from evaluation.cache_analysis.heads import KeyHead
+from evaluation.cache_analysis.heads import key_heads
 from evaluation.cache_analysis.pictures import draw
 from evaluation.cache_analysis.values import Values
 from evaluation.loading import DTYPES, cut_text, load_checkpoint
@@ -175,8 +175,7 @@ def measure(
         if inputs.window is not None and inputs.window < settings.length:
             return  # a cache holds the window's tokens, as they are
         found = []
-        for number in range(inputs.keys.shape[1]):
-            head = KeyHead(inputs, number, settings.queries)
+        for head in key_heads(inputs, settings.queries, settings.reserved):
             if not bool(head.weights.isfinite().all()):
                 raise ValueError(f"checkpoint: the attention of layer {layer} is not numbers, so weights are damaged")
             found.append(

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from common.atomic_files import write_figure
-from evaluation.cache_analysis.coverage import NEWEST, POLICIES, SINKS
+from evaluation.cache_analysis.coverage import NEWEST, SINKS
 from evaluation.cache_analysis.distortion import EVICTED
 from evaluation.cache_analysis.report import TITLES
 
@@ -35,7 +35,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
 def draw_coverage(axes: Any, report: Mapping[str, Any]) -> None:
     """Draw the attention on reserved tokens against their number (figure 4)."""
     lengths = [int(length) for length in report["coverage"]]
-    for policy, color in zip(POLICIES, COLORS, strict=False):
+    for policy, color in zip(report["coverage"][str(lengths[0])], COLORS, strict=False):
         rows = [report["coverage"][str(length)][policy]["mass"] for length in lengths]
         axes.errorbar(
             lengths,
@@ -57,11 +57,10 @@ def draw_l1(axes: Any, report: Mapping[str, Any]) -> None:
     ways = sorted(next(iter(selections.values())), key=lambda how: how == EVICTED)
     width = 0.8 / len(selections)
     for place, ((name, row), color) in enumerate(zip(selections.items(), COLORS, strict=False)):
-        at = np.arange(len(ways)) + (place - (len(selections) - 1) / 2) * width
-        errors = [row[how]["standard_error"] or 0 for how in ways]
-        axes.bar(
-            at, [row[how]["value"] for how in ways], width, yerr=errors, capsize=2, color=color, label=TITLES[name]
-        )
+        own = [how for how in ways if how in row]
+        at = np.array([ways.index(how) for how in own]) + (place - (len(selections) - 1) / 2) * width
+        errors = [row[how]["standard_error"] or 0 for how in own]
+        axes.bar(at, [row[how]["value"] for how in own], width, yerr=errors, capsize=2, color=color, label=TITLES[name])
     axes.set_xticks(range(len(ways)), [how.replace(", ", "\n") for how in ways], fontsize=8)
     axes.set_ylabel("mean L1 error of a head")
     axes.set_title(f"attention distribution, {length} reserved")

@@ -6,11 +6,13 @@ from typing import Any
 import numpy as np
 
 from evaluation.cache_analysis.coverage import NEWEST, POLICIES, SINKS
-from evaluation.cache_analysis.distortion import EVICTED, PARTS, SELECTIONS
+from evaluation.cache_analysis.distortion import EVICTED, PARTS
+from evaluation.cache_analysis.heads import GATE, HEAVY, PROMPT
 from evaluation.cache_analysis.values import Array, Values, mean_of_heads, relative_error
 from evaluation.results import conditions_line
 from evaluation.tables import difference, shown, table
 from evaluation.uncertainty import Estimate, is_decided, mean, paired_difference
+from lit_modules.networks.caches.choosing import VOTERS
 
 TITLES = {
     "log_sparse": "log-sparse (LogQuant)",
@@ -19,36 +21,42 @@ TITLES = {
     "two_and_recent": "first 2 + recent (KiVi + sink)",
     "two_and_fewer": "first 2 + recent, as many as log-sparse",
     "four_and_recent": "first 4 + recent (StreamingLLM)",
-    "heavy_hitters": "heavy hitters + recent (H2O)",
+    HEAVY: "heavy hitters + recent (H2O)",
+    PROMPT: "read by the prompt's end + recent (SnapKV)",
+    GATE: "chosen by the forget gate, a block more",
     "largest": "the largest now (upper bound)",
 }
 COVERAGES = ("mass", "share", "tokens")
 OTHERS = ("recent", "two_and_recent", "two_and_fewer")
-AGAINST_LOG_SPARSE = ("recent", "recent_as_many", "four_and_recent", "heavy_hitters")
+BY_CONTENT = (HEAVY, PROMPT, GATE)
+AGAINST_LOG_SPARSE = ("recent", "recent_as_many", "four_and_recent", *BY_CONTENT)
 
 
 def make_report(values: Values, edges: Sequence[int], reserved: Sequence[int]) -> dict[str, Any]:
     """Return every mean with its standard error over sequences, values by layer, and the comparisons."""
-    named = list(dict.fromkeys(key[3] for key in values.keys if key[0] == "l1"))
+    ways: dict[str, list[str]] = {}
+    for key in values.keys:
+        if key[0] == "l1" and key[2] == reserved[0]:
+            ways.setdefault(key[1], []).append(key[3])
+    measured = {key[1] for key in values.keys if key[0] == "coverage"}
+    policies = [policy for policy in POLICIES if policy in measured]
     rounded = list(dict.fromkeys(key[1] for key in values.keys if key[0] == "error"))
     return {
         "layers": values.layers,
         "coverage": {
-            str(length): {policy: coverage(values, policy, length) for policy in POLICIES} for length in reserved
+            str(length): {policy: coverage(values, policy, length) for policy in policies} for length in reserved
         },
         "l1": {
-            str(length): {name: {how: l1(values, name, length, how) for how in named} for name in SELECTIONS}
+            str(length): {name: {how: l1(values, name, length, how) for how in hows} for name, hows in ways.items()}
             for length in reserved
         },
         "kept": {
-            str(length): {
-                name: float(values.by_layer(("kept", name, length), mean_of_heads).mean()) for name in SELECTIONS
-            }
+            str(length): {name: float(values.by_layer(("kept", name, length), mean_of_heads).mean()) for name in ways}
             for length in reserved
         },
         "distance": distance(values, edges),
         "errors": {name: {part: error(values, name, part) for part in PARTS} for name in rounded},
-        "comparisons": comparisons(values, reserved, [name for name in named if name != EVICTED]),
+        "comparisons": comparisons(values, reserved, ways),
     }
 
 
@@ -99,8 +107,14 @@ def error(values: Values, name: str, part: str) -> dict[str, Any]:
     return estimate(found.mean(1)) | {"by_layer": found.mean(0).tolist()}
 
 
-def comparisons(values: Values, reserved: Sequence[int], named: Sequence[str]) -> list[dict[str, Any]]:
-    """Compare log-sparse coverage with others', and L1 errors in the paper's order, on the same sequences."""
+def comparisons(values: Values, reserved: Sequence[int], ways: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+    """Compare log-sparse coverage with others', and L1 errors in the paper's order, on the same sequences.
+
+    Args:
+        values: the measured ones.
+        reserved: the reserved lengths.
+        ways: for each selection whose L1 error was measured, what becomes of the others.
+    """
 
     def l1_of(name: str, length: int, how: str) -> Array:
         return values.by_layer(("l1", name, length, how), mean_of_heads).mean(1)
@@ -111,10 +125,15 @@ def comparisons(values: Values, reserved: Sequence[int], named: Sequence[str]) -
     found = []
     for length in reserved:
         for policy in AGAINST_LOG_SPARSE:
+            if policy in BY_CONTENT and policy not in ways:
+                continue
             sides = [(TITLES[name], mass_of(name, length)) for name in ("log_sparse", policy)]
             found.append({"of": "coverage", "reserved": length, **compared(*sides)})
-        pairs = [(("log_sparse", EVICTED), (other, EVICTED)) for other in OTHERS]
-        for how in named:
+        evicting = [*OTHERS, *(name for name in BY_CONTENT if name in ways)]
+        pairs = [(("log_sparse", EVICTED), (other, EVICTED)) for other in evicting]
+        for how in ways["log_sparse"]:
+            if how == EVICTED:
+                continue
             pairs += [(("log_sparse", how), (other, how)) for other in OTHERS]
             pairs.append((("recent", how), ("log_sparse", EVICTED)))
         for pair in pairs:
@@ -166,11 +185,14 @@ def as_markdown(report: Mapping[str, Any]) -> str:
 def coverage_table(report: Mapping[str, Any]) -> list[str]:
     lengths = list(report["coverage"])
     lines = [["policy", *(f"{length} reserved" for length in lengths), *(f"tokens of {length}" for length in lengths)]]
-    for policy in POLICIES:
+    for policy in report["coverage"][lengths[0]]:
         rows = [report["coverage"][length][policy] for length in lengths]
         mass = [shown(row["mass"]["value"], row["mass"]["standard_error"], True) for row in rows]
         lines.append([TITLES[policy], *mass, *(f"{row['tokens']['value']:.0f}" for row in rows)])
-    note = f"Percent of attention on the reserved tokens, without the first {SINKS} tokens; tokens: the mean number."
+    note = (
+        f"Percent of attention on the reserved tokens, without the first {SINKS} tokens; tokens: the mean number. The "
+        f"prompt's end: the {VOTERS} tokens before the measured ones."
+    )
     return ["## Attention coverage (arXiv 2503.19950, figure 4)", "", note, "", *table(lines), ""]
 
 
@@ -185,7 +207,7 @@ def l1_table(report: Mapping[str, Any]) -> list[str]:
         ways = list(next(iter(selections.values())))
         lines = [[f"{length} reserved", "tokens", *ways]]
         for name, row in selections.items():
-            errors = [shown(row[how]["value"], row[how]["standard_error"], False) for how in ways]
+            errors = [shown(row[h]["value"], row[h]["standard_error"], False) if h in row else "" for h in ways]
             lines.append([TITLES[name], f"{report['kept'][length][name]:.0f}", *errors])
         parts += [*table(lines), ""]
     return parts

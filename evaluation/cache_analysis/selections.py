@@ -6,7 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lit_modules.networks.caches.choosing import choose_by_gate
+from lit_modules.networks.caches.moves import Turn
 from lit_modules.networks.caches.selection import Schedule, kept_positions
+from lit_modules.networks.caches.settings import BLOCK
 
 
 @dataclass(frozen=True)
@@ -74,17 +77,42 @@ def recent_as_many(kept: Tensor, rows: range) -> Tensor:
     return (distance >= 0) & (distance < kept.sum(1, keepdim=True))
 
 
-def heavy_hitters(accumulated: Tensor, rows: Tensor, reserved: int) -> Tensor:
-    """Return bool `[Q, S]`: half of the reserved length for the last tokens, half for the heavy hitters before (H2O).
+def most_attended(scores: Tensor, rows: Tensor, reserved: int) -> Tensor:
+    """Return bool `[Q, S]`: half of the reserved length for the last tokens, half for those before with most attention.
 
     Args:
-        accumulated: `[Q, S]`, the attention that each token has had from all queries before.
+        scores: `[Q, S]` or `[S]`, the attention that each token has had: from all queries before (H2O), or from the
+            prompt's last ones (SnapKV).
         rows: `[Q]`, the queries' positions.
     """
-    distance = rows[:, None] - torch.arange(accumulated.shape[1], device=rows.device)
+    distance = rows[:, None] - torch.arange(scores.shape[-1], device=rows.device)
     last = (distance >= 0) & (distance < reserved - reserved // 2)
-    older = accumulated.masked_fill(last | (distance < 0), -1.0)
+    older = scores.masked_fill(last | (distance < 0), -1.0)
     return last.scatter(1, older.topk(reserved // 2, dim=1).indices, True)
+
+
+def by_gate(sums: Tensor, rows: range, window: int) -> Tensor:
+    """Return which tokens the gate's choice keeps when each of `rows` is the newest, bool `[G, Q, S]`.
+
+    From `window` to `window` + BLOCK - 1 tokens are kept: a block is released at a time.
+
+    Args:
+        sums: of the log gates, `[1, G, S]`.
+        rows: positions of the queries.
+        window: tokens that keep 16 bits.
+    """
+    mask = torch.zeros(sums.shape[1], len(rows), sums.shape[2], dtype=torch.bool, device=sums.device)
+    every = [max(0, (row + 1 - window) // BLOCK) for row in rows]
+    for releases in sorted(set(every)):
+        full = window + BLOCK * releases  # tokens at the last release
+        turn = Turn(rows=[0], before=0, padding=0, real=full, length=0, releases=releases)
+        positions = torch.arange(full, device=sums.device, dtype=torch.int32).expand(1, sums.shape[1], -1)
+        kept = choose_by_gate((turn,), sums[:, :, :full], positions, window, BLOCK)[1][0]  # [G, window]
+        for place, row in enumerate(rows):
+            if every[place] == releases:
+                mask[:, place].scatter_(1, kept, True)
+                mask[:, place, full : row + 1] = True
+    return mask
 
 
 def largest(weights: Tensor, reserved: int) -> Tensor:

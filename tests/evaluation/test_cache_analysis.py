@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from evaluation.cache_analysis import job, selections
+from evaluation.cache_analysis import heads, job, selections
 from evaluation.cache_analysis.coverage import Coverage, Distances, bin_edges
 from evaluation.cache_analysis.distortion import EVICTED, AttentionError, Reconstruction, Rounding
 from evaluation.cache_analysis.heads import KeyHead
 from kernels.packed_kv import Format, dequantize, quantize
 from lit_modules.networks import Linearization, PalimpsestConfig, PalimpsestForCausalLM, linearize
 from lit_modules.networks.attention_inputs import AttentionInputs, watched_attention
-from lit_modules.networks.caches import log_sparse_positions
+from lit_modules.networks.caches import CacheSettings, CompressedCache, log_sparse_positions
 from lit_modules.networks.caches.rotations import LayerRotations, Rotations, Transform, hadamard
 from tests.evaluation.conftest import TEXT
 
@@ -100,8 +100,7 @@ def weighted(weights):
     """Return a head with these attention weights `[g, Q, S]`."""
     length = weights.shape[-1]
     rows = torch.arange(length - weights.shape[1], length)
-    accumulated = torch.zeros_like(weights[0])
-    return SimpleNamespace(weights=weights, rows=rows, accumulated=accumulated, length=length)
+    return SimpleNamespace(weights=weights, rows=rows, length=length, kept_by_content=lambda _: {})
 
 
 def test_coverage_is_the_attention_on_kept_tokens_without_the_first_two():
@@ -118,10 +117,48 @@ def test_coverage_is_the_attention_on_kept_tokens_without_the_first_two():
     assert found["coverage", "largest", 12][0].tolist() == pytest.approx([0.5, 1, 12])
 
 
+def test_what_the_prompts_end_reads_is_what_a_cache_keeps_of_the_prompt():
+    model, window, prompt, more = stock("llama"), 96, 96 + 2 * 128, 10
+    ids, found = torch.randint(1, 60, (1, prompt + more)), []
+    with torch.no_grad(), watched_attention(model, lambda layer, inputs: found.append(inputs)):
+        model(input_ids=ids, use_cache=False)
+    tensor = {"keep": heads.PROMPT, "bits": 2}
+    cache = CompressedCache(model.config, CacheSettings.of({"keys": tensor, "values": tensor, "window": window}))
+    with torch.no_grad():
+        model(input_ids=ids[:, :prompt], past_key_values=cache)
+    for head in heads.key_heads(found[0], more, [window]):
+        kept = selections.most_attended(head.votes, torch.tensor([prompt - 1]), window)[0].nonzero()[:, 0]
+        held = torch.tensor(cache.layers[0].positions(head.head)[0])
+        # Neighbors have the same votes, of which either may be kept.
+        assert torch.allclose(head.votes[held].sort().values, head.votes[kept].sort().values)
+        assert len({*held.tolist()} & {*kept.tolist()}) > 0.95 * window
+        assert head.kept_by_content(window)[heads.PROMPT].sum(-1).tolist() == [window] * more
+
+
+def test_coverage_by_the_gate_has_the_tokens_that_a_cache_keeps():
+    torch.manual_seed(0)
+    model = PalimpsestForCausalLM(
+        PalimpsestConfig(
+            vocab_size=60, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32, initializer_range=0.5
+        )
+    ).eval()
+    ids, window, found = torch.randint(1, 60, (1, 700)), 96, []
+    with torch.no_grad(), watched_attention(model, lambda layer, inputs: found.append(inputs.log_forget)):
+        model(input_ids=ids, use_cache=False)
+    mask = selections.by_gate(found[0].double().cumsum(-1).float(), range(690, 700), window)
+    tensor = {"keep": heads.GATE, "bits": 2}
+    cache = CompressedCache(model.config, CacheSettings.of({"keys": tensor, "values": tensor, "window": window}))
+    with torch.no_grad():
+        for place, part in enumerate([ids[:, :691], *ids[:, 691:].split(1, 1)]):
+            model(part, past_key_values=cache, use_cache=True)
+            for head in range(2):
+                assert sorted(cache.layers[0].positions(head)[0]) == mask[head, place].nonzero()[:, 0].tolist()
+
+
 def test_heavy_hitters_keep_the_last_half_and_what_had_most_attention_before_it():
     accumulated = torch.zeros(1, 20)
     accumulated[0, [3, 9, 15, 18]] = torch.tensor([5.0, 2.0, 3.0, 9.0])
-    kept = selections.heavy_hitters(accumulated, torch.tensor([19]), 5)
+    kept = selections.most_attended(accumulated, torch.tensor([19]), 5)
     assert kept[0].nonzero().flatten().tolist() == [3, 15, 17, 18, 19]
 
 
@@ -258,12 +295,18 @@ def test_the_job_leaves_a_report_a_table_and_a_picture(analyse, request, folder,
     for length in ("12", "18"):
         row = report["coverage"][length]
         most = row["largest"]["mass"]["value"]
-        assert all(0 <= each["mass"]["value"] <= most + 1e-6 for each in row.values())
+        assert all(0 <= each["mass"]["value"] <= most + 1e-6 for name, each in row.items() if name != heads.GATE)
+        assert (heads.GATE in row) == (folder == "ours")
         assert row["recent_as_many"]["tokens"]["value"] == row["log_sparse"]["tokens"]["value"]
         assert report["kept"][length]["recent"] == int(length)
-        for ways in report["l1"][length].values():
-            assert all(0 < way["value"] < 2 for way in ways.values())
-            assert ways["4 bits, tokens, plain"]["value"] < ways["2 bits, tokens, plain"]["value"]
+        assert heads.PROMPT in row
+        for name, ways in report["l1"][length].items():
+            # The gate's choice keeps up to a block more, here all tokens.
+            assert all((0 if name != heads.GATE else -1) < way["value"] < 2 for way in ways.values())
+            if name in (heads.HEAVY, heads.PROMPT, heads.GATE):
+                assert list(ways) == [EVICTED]
+            else:
+                assert ways["4 bits, tokens, plain"]["value"] < ways["2 bits, tokens, plain"]["value"]
             assert ways[EVICTED]["sum_over_heads"]["value"] == pytest.approx(
                 ways[EVICTED]["value"] * 2 * len(report["layers"])
             )

@@ -1,7 +1,7 @@
 """What is measured of a model under one cache: losses, answers, and what becomes of attention."""
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cache.study.cases import GATE, Case, Sizes
+from benchmarks.cache.study.cases import Case, Sizes
 from evaluation.answering import answers, text_ends
-from evaluation.cache_analysis.coverage import SINKS, Coverage
-from evaluation.cache_analysis.distortion import SELECTIONS, AttentionError, Rounding, l1_error
-from evaluation.cache_analysis.heads import KeyHead
+from evaluation.cache_analysis.coverage import Coverage
+from evaluation.cache_analysis.distortion import AttentionError, Rounding
+from evaluation.cache_analysis.heads import key_heads
 from evaluation.cache_analysis.values import Values, mean_of_heads
 from evaluation.caches import NamedCache, bits_per_element
 from evaluation.loading import cut_text
 from evaluation.perplexity_by_position.scoring import token_losses
 from evaluation.recall.questions import Question, Recall, is_right
 from lit_modules.networks.attention_inputs import AttentionInputs, watched_attention
-from lit_modules.networks.caches.choosing import choose_by_gate
-from lit_modules.networks.caches.moves import Turn
 from lit_modules.networks.caches.rotations import Rotations, model_identity
 from lit_modules.networks.caches.settings import BLOCK
 
@@ -148,12 +146,8 @@ class Attention:
         errors = AttentionError(self.reserved, self.roundings(), rows, device)
 
         def see(layer: int, inputs: AttentionInputs) -> None:
-            gate = self._gate_masks(inputs, rows)
-            found = []
-            for number in range(inputs.keys.shape[1]):
-                head = KeyHead(inputs, number, self.queries)
-                each = coverage.of_head(head) | errors.of_head(head, layer)
-                found.append(each | self._of_gate(head, gate, number))
+            heads = key_heads(inputs, self.queries, self.reserved)
+            found = [coverage.of_head(head) | errors.of_head(head, layer) for head in heads]
             values.add(layer, {key: torch.cat([each[key] for each in found]) for key in found[0]})
 
         with torch.no_grad(), watched_attention(self.subject.model, see):
@@ -161,51 +155,6 @@ class Attention:
                 values.begin_sequence()
                 self.subject.model(input_ids=row[None].to(device), use_cache=False, logits_to_keep=1)
         return values
-
-    def _gate_masks(self, inputs: AttentionInputs, rows: range) -> dict[int, Tensor]:
-        """Return by reserved length which tokens the gate's choice keeps, bool `[G, Q, S]`, nothing without gates."""
-        if inputs.log_forget is None:
-            return {}
-        groups = inputs.keys.shape[1]
-        sums = inputs.log_forget.double().cumsum(-1)
-        sums = sums.unflatten(1, (groups, -1)).mean(2).float()
-        return {window: gate_kept(sums, rows, window) for window in self.reserved}
-
-    def _of_gate(self, head: KeyHead, masks: dict[int, Tensor], number: int) -> dict[Hashable, Tensor]:
-        """Return coverage by the gate's choice, and the L1 error where the others are evicted."""
-        found: dict[Hashable, Tensor] = {}
-        for window, mask in masks.items():
-            kept = mask[number]
-            mass = (head.weights * kept)[..., SINKS:].sum(-1)
-            number_kept = kept.sum(-1).to(mass.dtype).expand_as(mass)
-            found["coverage", GATE, window] = torch.stack((mass, mass, number_kept), -1).mean(1)
-            left = head.logits.masked_fill(~kept, -torch.inf).softmax(-1)
-            found["l1", GATE, window, "evicted"] = l1_error(left, head.weights)
-        return found
-
-
-def gate_kept(sums: Tensor, rows: range, window: int) -> Tensor:
-    """Return which tokens the gate's choice keeps when each of `rows` is the newest, bool `[G, Q, S]`.
-
-    From `window` to `window` + BLOCK - 1 tokens are kept: a block is released at a time.
-
-    Args:
-        sums: of the log gates, `[1, G, S]`.
-        rows: positions of the queries.
-        window: tokens that keep 16 bits.
-    """
-    mask = torch.zeros(sums.shape[1], len(rows), sums.shape[2], dtype=torch.bool, device=sums.device)
-    every = [max(0, (row + 1 - window) // BLOCK) for row in rows]
-    for releases in sorted(set(every)):
-        full = window + BLOCK * releases  # tokens at the last release
-        turn = Turn(rows=[0], before=0, padding=0, real=full, length=0, releases=releases)
-        positions = torch.arange(full, device=sums.device, dtype=torch.int32).expand(1, sums.shape[1], -1)
-        kept = choose_by_gate((turn,), sums[:, :, :full], positions, window, BLOCK)[1][0]  # [G, window]
-        for place, row in enumerate(rows):
-            if every[place] == releases:
-                mask[:, place].scatter_(1, kept, True)
-                mask[:, place, full : row + 1] = True
-    return mask
 
 
 def attention_values(values: Values) -> dict[tuple[str, str, int, str], tuple[list[float], float]]:
@@ -222,11 +171,6 @@ def attention_values(values: Values) -> dict[tuple[str, str, int, str], tuple[li
         if measure == "coverage":
             found[measure, selection, reserved, ""] = means[:, 0].tolist(), float(means[:, 2].mean())
         elif measure == "l1":
-            kept = values.by_layer((*_KEPT[selection], reserved), mean_of_heads).mean(1)
-            tokens = float(kept[:, 2].mean() if selection == GATE else kept.mean())
-            found[measure, selection, reserved, how[0]] = means.tolist(), tokens
+            kept = values.by_layer(("kept", selection, reserved), mean_of_heads)
+            found[measure, selection, reserved, how[0]] = means.tolist(), float(kept.mean())
     return found
-
-
-_KEPT = {GATE: ("coverage", GATE)} | {name: ("kept", name) for name in SELECTIONS}
-"""Where `Values` has the number of tokens kept, by selection."""

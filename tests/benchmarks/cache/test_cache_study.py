@@ -24,12 +24,10 @@ from benchmarks.cache.study.cases import (
     Sizes,
     cases,
 )
-from benchmarks.cache.study.measuring import Subject, gate_kept
+from benchmarks.cache.study.measuring import Subject
 from benchmarks.cache.study.records import FILE, Records, Result, joined
 from evaluation.recall.questions import KINDS, WORDS, is_right
-from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
-from lit_modules.networks.attention_inputs import watched_attention
-from lit_modules.networks.caches import CacheSettings, CompressedCache
+from lit_modules.networks.caches import CacheSettings
 from lit_modules.networks.caches.calibration import fit_rotations
 from lit_modules.networks.caches.rotations import write_rotations
 from lit_modules.networks.caches.settings import BLOCK
@@ -94,26 +92,6 @@ def test_every_case_has_valid_settings_and_is_there_once():
         for case in every:
             settings = case.settings(SIZES, "maps.safetensors")
             assert settings.compresses == (case != FULL_CASE)
-
-
-def test_coverage_by_the_gate_has_the_tokens_that_a_cache_keeps():
-    torch.manual_seed(0)
-    model = PalimpsestForCausalLM(
-        PalimpsestConfig(
-            vocab_size=60, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32, initializer_range=0.5
-        )
-    ).eval()
-    ids, window, found = torch.randint(1, 60, (1, 700)), 96, []
-    with torch.no_grad(), watched_attention(model, lambda layer, inputs: found.append(inputs.log_forget)):
-        model(input_ids=ids, use_cache=False)
-    mask = gate_kept(found[0].double().cumsum(-1).float(), range(690, 700), window)
-    tensor = {"keep": GATE, "bits": 2}
-    cache = CompressedCache(model.config, CacheSettings.of({"keys": tensor, "values": tensor, "window": window}))
-    with torch.no_grad():
-        for place, part in enumerate([ids[:, :691], *ids[:, 691:].split(1, 1)]):
-            model(part, past_key_values=cache, use_cache=True)
-            for head in range(2):
-                assert sorted(cache.layers[0].positions(head)[0]) == mask[head, place].nonzero()[:, 0].tolist()
 
 
 def test_training_documents_state_each_answer_before_it_is_asked_for_in_other_words():
