@@ -28,6 +28,7 @@ from lit_modules import checkpoints
 from lit_modules.callbacks.device_stats import describe_ranks
 from lit_modules.callbacks.preemption import handle_signals
 from lit_modules.callbacks.watchdog import report_culprit
+from lit_modules.jobs import starts
 from lit_modules.language_modelling import Training, check_optimizer
 from lit_modules.launching import failures, run_folder
 from lit_modules.launching import process as launched
@@ -97,6 +98,8 @@ def train(
     if trainer.is_global_zero:
         save_tokenizer(data.hf_tokenizer, folder / "tokenizer")
     log.info(describe_training(trainer, module, data))
+    if trainer.is_global_zero:
+        starts.record_start(trainer, folder, config, checkpoint)
     exit_code = 1
     try:
         with handle_signals(trainer, module):

@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lit_modules import checkpoints
+from lit_modules.jobs import starts
 from lit_modules.jobs.training_job import describe_start
 from lit_modules.launching import run_folder
 from tests.conftest import PICTURES, Command
@@ -228,6 +229,11 @@ def test_a_resumed_run_may_have_another_micro_batch(run, command, unbroken):
     mine, theirs = (json.loads((f / "summary.json").read_text()) for f in (folder, unbroken))
     assert mine["steps"] == theirs["steps"]
     assert mine["validation_loss"] == pytest.approx(theirs["validation_loss"], rel=1e-4)
+    first, second = map(json.loads, (folder / starts.FILE).read_text(encoding="utf-8").splitlines())
+    assert (first["from"], second["from"] is None) == (None, False)
+    assert first["torch"] == torch.__version__
+    assert second["settings"] == first["settings"] | {"data.micro_batch_size": 2}
+    assert "since the last start: data.micro_batch_size" in found.out
 
 
 def test_resume_after_the_text_was_changed_is_refused(run, command):

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 
@@ -177,3 +178,10 @@ def test_a_sweep_is_resumed_in_its_folder_and_a_run_as_a_sweep_of_one(tmp_path):
 def test_a_run_names_the_commit_of_the_checkout_that_runs():
     head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
     assert run_folder.code_commit().removesuffix("-dirty") == head.strip()
+
+
+def test_the_page_lists_the_settings_that_a_resume_may_change():
+    page = (run_folder.ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    table = page[page.index("These settings may change at a resume") :]
+    listed = set(re.findall(r"`([\w.]+)`", "".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
+    assert listed == {*run_folder.CHANGEABLE_KEYS} - {"resume"}
