@@ -47,6 +47,10 @@ LEAST_RECALL = 0.2
 GPU_WEIGHTS = 1 << 29
 """Attention weights that policies without a fused kernel hold at a time: a GPU that is measured has the room."""
 
+SAME_LOSS = 0.01
+"""Nats a token by which the full cache's loss of a sequence may differ from the one in the file: more than rounding
+makes, and less than another model or text would."""
+
 ATTENTION_TIER = 1
 ASKING = 0.5
 """Added to a case's tier for recall, which follows the losses of that tier."""
@@ -100,6 +104,20 @@ class Study:
             write_rotations(path, fit_rotations(model, cut_sequences(tokens, start, FIT_LENGTH, device)))
         log.info("[%4.0f s] %s: loaded, maps in %s", self.seconds(), name, path)
         return Subject(name, model, tokenizer, path, self.options.chunk)
+
+    def refuse_another(self, subject: Subject) -> None:
+        """Exit if the file's results are of another model, tokenizer or text: rows of two could not be compared."""
+        for name, text in self.texts.items():
+            full = self.records.find(subject.name, FULL_CASE.key, "loss", name)
+            if full is None:
+                continue
+            row = subject.sequences(text, self.options.length, self.options.sequences, self.options.seed)[:1]
+            (found,), _, _ = subject.losses(FULL_CASE, row)
+            if not abs(found - full.singles[0]) <= SAME_LOSS:
+                raise SystemExit(
+                    f"{self.records.path} has a loss of {full.singles[0]:.4f} for {subject.name} on {name}, and this "
+                    f"model's is {found:.4f}: give the model, tokenizer and texts it was measured with, or another NAME"
+                )
 
     def tasks(self, place: int, subject: Subject) -> list[Task]:
         """Return what is to be measured of a model."""
@@ -289,7 +307,11 @@ def main() -> None:
     study = Study(options, records)
     tasks: list[Task] = []
     for place, (name, _, checkpoint) in enumerate(model.partition("=") for model in options.models):
-        tasks += study.tasks(place, study.load(name, checkpoint))
+        subject = study.load(name, checkpoint)
+        if options.part is None:
+            with torch.no_grad():
+                study.refuse_another(subject)
+        tasks += study.tasks(place, subject)
     with torch.no_grad():
         study.run(own_tasks(tasks, options.processes, options.part))
     if options.part is None and options.processes > 1:

@@ -167,6 +167,13 @@ def test_a_run_goes_on_where_it_ended_and_the_page_has_what_was_measured(tokeniz
     assert not nothing
     done, results = measure(5.0)
     assert done
+    study = runs.Study(options, Records(tmp_path / FILE))
+    with torch.no_grad():
+        study.refuse_another(tiny)
+        other = llama(tokenizer)
+        other.lm_head.weight.mul_(16)
+        with pytest.raises(SystemExit, match="give the model"):
+            study.refuse_another(subject(other, tokenizer, tmp_path / "other.safetensors", 128))
     assert {result.measure for result in results} == {"loss", "late_loss", "coverage", "l1"}
     monkeypatch.setattr(Subject, "losses", None)  # nothing is measured again
     monkeypatch.setattr(runs, "Attention", None)
