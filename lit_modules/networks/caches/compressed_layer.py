@@ -69,8 +69,8 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
     def shape(self) -> Any:
         """Raise: attention took this handle for a tensor."""
         raise ValueError(
-            "a compressed cache was given to another attention implementation: make the cache after "
-            "model.set_attn_implementation"
+            "a compressed cache was given to attention that cannot read it: make it of this model's own config, after "
+            "model.set_attn_implementation; where it still says this, use the model's own cache (cache=full)"
         )
 
     def get_seq_length(self) -> int:

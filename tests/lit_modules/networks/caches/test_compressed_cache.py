@@ -455,7 +455,7 @@ def test_another_attention_after_the_cache_was_made_is_said():
     model = stock("llama")
     cache = CompressedCache(model.config, FULL)
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match=r"make the cache after model.set_attn_implementation"):
+    with pytest.raises(ValueError, match=r"own config, after model.set_attn_implementation"):
         model(PROMPT, past_key_values=cache)
 
 
