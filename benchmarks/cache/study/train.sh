@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Trains the study's four models side by side on one GPU: train.sh FOLDER TOKENS [overrides].
+# Trains the study's models side by side on one GPU: train.sh FOLDER TOKENS [overrides].
 # FOLDER has train.jsonl, the text, and tokenizer/. A third of the tokens are documents of facts that are asked for.
-set -euo pipefail
+# MODELS="fox hybrid" trains these alone.
+set -euf -o pipefail
+models=${MODELS:-fox transformer sigma hybrid}
 folder=$1 tokens=$2
 shift 2
 python3 -m benchmarks.cache.study.recall_text --text "$folder/train.jsonl" --output "$folder/recall.jsonl" \
-  --bytes 20000000
+  --bytes $(($(stat -c %s "$folder/train.jsonl") * 3 / 8))
 common=(
   model=llama_28m data=text_files tokenizer=pretrained "tokenizer.path=$folder/tokenizer"
   "data.source.path=[$folder/train.jsonl,$folder/recall.jsonl]" "data_dir=$folder/data" data.block_length=8192
@@ -17,17 +19,19 @@ common=(
   model.intermediate_size=1024 model.output_gate=true model.output_norm=true callbacks.samples=null
   callbacks.forget_gates=null
 )
-train() {
-  local name=$1
-  shift
-  python3 -m palimpsest "${common[@]}" "hydra.run.dir=$folder/runs/$name" "$@" >"$folder/$name.log" 2>&1 &
-}
-train fox model.rope=false model.forget_gate=data_dependent "$@"
-# The first run prepares the data of all.
-until grep -qs "text:" "$folder/fox.log" || ! kill -0 $! 2>/dev/null; do sleep 1; done
-train transformer "$@"
-train sigma model.num_key_heads=2 model.num_value_heads=4 model.augmented_query_dim=768 model.output_gate=false \
-  model.output_norm=false "$@"
-train hybrid "model.mixers=[gla,gla,gla,attention,gla,gla,gla,attention]" model.state_dim=64 model.expand_value=1 \
-  model.gate_temperature=16 "$@"
+declare -A own=(
+  [fox]="model.rope=false model.forget_gate=data_dependent"
+  [transformer]=""
+  [sigma]="model.num_key_heads=2 model.num_value_heads=4 model.augmented_query_dim=768 model.output_gate=false
+    model.output_norm=false"
+  [hybrid]="model.mixers=[gla,gla,gla,attention,gla,gla,gla,attention] model.state_dim=64 model.expand_value=1
+    model.gate_temperature=16"
+)
+for name in $models; do
+  # shellcheck disable=SC2086  # settings are words
+  python3 -m palimpsest "${common[@]}" "hydra.run.dir=$folder/runs/$name" ${own[$name]} "$@" \
+    >"$folder/$name.log" 2>&1 &
+  # The first run prepares the data of all.
+  until grep -qs "text:" "$folder/${models%% *}.log" || ! kill -0 $! 2>/dev/null; do sleep 1; done
+done
 wait
