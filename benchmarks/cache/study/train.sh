@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Trains the study's models side by side on one GPU: train.sh FOLDER TOKENS [overrides].
+# Trains the study's models side by side: train.sh FOLDER TOKENS [overrides].
 # FOLDER has train.jsonl, the text, and tokenizer/. A third of the tokens are documents of facts that are asked for.
-# MODELS="fox hybrid" trains these alone.
+# MODELS="fox hybrid" trains these alone; GPUS=2 puts every second one on another GPU.
 set -euf -o pipefail
-models=${MODELS:-fox transformer sigma hybrid}
+models=${MODELS:-fox transformer sigma hybrid} gpus=${GPUS:-1} gpu=0
 folder=$1 tokens=$2
 shift 2
 python3 -m benchmarks.cache.study.recall_text --text "$folder/train.jsonl" --output "$folder/recall.jsonl" \
@@ -22,15 +22,17 @@ common=(
 declare -A own=(
   [fox]="model.rope=false model.forget_gate=data_dependent"
   [transformer]=""
-  [sigma]="model.num_key_heads=2 model.num_value_heads=4 model.augmented_query_dim=768 model.output_gate=false
-    model.output_norm=false"
+  [sigma]="model.num_key_heads=2 model.num_value_heads=4 model.augmented_query_dim=768"
   [hybrid]="model.mixers=[gla,gla,gla,attention,gla,gla,gla,attention] model.state_dim=64 model.expand_value=1
     model.gate_temperature=16"
 )
 for name in $models; do
+  on=(env)
+  [ "$gpus" = 1 ] || on+=("CUDA_VISIBLE_DEVICES=$gpu")
   # shellcheck disable=SC2086  # settings are words
-  python3 -m palimpsest "${common[@]}" "hydra.run.dir=$folder/runs/$name" ${own[$name]} "$@" \
+  "${on[@]}" python3 -m palimpsest "${common[@]}" "hydra.run.dir=$folder/runs/$name" ${own[$name]} "$@" \
     >"$folder/$name.log" 2>&1 &
+  gpu=$(((gpu + 1) % gpus))
   # The first run prepares the data of all.
   until grep -qs "text:" "$folder/${models%% *}.log" || ! kill -0 $! 2>/dev/null; do sleep 1; done
 done
