@@ -12,11 +12,13 @@ maps are fitted to (--calibration) must not be among the texts. Then `python -m 
 
 import argparse
 import datetime
+import gc
 import itertools
 import logging
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +54,9 @@ SAME_LOSS = 0.01
 makes, and less than another model or text would."""
 
 ATTENTION_TIER = 1
+RETRIES = 2
+"""Attempts after the first, of a task that finds too little memory."""
+
 ASKING = 0.5
 """Added to a case's tier for recall, which follows the losses of that tier."""
 
@@ -128,9 +133,10 @@ class Study:
             of_full, name = case == FULL_CASE, f"{subject.name}, {case.name}"
             run = partial(self.losses, subject, case)
             found.append(Task(case.tier, place, f"loss, {name}", run, of_full))
-            if case.asked:
-                run = partial(self.recall, subject, case)
-                found.append(Task(case.tier + ASKING, place, f"recall, {name}", run, of_full))
+            for kind, length, whole in self.asked_for() if case.asked else ():
+                run = partial(self.recall, subject, case, kind, length, whole)
+                asked = recall_text(kind, length, whole)
+                found.append(Task(case.tier + ASKING, place, f"recall, {asked}, {name}", run, of_full))
         if self.options.tiers is None or self.options.tiers > ATTENTION_TIER:
             name = f"attention, {subject.name}"
             found.append(Task(ATTENTION_TIER, place, name, partial(self.attention, subject)))
@@ -162,20 +168,22 @@ class Study:
                 for measure, found in (("loss", losses), ("late_loss", late))
             )
 
-    def recall(self, subject: Subject, case: Case) -> None:
-        """Ask for facts, where the full cache finds them often enough: prompts whole, and in chunks."""
-        for end, chunk in (("", max(self.options.recall_lengths, default=1)), (IN_CHUNKS, subject.chunk)):
-            for kind, length in itertools.product(KINDS, self.options.recall_lengths):
-                text = f"{kind} {length}{end}"
-                if self.has(subject, case, "right", text):
-                    continue
-                full = self.records.find(subject.name, FULL_CASE.key, "right", text)
-                if case != FULL_CASE and (full is None or full.value < LEAST_RECALL):
-                    continue
-                began = time.perf_counter()
-                right, bits = subject.answered(case, self.asked(subject, kind, length), chunk)
-                seconds = time.perf_counter() - began
-                self.records.add([self.result(subject, case, "right", text, right, bits, seconds)])
+    def asked_for(self) -> Iterable[tuple[str, int, bool]]:
+        """Return kinds and lengths of questions, and whether their prompts are read whole or in chunks."""
+        return itertools.product(KINDS, self.options.recall_lengths, (True, False))
+
+    def recall(self, subject: Subject, case: Case, kind: str, length: int, whole: bool) -> None:
+        """Ask for facts, where the full cache finds them often enough."""
+        text = recall_text(kind, length, whole)
+        if self.has(subject, case, "right", text):
+            return
+        full = self.records.find(subject.name, FULL_CASE.key, "right", text)
+        if case != FULL_CASE and (full is None or full.value < LEAST_RECALL):
+            return
+        began = time.perf_counter()
+        right, bits = subject.answered(case, self.asked(subject, kind, length), length if whole else subject.chunk)
+        seconds = time.perf_counter() - began
+        self.records.add([self.result(subject, case, "right", text, right, bits, seconds)])
 
     def asked(self, subject: Subject, kind: str, length: int) -> list:
         """Return the questions, made once for each model."""
@@ -208,19 +216,36 @@ class Study:
         return self.records.find(subject.name, case.key, measure, text) is not None
 
     def run(self, tasks: Sequence[Task]) -> bool:
-        """Run tasks, most important first, until the time is over; return whether all were run."""
+        """Run tasks, most important first, until the time is over; return whether all were run.
+
+        A task that finds the GPU's memory taken by other processes is put off to the end, RETRIES times at most.
+        """
         longest = 0.0
-        ordered = in_order(tasks)
-        for number, task in enumerate(ordered, 1):
-            began = self.seconds()
+        queue = deque((task, RETRIES) for task in in_order(tasks))
+        number, all_run = 0, True
+        while queue:
+            (task, retries), began = queue.popleft(), self.seconds()
             if began + longest > 60 * self.options.minutes:
-                log.info("[%4.0f s] %s of %s done, the time is over", began, number - 1, len(ordered))
+                log.info("[%4.0f s] %s of %s done, the time is over", began, number, len(tasks))
                 return False
-            task.run()
+            try:
+                task.run()
+            except torch.OutOfMemoryError:
+                all_run = all_run and retries > 0
+                queue.extend([(task, retries - 1)] if retries else [])
+                log.info("[%4.0f s] %s: out of memory, %s more attempts", self.seconds(), task.name, retries)
+                continue
+            finally:
+                torch.cuda.empty_cache()  # for the other processes on the GPU
             taken = self.seconds() - began
-            longest = max(taken, longest / 2)
-            log.info("[%4.0f s] %s of %s, %s: %.1f s", self.seconds(), number, len(ordered), task.name, taken)
-        return True
+            longest, number = max(taken, longest / 2), number + 1
+            log.info("[%4.0f s] %s of %s, %s: %.1f s", self.seconds(), number, len(tasks), task.name, taken)
+        return all_run
+
+
+def recall_text(kind: str, length: int, whole: bool) -> str:
+    """Return the name of questions in the file of results."""
+    return f"{kind} {length}" if whole else f"{kind} {length}{IN_CHUNKS}"
 
 
 def in_order(tasks: Iterable[Task]) -> list[Task]:
@@ -228,17 +253,18 @@ def in_order(tasks: Iterable[Task]) -> list[Task]:
     return sorted(tasks, key=lambda task: (task.tier, task.place))
 
 
-def own_tasks(tasks: Sequence[Task], processes: int, part: int | None) -> list[Task]:
+def own_tasks(tasks: Iterable[Task], processes: int, part: int | None, of_full: bool) -> list[Task]:
     """Return the tasks of one process.
 
     Args:
         tasks: of all processes.
         processes: that share them.
-        part: which of them this is; None for the one that begins them, after it has measured the full cache.
+        part: which of them this is; None for one that has all tasks.
+        of_full: whether the full cache is measured now, or what depends on it; with `part`.
     """
-    if part is not None:
-        return [task for task in in_order(tasks) if not task.of_full][part::processes]
-    return [task for task in tasks if processes == 1 or task.of_full]
+    if part is None:
+        return list(tasks)
+    return [task for task in in_order(tasks) if task.of_full == of_full][part::processes]
 
 
 def part_file(options: argparse.Namespace, part: int) -> Path:
@@ -246,13 +272,16 @@ def part_file(options: argparse.Namespace, part: int) -> Path:
     return options.output / f"part_{part}_{FILE}"
 
 
-def run_side_by_side(options: argparse.Namespace, minutes: float) -> None:
-    """Run all tasks but those of the full cache in processes of their own, each of which has a part of them."""
-    command = [sys.executable, "-m", "benchmarks.cache.study.runs", *sys.argv[1:], "--minutes", f"{minutes:.2f}"]
+def run_side_by_side(options: argparse.Namespace, records: Records, minutes: float, *more: str) -> None:
+    """Run tasks in processes that have a part of them each, and take their results."""
+    command = [sys.executable, "-m", "benchmarks.cache.study.runs", *sys.argv[1:], "--minutes", f"{minutes:.2f}", *more]
     children = [subprocess.Popen([*command, "--part", str(part)]) for part in range(options.processes)]
     failed = [part for part, child in enumerate(children) if child.wait()]
     if failed:
         log.error("processes %s of %s have failed: what they measured is kept", failed, options.processes)
+    for path in map(partial(part_file, options), range(options.processes)):
+        if path.is_file():
+            records.take(path)
 
 
 def attention_case(selection: str, reserved: int, how: str) -> Case:
@@ -286,7 +315,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60.0, help="begin nothing that would end later")
     parser.add_argument("--seed", type=int, default=0, help="of sequences and questions")
     parser.add_argument("--processes", type=int, default=1, help="that share the GPU")
-    parser.add_argument("--part", type=int, help="of the tasks; the processes are begun with it")
+    parser.add_argument("--part", type=int, help="of the tasks; the processes are started with it")
+    parser.add_argument("--of-full", action="store_true", help="with --part: tasks of the full cache, not the others")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     return parser.parse_for_gpu()
@@ -312,15 +342,16 @@ def main() -> None:
             with torch.no_grad():
                 study.refuse_another(subject)
         tasks += study.tasks(place, subject)
-    with torch.no_grad():
-        study.run(own_tasks(tasks, options.processes, options.part))
     if options.part is None and options.processes > 1:
-        del tasks
-        run_side_by_side(options, options.minutes - study.seconds() / 60)
-        for part in range(options.processes):
-            path = part_file(options, part)
-            if path.is_file():
-                records.take(path)
+        del subject
+        tasks.clear()
+        gc.collect()
+        torch.cuda.empty_cache()  # of the models
+        for more in (["--of-full"], []):
+            run_side_by_side(options, records, options.minutes - study.seconds() / 60, *more)
+        return
+    with torch.no_grad():
+        study.run(own_tasks(tasks, options.processes, options.part, options.of_full))
 
 
 if __name__ == "__main__":

@@ -124,10 +124,11 @@ def test_questions_are_equally_long_and_keep_their_answers(tokenizer, tmp_path):
 
 def test_processes_share_the_tasks_and_their_results_come_together(tmp_path):
     tasks = [runs.Task(number % 3, 0, str(number), print, of_full=number == 4) for number in range(11)]
-    found = [runs.own_tasks(tasks, 3, part) for part in (None, 0, 1, 2)]
+    found = [runs.own_tasks(tasks, 3, part, of_full) for of_full in (True, False) for part in range(3)]
     assert sorted(task.name for own in found for task in own) == sorted(task.name for task in tasks)
-    assert found[0] == [tasks[4]]
-    assert runs.own_tasks(tasks, 1, None) == tasks
+    assert [task for own in found[:3] for task in own] == [tasks[4]]
+    assert max(map(len, found)) - min(map(len, found[3:])) <= 1
+    assert runs.own_tasks(tasks, 1, None, of_full=False) == tasks
 
     def result(policy):
         value, values = joined([1.0, 2.0])
@@ -145,6 +146,26 @@ def test_processes_share_the_tasks_and_their_results_come_together(tmp_path):
         everything.take(tmp_path / name)
         assert not (tmp_path / name).exists()
     assert [each.policy for each in Records(tmp_path / FILE).results] == ["full", RECENT, SPARSE]
+
+
+def test_a_task_without_memory_is_put_off_and_given_up_after_a_few_attempts(tmp_path, caplog):
+    options = argparse.Namespace(texts=[], minutes=5.0)
+    ran = []
+
+    def task(name, tier, failures):
+        def run():
+            ran.append(name)
+            if ran.count(name) <= failures:
+                raise torch.OutOfMemoryError(name)
+
+        return runs.Task(tier, 0, name, run)
+
+    study = runs.Study(options, Records(tmp_path / FILE))
+    assert study.run([task("last", 2, 0), task("large", 1, 1), task("first", 0, 0)])
+    assert ran == ["first", "large", "last", "large"]
+    ran.clear()
+    assert not study.run([task("too large", 0, 100), task("small", 1, 0)])
+    assert ran == ["too large", "small", *["too large"] * runs.RETRIES]
 
 
 def test_a_run_goes_on_where_it_ended_and_the_page_has_what_was_measured(tokenizer, tmp_path, monkeypatch, capsys):
