@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from common.settings import SettingError
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX
 from lit_modules.networks.mixers import MIXERS
+from lit_modules.networks.mixers.attention import Attention
 from lit_modules.networks.mixers.recurrent import RecurrentMixer
 from lit_modules.networks.positions import Positions, locate
 
@@ -54,13 +55,15 @@ def check_heads(config: PalimpsestConfig, size: int, tensor_parallel_size: int =
     Raises:
         ValueError: if they cannot.
     """
-    for name in dict.fromkeys(config.mixers):
-        recurrent = issubclass(MIXERS[name], RecurrentMixer)
-        heads = MIXERS[name].state_shape(config).heads if recurrent else config.num_heads
+    for name in dict.fromkeys(config.layer_mixers):
+        mixer = MIXERS[name]
+        heads, key = config.num_heads, "num_heads"
+        if issubclass(mixer, RecurrentMixer):
+            heads, key = mixer.state_shape(config).heads, "state_heads"
         if heads // tensor_parallel_size % size:
-            key = f"model.{'state_heads' if recurrent else 'num_heads'}={heads}"
             left = f" that strategy.tensor_parallel_size={tensor_parallel_size} leaves" * (tensor_parallel_size > 1)
-            problem = f"does not divide the {heads // tensor_parallel_size} heads{left} of the mixer {name} ({key})"
+            of_mixer = f"of the mixer {name} (model.{key}={heads})"
+            problem = f"does not divide the {heads // tensor_parallel_size} heads{left} {of_mixer}"
             raise SettingError(KEY, size, "give a divisor", problem)
 
 
@@ -128,7 +131,9 @@ class ContextParallel:
         finally:
             self.active = True
 
-    def prepend_earlier_tokens(self, mixer: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def prepend_earlier_tokens(
+        self, mixer: Attention | RecurrentMixer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Prepend the tokens that a mixer looks back at (a forward pre-hook)."""
         if not self.active:
             return arguments, keywords
@@ -147,7 +152,7 @@ class ContextParallel:
         hidden = torch.cat((self._last_tokens_of_previous_rank(hidden, count), hidden), dim=1)
         return (hidden, _with_earlier_tokens(positions, count), *cache), keywords
 
-    def drop_earlier_tokens(self, mixer: nn.Module, arguments: tuple[Any, ...], out: Tensor) -> Tensor:
+    def drop_earlier_tokens(self, mixer: Attention | RecurrentMixer, arguments: tuple[Any, ...], out: Tensor) -> Tensor:
         """Drop the prepended tokens from `out` `[B, T, hidden_size]` (a forward hook)."""
         return out[:, mixer.look_back :] if self.active else out
 
@@ -175,16 +180,16 @@ class ContextParallel:
         if not self.active:
             bound = {} if logit_bound is None else {"logit_bound": logit_bound}
             return operation(inputs, positions, *cache, **bound, **options)
-        heads = inputs[0].shape[2]
+        own = [x[:, looked_back:] for x in inputs if x is not None]
+        heads = own[0].shape[2]
         if heads % self.size:
             raise SettingError(KEY, self.size, "give a divisor", f"does not divide the {heads} heads on a rank")
-        own = [x if x is None else x[:, looked_back:] for x in inputs]
-        given = self._heads_for_tokens([x for x in own if x is not None])
+        given = iter(self._heads_for_tokens(own))
         if logit_bound is not None:
             options["logit_bound"] = logit_bound.chunk(self.size)[self.rank]
-        whole = [x if x is None else given.pop(0) for x in own]
-        whole = type(inputs)(*whole) if hasattr(inputs, "_fields") else tuple(whole)
-        out = self._tokens_for_heads(operation(whole, positions, *cache, **options))
+        whole = tuple(None if x is None else next(given) for x in inputs)
+        made = inputs._make(whole) if hasattr(inputs, "_make") else whole
+        out = self._tokens_for_heads(operation(made, positions, *cache, **options))
         return F.pad(out, (0, 0, 0, 0, looked_back, 0))
 
     def _heads_for_tokens(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -192,7 +197,7 @@ class ContextParallel:
 
         If n does not divide h, heads are repeated until it does. All tensors of a dtype share one all-to-all.
         """
-        whole: list[Tensor | None] = [None] * len(tensors)
+        whole = list(tensors)
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             numbers = [number for number, x in enumerate(tensors) if x.dtype == dtype]
             dealt = [self._split_heads(tensors[number]) for number in numbers]
@@ -251,5 +256,7 @@ def _with_earlier_tokens(positions: Positions, count: int) -> Positions:
     """Extend `positions` by `count` tokens before this rank's first; they only serve as its predecessors."""
     index = positions.index
     before = index[:, :1] - torch.arange(count, 0, -1, device=index.device)
-    rotary = positions.rotary and tuple(F.pad(table, (0, 0, count, 0)) for table in positions.rotary)
+    rotary = positions.rotary
+    if rotary is not None:
+        rotary = F.pad(rotary[0], (0, 0, count, 0)), F.pad(rotary[1], (0, 0, count, 0))
     return positions._replace(index=torch.cat((before.clamp(min=0), index), dim=1), rotary=rotary)

@@ -1,16 +1,15 @@
 """Gather a whole network, or one tensor per rank."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lit_modules.networks import PalimpsestForCausalLM
+from lit_modules.parallel.strategies import RankStrategy
 
 
-def gather_model(model: PalimpsestForCausalLM, strategy: Any) -> PalimpsestForCausalLM | None:
+def gather_model(model: PalimpsestForCausalLM, strategy: RankStrategy) -> PalimpsestForCausalLM | None:
     """Return the model with all weights: itself if unsharded, else a copy in main memory on rank 0 and None elsewhere.
 
     Every rank must call it.

@@ -1,8 +1,7 @@
 """Distribute a network over the devices of a run: apply every plan in the required order."""
 
-from typing import Any
-
 import torch
+from lightning.pytorch.strategies import Strategy
 
 from lit_modules.networks import PalimpsestForCausalLM
 from lit_modules.parallel.context import ContextParallel, split_context
@@ -13,7 +12,7 @@ from lit_modules.parallel.tensor import split_tensors
 
 
 def distribute(
-    model: PalimpsestForCausalLM, strategy: Any, *, compile: bool, activation_checkpointing: str | int
+    model: PalimpsestForCausalLM, strategy: Strategy | None, *, compile: bool, activation_checkpointing: str | int
 ) -> ContextParallel | None:
     """Change `model` in place: split heads, recompute and compile blocks, split sequences, shard weights.
 
@@ -28,8 +27,7 @@ def distribute(
     Raises:
         ValueError: if heads or sequences cannot be split so; the line names the key.
     """
-    sharded = isinstance(strategy, Sharded)
-    if sharded and strategy.layout.tensor > 1:
+    if isinstance(strategy, Sharded) and strategy.layout.tensor > 1:
         split_tensors(model, strategy.device_mesh["tensor"])
     apply_recomputation(model, activation_checkpointing)
     group = getattr(strategy, "context_group", None)
@@ -37,7 +35,7 @@ def distribute(
     if compile:
         for block in model.model.layers:
             block.forward = torch.compile(block.forward)
-    if sharded:
+    if isinstance(strategy, Sharded):
         dimensions = ("replicate", "shard") if strategy.layout.replicate > 1 else "shard"
         shard_model(
             model,

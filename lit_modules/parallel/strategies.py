@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, ParallelStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from common.settings import SettingError, check_keys, check_whole
@@ -20,15 +20,42 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 LIGHTNING_ARGUMENTS = ("module", "device_ids", "output_device", "dim", "process_group", "device_mesh")
 
 
-class OneDevice(CheckpointsTensors, SingleDeviceStrategy):
+class RankStrategy(CheckpointsTensors):
+    """Mixin: how a run's ranks share data, sequences and weights. As it is, for one device."""
+
+    needs_all_ranks = False  # whether a forward pass communicates
+    context_group: dist.ProcessGroup | None = None  # set up with the environment
+
+    @property
+    def layout(self) -> RankLayout:
+        """The layout of the ranks.
+
+        Raises:
+            ValueError: if the sizes do not divide their number.
+        """
+        return RankLayout(1, 1, 1, 1)
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share each layer's heads with this one; None without tensor parallelism."""
+        return None
+
+
+class OneDevice(RankStrategy, SingleDeviceStrategy):
     """One process on one device. `device`: "cpu", "cuda:0", ..."""
 
-    needs_all_ranks = False
-    layout = RankLayout(1, 1, 1, 1)
-    context_group: dist.ProcessGroup | None = None
+
+class ManyRanks(RankStrategy, WatchesRanks, ParallelStrategy):
+    """Mixin for a strategy of several processes."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The part of a global batch that this rank reads; ranks that share a sequence or its heads read the same."""
+        layout = self.layout
+        return {"num_replicas": layout.data, "rank": self.global_rank // (layout.context * layout.tensor)}
 
 
-class DataParallel(CheckpointsTensors, WatchesRanks, DDPStrategy):
+class DataParallel(ManyRanks, DDPStrategy):
     """DDP: every rank holds all weights. `settings` are arguments of torch's DistributedDataParallel.
 
     Args:
@@ -39,8 +66,6 @@ class DataParallel(CheckpointsTensors, WatchesRanks, DDPStrategy):
         ValueError: if a size is not a whole number above 0, or DDP has no such setting; the line names the key.
     """
 
-    needs_all_ranks = False
-
     def __init__(self, context_parallel_size: int = 1, gradient_as_bucket_view: bool = False, **settings: Any) -> None:
         check_whole("strategy.context_parallel_size", context_parallel_size, 1)
         known = [
@@ -49,26 +74,15 @@ class DataParallel(CheckpointsTensors, WatchesRanks, DDPStrategy):
         check_keys("strategy", settings, [*known, "process_group_backend"])
         super().__init__(timeout=COLLECTIVE_TIMEOUT, gradient_as_bucket_view=gradient_as_bucket_view, **settings)
         self.context_parallel_size = context_parallel_size
-        self.context_group: dist.ProcessGroup | None = None
 
     @property
     def layout(self) -> RankLayout:
-        """The layout of the ranks.
-
-        Raises:
-            ValueError: if the sizes do not divide their number.
-        """
         return make_layout(
             self.num_nodes * self.num_processes,
             shard=self.context_parallel_size,
             context=self.context_parallel_size,
             tensor=1,
         )
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """The part of a global batch that this rank reads; ranks that share a sequence read the same."""
-        return {"num_replicas": self.layout.data, "rank": self.global_rank // self.layout.context}
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -78,7 +92,7 @@ class DataParallel(CheckpointsTensors, WatchesRanks, DDPStrategy):
         self.context_group = self.layout.context_group(self.root_device.type)
 
 
-class Sharded(CheckpointsTensors, WatchesRanks, ModelParallelStrategy):
+class Sharded(ManyRanks, ModelParallelStrategy):
     """FSDP2: weights, gradients and optimizer states of each block are sharded over ranks.
 
     Args:
@@ -110,30 +124,20 @@ class Sharded(CheckpointsTensors, WatchesRanks, ModelParallelStrategy):
             raise SettingError("strategy.shard_size", shard_size, fix, "is not known")
         self.shard_size, self.context_parallel_size = shard_size, context_parallel_size
         self.tensor_parallel_size, self.reshard_after_forward = tensor_parallel_size, reshard_after_forward
-        self.context_group: dist.ProcessGroup | None = None
 
     @property
     def layout(self) -> RankLayout:
-        """The layout of the ranks.
-
-        Raises:
-            ValueError: if the sizes do not divide their number.
-        """
-        shard = self.shard_size
-        if shard == "node":
-            shard = max(1, self.num_processes // self.tensor_parallel_size)
+        size, of_node = self.shard_size, max(1, self.num_processes // self.tensor_parallel_size)
         return make_layout(
             self.num_nodes * self.num_processes,
-            shard=shard,
+            shard=of_node if isinstance(size, str) else size,  # the constructor allows no text but "node"
             context=self.context_parallel_size,
             tensor=self.tensor_parallel_size,
         )
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """The part of a global batch that this rank reads; ranks that share a sequence or its heads read the same."""
-        layout = self.layout
-        return {"num_replicas": layout.data, "rank": self.global_rank // (layout.context * layout.tensor)}
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        return self.device_mesh["tensor"].get_group() if self.layout.tensor > 1 else None
 
     def setup_environment(self) -> None:
         self._setup_distributed()

@@ -17,6 +17,7 @@ ranks of a group, but not the first line.
 
 import copy
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from common.settings import SettingError
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
 from lit_modules.networks.mixers.attention import Attention
+from lit_modules.parallel.gradients import local_shard
 
 
 def split_tensors(model: PalimpsestForCausalLM, mesh: DeviceMesh) -> None:
@@ -56,7 +58,7 @@ def split_tensors(model: PalimpsestForCausalLM, mesh: DeviceMesh) -> None:
         if block.mlp is not None:
             parallelize_module(block.mlp, mesh, _INTO_THE_BLOCK)
             parallelize_module(block.mlp, mesh, _swiglu(Replicate()))
-    model._loss = partial(_shared_loss, model, mesh)
+    model._loss = partial(_shared_loss, model, mesh)  # type: ignore[method-assign]  # of this model alone
 
 
 def check_split(config: PalimpsestConfig, ranks: int) -> None:
@@ -65,7 +67,7 @@ def check_split(config: PalimpsestConfig, ranks: int) -> None:
     Raises:
         ValueError: if it cannot; the line names the key.
     """
-    others = sorted(set(config.mixers) - {"attention"})
+    others = sorted(set(config.layer_mixers) - {"attention"})
     if others and ranks > 1:
         problem = f"splits attention alone, and model.mixers has {', '.join(others)}"
         raise SettingError("strategy.tensor_parallel_size", ranks, "give 1", problem)
@@ -102,18 +104,12 @@ def _swiglu(output: Replicate | Shard) -> dict[str, ParallelStyle]:
 class ByHeads(ParallelStyle):
     """Modules with parameters `[heads, ...]` that compute each head's result from that head's parameters only.
 
-    The module runs on its local parameters: the same arithmetic on fewer heads.
-
-    Args:
-        given_heads: True if the input is each rank's heads, `[B, T, H / n, D]`; else it is a mixer's replicated input.
+    The module runs on its local parameters: the same arithmetic on fewer heads. Its input is each rank's heads,
+    `[B, T, H / n, D]`, or, as a DTensor, a mixer's replicated input.
     """
 
-    def __init__(self, given_heads: bool = True) -> None:
-        super().__init__()
-        self.given_heads = given_heads
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        smaller = copy.deepcopy(module).to("meta")  # its parameters are never used
+        smaller: Any = copy.deepcopy(module).to("meta")  # its parameters are never used; it may have num_heads
         if hasattr(smaller, "num_heads"):
             smaller.num_heads //= device_mesh.size()
         for owner in module.modules():
@@ -122,9 +118,9 @@ class ByHeads(ParallelStyle):
                 owner.register_parameter(key, nn.Parameter(split, requires_grad=parameter.requires_grad))
 
         def forward(x: Tensor | DTensor) -> Tensor:
-            if not self.given_heads:
+            if isinstance(x, DTensor):
                 x = x.to_local(grad_placements=[Partial()])  # every rank's heads add to its gradient
-            return functional_call(smaller, {name: p.to_local() for name, p in module.named_parameters()}, (x,))
+            return functional_call(smaller, {name: local_shard(p) for name, p in module.named_parameters()}, (x,))
 
         module.forward = forward
         return module
@@ -144,7 +140,7 @@ class OwnHeads(ParallelStyle):
 
 
 def _split_attention(attention: Attention, mesh: DeviceMesh) -> None:
-    plan = {
+    plan: dict[str, ParallelStyle] = {
         "q_proj": ColwiseParallel(),
         "k_proj": ColwiseParallel(),
         "v_proj": ColwiseParallel(),
@@ -152,7 +148,7 @@ def _split_attention(attention: Attention, mesh: DeviceMesh) -> None:
         "g_proj": ColwiseParallel(),
         "k_shift_proj": ColwiseParallel(),
         "v_shift_proj": ColwiseParallel(),
-        "forget_gate": ByHeads(given_heads=False),
+        "forget_gate": ByHeads(),
         "k_map_proj": ByHeads(),
         "q_norm": ByHeads(),
         "k_norm": ByHeads(),
@@ -166,8 +162,13 @@ def _split_attention(attention: Attention, mesh: DeviceMesh) -> None:
         plan["forget_gate"] = OwnHeads()
     parallelize_module(attention, mesh, _INTO_THE_MIXER)
     parallelize_module(attention, mesh, {name: style for name, style in plan.items() if _has(attention, name)})
-    bound = attention._logit_bound
-    attention._logit_bound = lambda: None if attention.q_norm is None else bound().to_local()
+    of_all_heads = attention._logit_bound
+
+    def of_own_heads() -> Tensor | None:
+        bound = of_all_heads()
+        return None if bound is None else local_shard(bound)
+
+    attention._logit_bound = of_own_heads  # type: ignore[method-assign]  # of this layer alone
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -223,13 +224,13 @@ class _OwnTokens(torch.autograd.Function):
     """This rank's share of `[tokens, D]`. Backward gathers the gradients of all shares, which are n times too large."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, share: _Share) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, share: _Share) -> Tensor:
         ctx.share = share
         return hidden[share.own]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.share.gather(grad) / ctx.share.ranks, None
 
 
@@ -237,7 +238,7 @@ class _SumOverRanks(torch.autograd.Function):
     """All-reduce sum. Backward multiplies the gradient by n: its average over n ranks is the sum's gradient."""
 
     @staticmethod
-    def forward(ctx, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.ranks = group.size()
         total = own.clone()
         dist.all_reduce(total, group=group)
@@ -245,5 +246,5 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.ranks, None
