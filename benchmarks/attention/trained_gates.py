@@ -37,7 +37,7 @@ def gates_and_bounds(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[np.n
     gates, bounds = [], []
     with torch.autocast(tokens.device.type, torch.bfloat16):
         found = projections(model, tokens)
-    for number, (q, k, _, log_forget) in found:
+    for number, q, k, _, log_forget in found:
         bound = model.model.layers[number].self_attn._logit_bound()
         gates.append(log_forget[0].half().cpu().numpy())
         bounds.append((largest_logits(q, k) if bound is None else bound).float().cpu().numpy())

@@ -120,7 +120,7 @@ def set_gates(module: Pretraining, trained: TrainedGates | None) -> None:
 def pruned_share(module: Pretraining, tokens: Tensor) -> float:
     """Return the mean over the layers of the fraction of 128 x 128 tiles under the pruning threshold."""
     fractions = []
-    for number, (q, k, _, log_forget) in projections(module.model, tokens):
+    for number, q, k, _, log_forget in projections(module.model, tokens):
         bound = module.model.model.layers[number].self_attn._logit_bound()
         fractions.append(pruned_fraction(log_forget, largest_logits(q, k) if bound is None else bound))
     return statistics.mean(fractions)

@@ -57,7 +57,7 @@ class DeviceStats(Callback):
         check_whole("callbacks.machines.every_tokens", every_tokens, 1)
         self.every_tokens = every_tokens
         self.rank_devices: list[Device] = []
-        self.timer: RankTimer | None = None
+        self.timer = RankTimer([], torch.device("cpu"), every=1)  # until training starts
         self.slow: tuple[int | None, int] = (None, 0)  # the slow rank, and its consecutive slow reports
         self.quiet = 0  # reports until the next warning is allowed
 
@@ -79,12 +79,10 @@ class DeviceStats(Callback):
         self.timer.end_forward()
 
     def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        if self.timer is not None:  # None in a validation without training
-            self.timer.cancel_wait()
+        self.timer.cancel_wait()
 
     def on_save_checkpoint(self, trainer: lightning.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        if self.timer is not None:
-            self.timer.cancel_wait()
+        self.timer.cancel_wait()
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -114,7 +112,8 @@ class DeviceStats(Callback):
     def name_slow_rank(self, summary: dict[str, float], found: list[dict[str, float]]) -> None:
         """Warn about a rank that stays slow, then suppress warnings for some reports."""
         self.quiet = max(0, self.quiet - 1)
-        rank = summary["straggler/slowest_rank"] if summary.get("straggler/slowdown", 0.0) >= SLOW_RATIO else None
+        is_slow = summary.get("straggler/slowdown", 0.0) >= SLOW_RATIO
+        rank = int(summary["straggler/slowest_rank"]) if is_slow else None
         self.slow = (rank, self.slow[1] + 1 if rank == self.slow[0] else 1)
         if rank is None or self.quiet or self.slow[1] < SLOW_REPORTS:
             return

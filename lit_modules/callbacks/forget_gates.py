@@ -3,7 +3,7 @@
 import itertools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import numpy as np
@@ -15,6 +15,17 @@ from common.settings import check_whole
 from lit_modules.callbacks.pictures import ignore_disk_errors, log_picture
 from lit_modules.loggers.figures import draw_gates
 from lit_modules.parallel.context import without_context_parallelism
+from lit_modules.trainer_parts import rank_strategy
+
+
+class LayerInputs(NamedTuple):
+    """What one attention layer computes from a document: [1, T, heads, ...]; log_forget is None without a gate."""
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    log_forget: torch.Tensor | None
 
 
 class ForgetGates(Callback):
@@ -48,16 +59,17 @@ class ForgetGates(Callback):
 
     @ignore_disk_errors()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        if trainer.sanity_checking or not (trainer.is_global_zero or trainer.strategy.needs_all_ranks):
+        strategy = rank_strategy(trainer)
+        if trainer.sanity_checking or not (trainer.is_global_zero or strategy.needs_all_ranks):
             return
         document = self.document
-        if trainer.strategy.needs_all_ranks:  # each rank holds a part of the weights, so all run rank 0's document
-            tokens = trainer.strategy.broadcast(None if document is None else document.tolist())
+        if strategy.needs_all_ranks:  # each rank holds a part of the weights, so all run rank 0's document
+            tokens = strategy.broadcast(None if document is None else document.tolist())
             document = None if tokens is None else torch.tensor(tokens, device=module.device)
         if document is None:
             return
         with torch.no_grad(), trainer.precision_plugin.forward_context(), without_context_parallelism(module.context):
-            layers = all_heads(projections(module.model, document), trainer.strategy)
+            layers = all_heads(projections(module.model, document), strategy.tensor_group)
         if not layers or not trainer.is_global_zero:
             return
         metrics = gate_statistics(layers)
@@ -69,15 +81,14 @@ class ForgetGates(Callback):
         log_picture(trainer, "forget_gates", path)
 
 
-def projections(model: Any, input_ids: torch.Tensor) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Return (layer, (q, k, v, log_forget)) of each attention layer for one document, input_ids [1, T].
-
-    log_forget is None in layers without a forget gate.
-    """
-    found: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+def projections(model: Any, input_ids: torch.Tensor) -> list[LayerInputs]:
+    """Return the inputs of each attention layer for one document, input_ids [1, T]."""
+    found: list[LayerInputs] = []
 
     def keep(layer: int, mixer: Any) -> Any:
-        return mixer.register_forward_pre_hook(lambda _, inputs: found.append((layer, mixer.project(*inputs))))
+        return mixer.register_forward_pre_hook(
+            lambda _, inputs: found.append(LayerInputs(layer, *mixer.project(*inputs)))
+        )
 
     mixers = [(layer, block.self_attn) for layer, block in enumerate(model.model.layers)]
     hooks = [keep(layer, mixer) for layer, mixer in mixers if hasattr(mixer, "project")]
@@ -90,33 +101,26 @@ def projections(model: Any, input_ids: torch.Tensor) -> list[tuple[int, tuple[to
     return found
 
 
-def all_heads(
-    layers: list[tuple[int, tuple[torch.Tensor, ...]]], strategy: Any
-) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Return the same with the heads `[1, T, H, ...]` of all ranks, if tensor parallelism splits them."""
-    if strategy.layout.tensor == 1:
+def all_heads(layers: list[LayerInputs], group: dist.ProcessGroup | None) -> list[LayerInputs]:
+    """Return the same with the heads of all ranks of `group`, which tensor parallelism splits them over."""
+    if group is None:
         return layers
-    group = strategy.device_mesh["tensor"].get_group()
 
-    def gather(own: torch.Tensor | None) -> torch.Tensor | None:
-        if own is None:
-            return None
-        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(strategy.layout.tensor)]
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(parts, own.contiguous(), group=group)
         return torch.cat(parts, dim=2)
 
-    return [(layer, tuple(map(gather, projected))) for layer, projected in layers]
+    return [
+        LayerInputs(layer, gather(q), gather(k), gather(v), gate if gate is None else gather(gate))
+        for layer, q, k, v, gate in layers
+    ]
 
 
-def mean_log_forget(layers: list[tuple[int, tuple[torch.Tensor, ...]]]) -> list[tuple[int, torch.Tensor]]:
-    """Return (layer, [heads] mean log gate) of the layers with a gate."""
-    return [(layer, gate[0].float().mean(0).cpu()) for layer, (_, _, _, gate) in layers if gate is not None]
-
-
-def gate_statistics(layers: list[tuple[int, tuple[torch.Tensor, ...]]]) -> dict[str, float]:
+def gate_statistics(layers: list[LayerInputs]) -> dict[str, float]:
     """Return the metrics of each layer, as described in ForgetGates."""
     metrics = {}
-    for layer, (_, _, _, gate) in layers:
+    for layer, *_, gate in layers:
         if gate is None:
             continue
         memory = -1 / gate[0].double().mean(0).clamp(max=-1e-12)
@@ -127,24 +131,21 @@ def gate_statistics(layers: list[tuple[int, tuple[torch.Tensor, ...]]]) -> dict[
     return metrics
 
 
-def choose_heads(layers: list[tuple[int, tuple[torch.Tensor, ...]]], heads: int) -> list[tuple[int, int]]:
+def choose_heads(layers: list[LayerInputs], heads: int) -> list[tuple[int, int]]:
     """Return (index into layers, head), evenly spaced from the fastest to the slowest to forget, or over the layers."""
-    means = mean_log_forget(layers)
-    if means:
-        index = {layer: i for i, (layer, _) in enumerate(layers)}
-        order = sorted((mean, index[layer], h) for layer, ms in means for h, mean in enumerate(ms.tolist()))
-        every = [(i, h) for _, i, h in order]
+    gates = [(i, each.log_forget) for i, each in enumerate(layers) if each.log_forget is not None]
+    if gates:
+        means = ((i, gate[0].float().mean(0).tolist()) for i, gate in gates)
+        every = [(i, h) for _, i, h in sorted((mean, i, h) for i, ms in means for h, mean in enumerate(ms))]
     else:
-        every = [(i, h) for i, (_, (q, *_)) in enumerate(layers) for h in range(q.shape[2])]
+        every = [(i, h) for i, each in enumerate(layers) for h in range(each.q.shape[2])]
     picks = np.unique(np.linspace(0, len(every) - 1, min(heads, len(every))).round().astype(int))
     return [every[p] for p in picks]
 
 
-def head_maps(
-    layers: list[tuple[int, tuple[torch.Tensor, ...]]], index: int, head: int
-) -> tuple[str, np.ndarray | None, np.ndarray]:
+def head_maps(layers: list[LayerInputs], index: int, head: int) -> tuple[str, np.ndarray | None, np.ndarray]:
     """Return title, F and A [T, T] of one head: F_ij = exp(c_i - c_j), A = softmax(q k^T / sqrt(d) + log F)."""
-    layer, (q, k, _, gate) = layers[index]
+    layer, q, k, _, gate = layers[index]
     group = q.shape[2] // k.shape[2]
     scores = q[0, :, head].float() @ k[0, :, head // group].float().T / math.sqrt(q.shape[-1])
     future = torch.ones_like(scores, dtype=torch.bool).triu(1)

@@ -12,6 +12,7 @@ from common.atomic_files import write_atomic
 from common.settings import SettingError, check_whole
 from lit_modules.callbacks.pictures import ignore_disk_errors, log_picture
 from lit_modules.loggers.figures import draw_loss, draw_position_loss
+from lit_modules.trainer_parts import data_module
 
 
 class PositionLoss(Callback):
@@ -46,9 +47,8 @@ class PositionLoss(Callback):
         )
         write_atomic(folder / "position_loss.csv", table.getvalue())
         path = folder / "position_loss.png"
-        draw_position_loss(
-            found.position_loss, found.position_tokens, self.window, trainer.datamodule.sequence_length, path
-        )
+        length = data_module(trainer).sequence_length
+        draw_position_loss(found.position_loss, found.position_tokens, self.window, length, path)
         log_picture(trainer, "position_loss", path)
         train, held_out = loss_curves(Path(trainer.default_root_dir) / "metrics.csv")
         if train:
@@ -61,7 +61,8 @@ def loss_curves(metrics: Path) -> tuple[list[tuple[float, float]], list[tuple[fl
         return [], []
     with open(metrics, encoding="utf-8", newline="") as handle:
         rows = list(csv.DictReader(handle))
-    return tuple(
-        [(float(row["tokens"]), float(row[key])) for row in rows if row.get(key)]
-        for key in ("train/loss", "validation/loss")
-    )
+
+    def curve(key: str) -> list[tuple[float, float]]:
+        return [(float(row["tokens"]), float(row[key])) for row in rows if row.get(key)]
+
+    return curve("train/loss"), curve("validation/loss")

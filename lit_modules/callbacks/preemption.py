@@ -32,6 +32,7 @@ from lit_modules import checkpoints
 from lit_modules.launching.process import this_process
 from lit_modules.launching.restarts import requeue, slurm_job
 from lit_modules.launching.run_folder import SilentExit
+from lit_modules.trainer_parts import find_callback
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Preemption(Callback):
         self.noted: float | None = None  # time of this rank's first signal
         self.interrupted: float | None = None  # time of its first SIGINT
         self.validation_due = False  # saved in the checkpoint: its step's validation is still to be done
-        self.before_validation: dict[str, Any] | None = None
+        self.before_validation: dict[str, Any] = {}  # Lightning's progress, as a validation in training starts
 
     def state_dict(self) -> dict[str, Any]:
         return {"validation_due": self.validation_due}
@@ -115,6 +116,7 @@ class Preemption(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        assert trainer.val_check_batch is not None  # Lightning has set it before the first batch
         validates = (batch_idx + 1) % trainer.val_check_batch == 0  # then end there, so that the validation is kept
         if module.ends_step(batch_idx) and any(module.agreed_to_end) and not validates:
             self.end_between_steps(trainer, module)
@@ -155,7 +157,7 @@ class Preemption(Callback):
 
     def save(self, trainer: lightning.Trainer) -> None:
         """Write this step's checkpoint, unless it exists, and wait for it."""
-        writer = trainer.checkpoint_callback
+        writer = find_callback(trainer, checkpoints.Checkpoints)
         if writer is not None:
             writer.save(trainer)
             writer.wait(trainer)
@@ -196,7 +198,7 @@ def write_to_terminal(line: str) -> None:
 
 def handle_signals(trainer: lightning.Trainer, module: Any) -> contextlib.AbstractContextManager[None]:
     """Return `Preemption.handle_signals` of the trainer's callback; a null context without one."""
-    found = next((callback for callback in trainer.callbacks if isinstance(callback, Preemption)), None)
+    found = find_callback(trainer, Preemption)
     return contextlib.nullcontext() if found is None else found.handle_signals(trainer, module)
 
 
@@ -206,8 +208,8 @@ def disable_lightning_signals(trainer: lightning.Trainer) -> None:
     Its SIGTERM handler waits for all ranks inside the handler, and its loop broadcasts from rank 0 before each
     micro-batch, which costs a synchronization each.
     """
-    trainer._signal_connector.register_signal_handlers = lambda: None
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]  # no setting does it
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]  # the same
 
 
 def describe_checkpoint(trainer: lightning.Trainer) -> str:

@@ -13,6 +13,7 @@ from common.settings import check_whole
 from lit_modules.callbacks.pictures import ignore_disk_errors
 from lit_modules.generation.job import continue_prompts, sampling_arguments
 from lit_modules.parallel.context import without_context_parallelism
+from lit_modules.trainer_parts import data_module, rank_strategy
 
 
 class Samples(Callback):
@@ -36,8 +37,8 @@ class Samples(Callback):
 
     @ignore_disk_errors()
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        tokenizer = trainer.datamodule.hf_tokenizer
-        together = trainer.strategy.needs_all_ranks  # each rank holds a part of the weights, so all generate
+        tokenizer = data_module(trainer).hf_tokenizer
+        together = rank_strategy(trainer).needs_all_ranks  # each rank holds a part of the weights, so all generate
         if trainer.sanity_checking or not (trainer.is_global_zero or together) or tokenizer is None or not self.prompts:
             return
         with trainer.precision_plugin.forward_context(), without_context_parallelism(module.context):

@@ -36,6 +36,7 @@ from typing import Any
 import lightning
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import Profiler
 
 from common.settings import check_number
 from lit_modules.callbacks.rank_progress import (
@@ -49,6 +50,7 @@ from lit_modules.launching import failures, restarts
 from lit_modules.launching.process import ProcessInfo, this_process
 from lit_modules.launching.rank_logs import print_on_terminal
 from lit_modules.launching.run_folder import RunFailed, SilentExit
+from lit_modules.trainer_parts import find_callback
 
 LONG_ACTION_FACTOR = 3  # factor on the limit for work that may take long
 
@@ -75,8 +77,8 @@ class Watchdog(Callback):
 
     def __init__(self, seconds: float | None = 600) -> None:
         check_number("callbacks.watchdog.seconds", seconds, above=0, null=True)
-        self.seconds = seconds
-        self.gone_after = min(20.0, (seconds or 0.0) / 2)  # seconds without a heartbeat
+        self.seconds = seconds or 0.0  # 0: no watch
+        self.gone_after = min(20.0, self.seconds / 2)  # seconds without a heartbeat
         self.interval = self.gone_after / 4
         self.store: dist.TCPStore | None = None
         self.watching = False
@@ -90,7 +92,7 @@ class Watchdog(Callback):
         Raises:
             RunFailed: too many restarts without a new checkpoint, or rank 0's store cannot be reached.
         """
-        if self.seconds is None:
+        if not self.seconds:
             return
         self.folder, self.here = Path(trainer.default_root_dir), this_process()
         self.trainer, self.world_size = trainer, trainer.world_size
@@ -100,7 +102,8 @@ class Watchdog(Callback):
                 raise RunFailed(f"{self.folder}: {restarts.restart_limit_message()}")
         gpu = trainer.local_rank if trainer.strategy.root_device.type == "cuda" else None
         self.progress = RankProgress(trainer.global_rank, failures.host_name(), gpu, step=trainer.global_step)
-        self.since, self.seen = time.monotonic(), set()
+        self.since = time.monotonic()
+        self.seen: set[str] = set()  # earlier actions of this rank
         self.others: dict[int, RankProgress] = {}
         self.beaten: dict[int, float] = {}  # when a rank's heartbeat last grew, by this rank's clock
         self.verdict: str | None = None
@@ -108,12 +111,13 @@ class Watchdog(Callback):
         work = [self.watch_ranks]
         if self.world_size > 1:
             self.store = self.connect(trainer)
-            self.publish_progress()
+            self.publish_progress(self.store)
             trainer.strategy.barrier()
-            self.read_progress()
+            self.read_progress(self.store)
             work.append(self.publish_repeatedly)
         self.answered = time.monotonic()
-        self.inner, trainer.profiler = trainer.profiler, ActionProfiler(trainer.profiler, self.mark)
+        self.inner: Profiler = trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it, undeclared
+        trainer.profiler = ActionProfiler(self.inner, self.mark)  # type: ignore[attr-defined]  # the same
         self.watching = True
         self.threads = [threading.Thread(target=each, name=f"watchdog-{each.__name__}", daemon=True) for each in work]
         for thread in self.threads:
@@ -136,7 +140,7 @@ class Watchdog(Callback):
         if not self.threads:
             return
         self.over.set()
-        self.trainer.profiler = self.inner
+        self.trainer.profiler = self.inner  # type: ignore[attr-defined]  # as in setup
         for thread in self.threads:
             thread.join(timeout=self.gone_after)
         self.threads = []
@@ -160,7 +164,7 @@ class Watchdog(Callback):
         if trainer.is_global_zero:
             store = dist.TCPStore(address, 0, is_master=True, timeout=timeout, wait_for_workers=False)
             store.set("verdict", "")
-        port = trainer.strategy.broadcast(store.port if store is not None else None)
+        port = trainer.strategy.broadcast(store.port if store is not None else 0)
         if store is not None:
             return store
         try:
@@ -183,15 +187,17 @@ class Watchdog(Callback):
 
     def publish_repeatedly(self) -> None:
         """Publish this rank's progress in a thread, which itself hangs if rank 0 is stopped."""
+        store = self.store
+        assert store is not None  # setup connects before it starts this thread
         try:
             while not self.over.wait(self.interval):
                 self.progress.beat += 1
-                self.publish_progress()
+                self.publish_progress(store)
                 if self.progress.rank == 0 or self.seconds_stalled() > self.gone_after or not self.watching:
-                    self.read_progress()
+                    self.read_progress(store)
                 else:
                     self.beaten.clear()  # progress that is not read is unknown
-                verdict = self.store.get("verdict").decode()
+                verdict = store.get("verdict").decode()
                 self.answered = time.monotonic()
                 if verdict:
                     self.verdict = verdict
@@ -199,37 +205,35 @@ class Watchdog(Callback):
         except RuntimeError:  # torch's store: connection lost or timeout
             self.answered = float("-inf")
 
-    def publish_progress(self) -> None:
+    def publish_progress(self, store: dist.TCPStore) -> None:
         """Publish this rank's progress."""
-        self.store.set(f"rank/{self.progress.rank}", json.dumps(asdict(self.progress)))
+        store.set(f"rank/{self.progress.rank}", json.dumps(asdict(self.progress)))
 
-    def read_progress(self) -> None:
+    def read_progress(self, store: dist.TCPStore) -> None:
         """Read the progress of the other ranks."""
-        this_process = [rank for rank in range(self.world_size) if rank != self.progress.rank]
-        for rank, written in zip(
-            this_process, self.store.multi_get([f"rank/{rank}" for rank in this_process]), strict=True
-        ):
+        others = [rank for rank in range(self.world_size) if rank != self.progress.rank]
+        for rank, written in zip(others, store.multi_get([f"rank/{rank}" for rank in others]), strict=True):
             known, found = self.others.get(rank), RankProgress(**json.loads(written))
             if known is None or known.beat != found.beat or rank not in self.beaten:
                 self.beaten[rank] = time.monotonic()
             self.others[rank] = found
 
-    def is_store_reachable(self) -> bool:
-        """Return whether the store has answered recently; otherwise do not query it, since it may never answer."""
-        return self.store is not None and time.monotonic() - self.answered < self.gone_after
+    def reachable_store(self) -> dist.TCPStore | None:
+        """Return the store if it has answered recently; otherwise do not query it, since it may never answer."""
+        return self.store if time.monotonic() - self.answered < self.gone_after else None
 
     def silent_ranks(self) -> list[RankProgress]:
         """Return the ranks whose heartbeat has stopped; rank 0 if its store does not answer."""
         if self.store is None:
             return []
-        if self.progress.rank != 0 and not self.is_store_reachable():
+        if self.progress.rank != 0 and self.reachable_store() is None:
             return [self.others[0]]
         now = time.monotonic()
         return [self.others[rank] for rank, at in list(self.beaten.items()) if now - at > self.gone_after]
 
-    def failed_ranks(self) -> list[RankProgress]:
-        """Return other ranks that failed by themselves, for which this one may wait in vain."""
-        return [p for p in self.others.values() if p.error and not BROKEN_COLLECTIVE.search(p.error)]
+    def failed_ranks(self) -> list[tuple[RankProgress, str]]:
+        """Return other ranks that failed by themselves, for which this one may wait in vain, and their errors."""
+        return [(p, p.error) for p in self.others.values() if p.error and not BROKEN_COLLECTIVE.search(p.error)]
 
     def watch_ranks(self) -> None:
         """Judge in a thread, and end the process on a verdict."""
@@ -243,7 +247,7 @@ class Watchdog(Callback):
             stalled = self.seconds_stalled() > self.gone_after
             failed, silent = (self.failed_ranks(), self.silent_ranks()) if stalled else ([], [])
             if failed:
-                return self.end_run(failed[0], failed[0].error)
+                return self.end_run(*failed[0])
             if silent:
                 return self.end_run(silent[0], describe_silent_ranks(silent))
             if self.seconds_stalled() > self.limit():
@@ -254,8 +258,8 @@ class Watchdog(Callback):
         """Publish a verdict, unless another rank was first, and end the process."""
         verdict = json.dumps([asdict(culprit), words])
         with contextlib.suppress(RuntimeError):
-            if self.is_store_reachable():
-                verdict = self.store.compare_set("verdict", "", verdict).decode()
+            if (store := self.reachable_store()) is not None:
+                verdict = store.compare_set("verdict", "", verdict).decode()
         self.end_process(verdict)
 
     def end_process(self, verdict: str) -> None:
@@ -284,10 +288,11 @@ class Watchdog(Callback):
     def wait_for_report(self, first: bool) -> None:
         """Wait until the first rank has requested the restart: the launcher kills the others when one ends."""
         with contextlib.suppress(RuntimeError):
-            if self.is_store_reachable() and first:
-                self.store.set("told", "")
-            elif self.is_store_reachable():
-                self.store.wait(["told"], timedelta(seconds=60))
+            store = self.reachable_store()
+            if store is not None and first:
+                store.set("told", "")
+            elif store is not None:
+                store.wait(["told"], timedelta(seconds=60))
             elif not first:
                 time.sleep(self.gone_after)
         if self.store is not None and self.progress.rank == 0:
@@ -313,14 +318,15 @@ class Watchdog(Callback):
         self.progress.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if not BROKEN_COLLECTIVE.search(self.progress.error):
             with contextlib.suppress(RuntimeError):
-                if self.is_store_reachable():
-                    self.publish_progress()
+                if (store := self.reachable_store()) is not None:
+                    self.publish_progress(store)
             return None
         deadline = time.monotonic() + 2 * self.gone_after
         while time.monotonic() < deadline and failures.first_failure(self.folder) is None:
             failed, silent = self.failed_ranks(), self.silent_ranks()
             if failed:
-                return RankLost(failed[0].error, failed[0], self.folder)
+                culprit, words = failed[0]
+                return RankLost(words, culprit, self.folder)
             if silent and restarts.is_first_to_ask(self.folder):
                 return self.build_error(describe_silent_ranks(silent), silent[0])
             if silent:
@@ -336,7 +342,7 @@ def report_culprit(trainer: lightning.Trainer) -> Iterator[None]:
     Raises:
         SilentExit: another rank is the cause of the error.
     """
-    found = next((callback for callback in trainer.callbacks if isinstance(callback, Watchdog)), None)
+    found = find_callback(trainer, Watchdog)
     try:
         yield
     except Exception as error:

@@ -71,8 +71,7 @@ def look(folder: Path, rank: int, shared: str | None) -> tuple[dict[str, float],
         datamodule=SimpleNamespace(hf_tokenizer=Letters()),
         strategy=Strategy(
             needs_all_ranks=shared is not None,
-            layout=SimpleNamespace(tensor=2 if shared == "heads" else 1),
-            device_mesh=mesh,
+            tensor_group=mesh["tensor"].get_group() if shared == "heads" else None,
         ),
     )
     gates, samples = ForgetGates(heads=2), Samples(["abc", "d"], max_new_tokens=12, temperature=1.0, top_p=0.9)
