@@ -17,10 +17,11 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from lit_modules.generation.fused_layers import FusedProduct, fused_head, fused_layer_step, fused_layers
-from lit_modules.networks.caches import CompressedCache
+from lit_modules.networks.caches import CompressedCache, StaticAttentionCacheLayer
+from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, linearize
 from lit_modules.networks.linearized.families import FAMILIES
 from lit_modules.networks.positions import Positions, locate
@@ -106,17 +107,17 @@ def generate_captured(
         raise ValueError("attention_mask ends in padding: pad prompts on the left")
     batch, length = input_ids.shape
     chunk = length if cache is None else max(1, PROMPT_TOKENS // batch)
-    cache = model.new_cache(length + max_new_tokens) if cache is None else cache
+    held: Cache = model.new_cache(length + max_new_tokens) if cache is None else cache
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
         seen = None if attention_mask is None else attention_mask[:, :stop]
         logits = model(
-            input_ids[:, start:stop], attention_mask=seen, past_key_values=cache, use_cache=True, logits_to_keep=1
+            input_ids[:, start:stop], attention_mask=seen, past_key_values=held, use_cache=True, logits_to_keep=1
         ).logits
     positions = locate(batch, length, 0, input_ids.device, attention_mask)
     choose = make_token_choice(temperature, top_k, top_p, generator)
     output = Output(batch, max_new_tokens, eos_token_ids, pad_token_id, input_ids.device)
-    step = DecodingStep(model, cache, positions, choose, output, fused=fused, compile=compile)
+    step = DecodingStep(model, held, positions, choose, output, fused=fused, compile=compile)
     step.take(choose(logits[:, -1].float()))
     replay = Replay(step, generator)
     if streamer is not None:
@@ -140,6 +141,7 @@ def make_token_choice(
     """Return the function that chooses a token; arguments as in `generate_captured`."""
     if temperature == 0:
         return lambda logits: logits.argmax(-1)
+    no_tokens: Any = None  # of the text so far, which no warper reads
     warpers = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
@@ -148,7 +150,7 @@ def make_token_choice(
 
     def sample(logits: Tensor) -> Tensor:
         # The first arrival among exponential variables with these rates; multinomial may synchronize with the host.
-        probabilities = warpers(None, logits).softmax(-1)
+        probabilities = warpers(no_tokens, logits).softmax(-1)
         return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
     return sample
@@ -200,12 +202,13 @@ class _Counters:
     """
 
     def __init__(self, cache: Cache):
-        self._layers = [layer for layer in cache.layers if hasattr(layer, "is_counted_elsewhere")]
+        counted = (LinearizedCacheLayer, StaticAttentionCacheLayer)
+        self._layers = [layer for layer in cache.layers if isinstance(layer, counted)]
         self._early, self._late = self._together("counters_with_new"), self._together("counters_before_new")
 
     def _together(self, kind: str) -> list[Tensor]:
         """Merge, by name, all counters that the layers list under `kind`."""
-        owners: dict[str, list[CacheLayerMixin]] = {}
+        owners: dict[str, list[LinearizedCacheLayer | StaticAttentionCacheLayer]] = {}
         for layer in self._layers:
             for name in getattr(layer, kind):
                 owners.setdefault(name, []).append(layer)
@@ -280,19 +283,21 @@ class DecodingStep:
         self.take(self.choose(self._head(self.model, self._norm_and_head, hidden)))
         if self._compile:
             # Compile from the second call on: state that layers create in their first call would need another program.
-            self._layer, self._fused_layer, self._head = map(torch.compile, (_layer_step, fused_layer_step, _head_step))
+            self._layer, self._fused_layer = torch.compile(_layer_step), torch.compile(fused_layer_step)
+            self._head = torch.compile(_head_step)
             self._compile = False
 
     def _through_layers(self, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        caches: list[Any] = self.cache.layers  # also of stock models, whose layers do not use the host's count
         for number, (layer, fused) in enumerate(zip(self.model.model.layers, self._fused, strict=True)):
             # Host integers are compiled into a layer's step as constants. Its layer index and cache length would cause
             # one compilation per layer and token. A replay does not change the host's count either.
             if fused is not None:
-                hidden = self._fused_layer(fused, hidden, self.positions, tables, self.cache.layers[number])
+                hidden = self._fused_layer(fused, hidden, self.positions, tables, caches[number])
             else:
                 with _first_of_its_cache(layer.self_attn):
                     hidden = self._layer(layer, hidden, self.positions, tables, self._alone[number])
-            self.cache.layers[number].length = self.held
+            caches[number].length = self.held
         return hidden
 
     def prepare(self) -> None:
@@ -336,7 +341,7 @@ class Replay:
 
 
 @contextmanager
-def _first_of_its_cache(attention: torch.nn.Module) -> Iterator[None]:
+def _first_of_its_cache(attention: Any) -> Iterator[None]:
     """Make the layer's cache the first one within this context."""
     number = attention.layer_idx
     attention.layer_idx = 0

@@ -97,14 +97,14 @@ def fused_layer_step(
     if hasattr(attention, "q_norm"):
         # Under autocast, norms with float32 weights return float32.
         q, k = attention.q_norm(q).to(v.dtype), attention.k_norm(k).to(v.dtype)
-    # Hidden states before the norm: no fused attention may use them, so None is passed.
-    mixed = attention.student(None, q, k, v, positions, tables, cache)
+    nothing: Any = None  # in place of the normalized hidden states, which no fused attention reads
+    mixed = attention.student(nothing, q, k, v, positions, tables, cache)
     rows = layer.out(mixed.flatten(1), residual=rows)
     rows = layer.down(layer.gate_up(rows, gated=True), residual=rows)
     return rows[:, None]
 
 
-def _fused(layer: nn.Module, dtype: torch.dtype) -> FusedLayer | None:
+def _fused(layer: Any, dtype: torch.dtype) -> FusedLayer | None:
     """Fuse the layer for hidden states of `dtype`, or return None."""
     attention, mlp = layer.self_attn, layer.mlp
     if getattr(attention, "gate_proj", None) is not None:  # gates that read the hidden states
@@ -122,7 +122,7 @@ def _fused(layer: nn.Module, dtype: torch.dtype) -> FusedLayer | None:
     return FusedLayer(attention, before_qkv, out, before_gate_up, down)
 
 
-def _of(module: nn.Module, choices: tuple[tuple[str, ...], ...]) -> list[nn.Module]:
+def _of(module: Any, choices: tuple[tuple[str, ...], ...]) -> list[Any]:
     names = next(names for names in choices if hasattr(module, names[0]))
     return [getattr(module, name) for name in names]
 

@@ -16,10 +16,12 @@ import transformers
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import TextStreamer
+from transformers.models.auto import AutoModelForCausalLM, AutoTokenizer
 
 from common.atomic_files import write_atomic
 from common.hub import is_path, use_cache_where_unreachable
+from common.setting_nodes import plain_dict
 from common.setting_types import check_type
 from common.settings import SettingError, check_number, check_whole
 from data_pipeline.tokens.tokenizer import add_document_start, document_start, end_tokens
@@ -51,7 +53,7 @@ def run(cfg: DictConfig) -> None:
     transformers.logging.disable_progress_bar()
     prompts = read_prompts(cfg)
     settings = sampling_arguments(cfg.temperature, cfg.top_k, cfg.top_p)
-    cache = CacheSettings.of(OmegaConf.to_container(cfg.cache, resolve=True))
+    cache = CacheSettings.of(plain_dict(cfg.cache))
     for key in ("max_new_tokens", "batch_size"):
         check_whole(key, cfg[key], 1)
     check_whole("seed", cfg.seed, 0, 2**32 - 1)
