@@ -11,7 +11,9 @@ from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
 from common.atomic_files import write_atomic
+from common.setting_nodes import plain_dict
 from common.settings import NO_VALUE, SettingError, check_whole
+from data_pipeline.tokens.token_data import TokenData
 from lit_modules.launching.process import this_process
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM
 from lit_modules.networks.linearized.calibration import fit_clusters
@@ -54,11 +56,13 @@ def check_softmax_layers(kept: Any, settings: Linearization, layers: int) -> Non
 
 def chosen_ways(kept: Any) -> dict[str, Any]:
     """Return the keys of `softmax_layers` that are not null."""
-    given = OmegaConf.to_container(kept) if OmegaConf.is_dict(kept) else {}
+    given = plain_dict(kept, resolve=False) if OmegaConf.is_dict(kept) else {}
     return {way: number for way, number in given.items() if number is not None}
 
 
-def set_up_layers(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, folder: Path) -> LinearizedForCausalLM:
+def set_up_layers(
+    cfg: DictConfig, model: LinearizedForCausalLM, data: TokenData, folder: Path
+) -> LinearizedForCausalLM:
     """Return the model with the layers that `softmax_layers` keeps; a resumed run keeps its earlier choice.
 
     Args:
@@ -84,7 +88,9 @@ def set_up_layers(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, fold
     return model
 
 
-def keep_most_sensitive(cfg: DictConfig, model: LinearizedForCausalLM, data: Any, path: Path) -> LinearizedForCausalLM:
+def keep_most_sensitive(
+    cfg: DictConfig, model: LinearizedForCausalLM, data: TokenData, path: Path
+) -> LinearizedForCausalLM:
     """Keep softmax attention in the layers that lose most by linearization, measured on the first train batches."""
     found = sensitivity(model, first_batches(cfg, model, data, SENSITIVITY_BATCHES))
     losses = ", ".join(f"{layer}: {loss:.4f}" for layer, loss in enumerate(found.tolist()))
@@ -113,7 +119,7 @@ def read_choice(path: Path) -> list[int]:
         ) from error
 
 
-def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> None:
+def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: TokenData) -> None:
     """Initialize feature maps that are fitted to text, if the settings use them."""
     if model.linearization.feature_map == "clusters":
         batches = first_batches(cfg, model, data, FITTING_BATCHES)
@@ -121,11 +127,11 @@ def begin_maps(cfg: DictConfig, model: LinearizedForCausalLM, data: Any) -> None
 
 
 def first_batches(
-    cfg: DictConfig, model: LinearizedForCausalLM, data: Any, number: int
+    cfg: DictConfig, model: LinearizedForCausalLM, data: TokenData, number: int
 ) -> list[dict[str, torch.Tensor]]:
     """Return the model's arguments for the first train micro-batches; move both to the trainer's device."""
     device = single_device(cfg.trainer.accelerator, cfg.trainer.devices)
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides that the method is bound
     names = {"input_ids": "input_ids", "shift_labels": "targets", "cu_seqlens": "cu_seqlens"}
     batches = itertools.islice(data.train_dataloader(), number)
     return [{name: batch[key].to(device) for name, key in names.items()} for batch in batches]

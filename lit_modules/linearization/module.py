@@ -1,6 +1,7 @@
 """LightningModule for linearization: stages of objectives against a teacher, the original model."""
 
 import copy
+import functools
 import itertools
 import logging
 import math
@@ -29,9 +30,11 @@ from lit_modules.networks.linear_kl_divergence import (
     linear_kl_divergence,
     linear_top_k_kl,
 )
+from lit_modules.networks.linearized import LinearizedForCausalLM
 from lit_modules.networks.linearized.fingerprints import fingerprint, has_fingerprint
 from lit_modules.networks.linearized.lora import set_trainable, trainable
-from lit_modules.networks.positions import locate
+from lit_modules.networks.positions import Positions, locate
+from lit_modules.trainer_parts import data_module
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,8 @@ class LinearizationTraining(Training):
         ValueError: a setting cannot work.
     """
 
+    model: LinearizedForCausalLM
+
     def __init__(
         self,
         *,
@@ -81,7 +86,7 @@ class LinearizationTraining(Training):
             )
         self.base_lr = optimizer([nn.Parameter(torch.ones(1))]).param_groups[0]["lr"]
         self.stages = plan_stages(stages, max_tokens, batch_tokens)
-        self.schedules = [schedule_over(each.name, each.stage.tokens, schedule) for each in self.stages]
+        self.schedules = [schedule_over(each.name, each.tokens, schedule) for each in self.stages]
         self.schedule = self.schedules[0]  # of the current stage
         self.phase_starts = {each.first: each.name for each in self.stages} if len(self.stages) > 1 else {}
         self.before: dict[str, float] = {}  # held-out loss of the teacher, and of the student before training
@@ -91,10 +96,10 @@ class LinearizationTraining(Training):
         self.changes_base = False  # whether the teacher's weights are trained too
         self.teacher_store: TeacherStore | None = None  # replaces the teacher
         self.micro_batch = 0  # the current one, counted from the start of the run
-        self._teacher: list[nn.Module] = []  # in a list, so that it is not a submodule
+        self._teacher: list[LinearizedForCausalLM] = []  # in a list, so that it is not a submodule
         self._parts: dict[str, Tensor] = {}  # since the last report, by objective: [sum of loss * share, sum of shares]
 
-    def adopt(self, model: Any) -> None:
+    def adopt(self, model: LinearizedForCausalLM) -> None:
         """Take the linearized model to be trained, including LoRA.
 
         Raises:
@@ -124,7 +129,7 @@ class LinearizationTraining(Training):
 
         A backward pass costs one pass for frozen weights and two for trained ones.
         """
-        stage = max((each.stage for each in self.stages), key=lambda stage: stage.tokens)
+        stage = max(self.stages, key=lambda each: each.tokens).stage
         passes = 3.0 if "all" in stage.train else 2.0
         student = passes if stage.cross_entropy or stage.kl else 0.0
         teacher = 1.0 if stage.kl or stage.attention_transfer else 0.0
@@ -173,7 +178,7 @@ class LinearizationTraining(Training):
 
     def on_fit_start(self) -> None:
         for teacher in self._teacher:
-            teacher.to(self.device)
+            teacher.to(self.device)  # type: ignore[arg-type]  # transformers' decorator hides that the method is bound
 
     def on_train_start(self) -> None:
         """Measure the held-out loss of the teacher and of the student before training."""
@@ -203,17 +208,16 @@ class LinearizationTraining(Training):
         Args:
             batches: per rank; None: all.
         """
-        data, strategy = self.trainer.datamodule, self.trainer.strategy
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         was_training = self.training
         self.eval()
         with self.trainer.precision_plugin.forward_context():
-            for batch in itertools.islice(data.val_dataloader(), batches):
+            for batch in itertools.islice(data_module(self.trainer).val_dataloader(), batches):
                 batch = self.rank_part({name: tensor.to(self.device) for name, tensor in batch.items()})
                 sums[0] += self.token_losses(batch, mode).double().sum()
                 sums[1] += (batch["targets"] != IGNORE_INDEX).sum()
         self.train(was_training)
-        total, tokens = strategy.reduce(sums, reduce_op="sum").tolist()
+        total, tokens = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
         return total / max(tokens, 1.0)
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -234,9 +238,10 @@ class LinearizationTraining(Training):
     def training_loss(self, batch: dict[str, Any]) -> Tensor:
         """Return the weighted sum of the stage's objectives."""
         stage, ids = self.stages[self.stage].stage, batch["input_ids"]
-        positions = locate(*ids.shape, 0, ids.device, cu_seqlens=batch["cu_seqlens"])
+        positions = locate(1, ids.shape[1], 0, ids.device, cu_seqlens=batch["cu_seqlens"])
         parts: dict[str, Tensor] = {}
-        loss, teacher = 0.0, None
+        loss: Tensor | float = 0.0
+        teacher: Tensor | None = None
         if stage.attention_transfer:
             teacher = self.model.features(ids, positions=positions, mode="transfer").detach()
             parts["attention_transfer"] = self.model.transfer_losses().mean()
@@ -248,10 +253,11 @@ class LinearizationTraining(Training):
         share = torch.ones((), device=ids.device) if share is None else share
         for name, part in parts.items():
             self._parts[name] = self._parts.get(name, 0.0) + torch.stack((part.detach().float() * share, share))
+        assert isinstance(loss, Tensor)  # every stage has an objective
         return loss
 
     def next_token_loss(
-        self, batch: dict[str, Any], positions: Any, teacher: Tensor | None
+        self, batch: dict[str, Any], positions: Positions, teacher: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted sum of the stage's next-token objectives, and each one unweighted.
 
@@ -274,17 +280,18 @@ class LinearizationTraining(Training):
                 kl_weight=stage.kl,
             )
             return both, {"cross_entropy": cross_entropy, "kl": kl}
-        parts = {}
+        parts: dict[str, Tensor] = {}
         if stage.cross_entropy:
             parts["cross_entropy"] = linear_cross_entropy(student, head, targets)
-        if stage.kl:
-            sequences = self.trainer.train_dataloader.batch_sampler.micro_batch(self.micro_batch)
+        if stage.kl and self.teacher_store is not None:
+            loader: Any = self.trainer.train_dataloader
+            sequences = loader.batch_sampler.micro_batch(self.micro_batch)
             likeliest, tokens = self.teacher_store.of(sequences, ids.device)
             parts["kl"] = linear_top_k_kl(student, head, tokens, likeliest, counted)
-        return sum(getattr(stage, name) * part for name, part in parts.items()), parts
+        return functools.reduce(torch.add, (getattr(stage, name) * part for name, part in parts.items())), parts
 
     @torch.no_grad()
-    def teacher_features(self, ids: Tensor, positions: Any) -> Tensor:
+    def teacher_features(self, ids: Tensor, positions: Positions) -> Tensor:
         """Return the head's input in the original model: `[1, N, hidden_size]`."""
         model = self._teacher[0] if self._teacher else self.model
         return model.features(ids, positions=positions, mode="teacher")
@@ -292,10 +299,8 @@ class LinearizationTraining(Training):
     @torch.no_grad()
     def token_losses(self, batch: dict[str, Any], mode: str = "student") -> Tensor:
         """Return the loss in nats of each token, [N], of the "student" or the "teacher"."""
-        ids = batch["input_ids"]
-        positions = locate(*ids.shape, 0, ids.device, cu_seqlens=batch["cu_seqlens"])
         model = self._teacher[0] if self._teacher and mode == "teacher" else self.model
-        hidden = model.features(ids, positions=positions, mode=mode)
+        hidden = model.features(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], mode=mode)
         return linear_cross_entropy(hidden, model.lm_head.weight, batch["targets"], reduction="none")[0]
 
     def take_metrics(self) -> dict[str, float]:

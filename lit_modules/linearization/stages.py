@@ -61,15 +61,16 @@ class TrainingStage:
 
 
 class PlannedStage(NamedTuple):
-    """A stage with its name and first optimizer step; its `tokens` fill whole steps."""
+    """A stage with its name, its first optimizer step, and its tokens in whole steps."""
 
     first: int
     name: str
+    tokens: int
     stage: TrainingStage
 
 
 def plan_stages(stages: dict[str, TrainingStage], max_tokens: int, batch_tokens: int) -> list[PlannedStage]:
-    """Return the stages in order, each with its first optimizer step and its `tokens` rounded to whole steps.
+    """Return the stages in order, each with its first optimizer step and its tokens rounded to whole steps.
 
     Raises:
         ValueError: the stages do not fill max_tokens, or a stage cannot work.
@@ -93,7 +94,7 @@ def plan_stages(stages: dict[str, TrainingStage], max_tokens: int, batch_tokens:
         last = math.ceil(end / batch_tokens)
         if last == first:
             raise ValueError(f"stages.{name}.tokens={stage.tokens} makes no step of data.batch_tokens={batch_tokens}")
-        planned.append(PlannedStage(first, name, dataclasses.replace(stage, tokens=(last - first) * batch_tokens)))
+        planned.append(PlannedStage(first, name, (last - first) * batch_tokens, stage))
         first = last
     return planned
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from data_pipeline.fingerprint import prepared_folder
 from data_pipeline.identity import EARLIER, WHOLE, file_identity
 from data_pipeline.progress import Stage
+from data_pipeline.tokens.token_data import TokenData
 from lit_modules.launching.run_folder import RunFailed
 from lit_modules.networks.linear_kl_divergence import top_k_log_probabilities
 from lit_modules.networks.linearized import LinearizedForCausalLM
@@ -28,14 +29,14 @@ class TeacherStore:
     """The k likeliest next tokens at each position of a run's training sequences, and their log-probabilities.
 
     Args:
-        data: a `data_pipeline.tokens.token_data.TokenData`, prepared, without a trainer.
+        data: prepared, without a trainer.
         sequences: number that the run reads, including repeats.
         k: tokens per position.
     """
 
-    def __init__(self, data: Any, sequences: int, k: int) -> None:
-        self.loader, self.data, self.k = data.train_dataloader(), data, k
-        self.length = data.sequence_length
+    def __init__(self, data: TokenData, sequences: int, k: int) -> None:
+        loader: Any = data.train_dataloader()
+        self.loader, self.data, self.k, self.length = loader, data, k, data.sequence_length
         one_pass = itertools.chain.from_iterable(self.loader.batch_sampler)
         total = len(self.loader.dataset)
         first = np.fromiter(itertools.islice(one_pass, sequences), np.int64)
@@ -66,7 +67,7 @@ class TeacherStore:
         }
 
         def build(folder: Path) -> dict[str, Any]:
-            model.to(device)
+            model.to(device)  # type: ignore[arg-type]  # transformers' decorator hides that the method is bound
             with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
                 self._write(model, folder)
             return {"sequences": len(self.read), "base": base}
@@ -107,6 +108,7 @@ class TeacherStore:
         Raises:
             RunFailed: one of them is not in the store.
         """
+        assert self._stored is not None  # prepare has opened it
         rows = np.searchsorted(self.read, sequences).clip(max=len(self.read) - 1)
         missing = np.asarray(sequences)[self.read[rows] != sequences]
         if len(missing):

@@ -7,6 +7,7 @@ import torch
 
 from lit_modules.networks.causal_lm import PalimpsestForCausalLM
 from lit_modules.networks.config import PalimpsestConfig
+from lit_modules.networks.linearized.models import LinearizedForCausalLM
 
 SIZES = ("hidden_size", "num_layers", "intermediate_size", "augmented_query_dim", "vocab_size")
 
@@ -32,7 +33,7 @@ class ParameterCount(NamedTuple):
         return self.total - self.embedding
 
 
-def count_parameters(model: PalimpsestForCausalLM) -> ParameterCount:
+def count_parameters(model: PalimpsestForCausalLM | LinearizedForCausalLM) -> ParameterCount:
     """Count a model's parameters; it may be on the meta device."""
     total = sum(parameter.numel() for parameter in model.parameters())
     head = model.lm_head.weight.numel()

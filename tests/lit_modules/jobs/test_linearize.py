@@ -28,7 +28,7 @@ from lit_modules.networks.linearized import Linearization
 def test_ddp_expects_no_gradients_of_what_a_stage_leaves_alone(named, stages, unused):
     strategy = {"_target_": "lit_modules.parallel.strategies.DataParallel" if named else None}
     trainer = {"accelerator": "cpu", "devices": 2, "num_nodes": 1}
-    module = SimpleNamespace(stages=[PlannedStage(0, str(number), stage) for number, stage in enumerate(stages)])
+    module = SimpleNamespace(stages=[PlannedStage(0, str(number), 1, stage) for number, stage in enumerate(stages)])
     built = linearize.build_strategy(OmegaConf.create({"strategy": strategy, "trainer": trainer}), module)
     assert built._ddp_kwargs["find_unused_parameters"] is unused
 

@@ -72,7 +72,7 @@ def test_stages_are_whole_steps_and_one_takes_the_rest():
     planned = plan_stages(
         {"a": TrainingStage(tokens=250), "b": TrainingStage(), "c": TrainingStage(tokens=100)}, 1000, BATCH
     )
-    assert [(first, name, stage.tokens) for first, name, stage in planned] == [
+    assert [(each.first, each.name, each.tokens) for each in planned] == [
         (0, "a", 300),
         (3, "b", 600),
         (9, "c", 100),
