@@ -9,7 +9,7 @@ the block again. In the order of the policies memory falls and arithmetic grows:
     full       recompute every block entirely
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from common.settings import SettingError
-from lit_modules.networks import PalimpsestForCausalLM
 from lit_modules.networks.positions import Positions
 
 POLICIES = ("none", "full", "selective")
@@ -54,8 +53,8 @@ def check_policy(policy: str | int, layers: int | None = None) -> None:
     raise SettingError("activation_checkpointing", policy, fix, "is not a policy")
 
 
-def apply_recomputation(model: PalimpsestForCausalLM, policy: str | int) -> None:
-    """Let the blocks of `model` recompute activations in the backward pass by `policy`; gradients do not change.
+def apply_recomputation(blocks: Sequence[nn.Module], policy: str | int) -> None:
+    """Let the blocks of a model recompute activations in the backward pass by `policy`; gradients do not change.
 
     This wraps `block.forward`, inside the block's hooks, so that FSDP gathers a block's weights once for both
     computations. Compile `block.forward` after this; the compiler then plans the recomputation. With a cache or without
@@ -75,7 +74,7 @@ def apply_recomputation(model: PalimpsestForCausalLM, policy: str | int) -> None
     run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if policy == "selective":
         run_again = partial(run_again, context_fn=partial(create_selective_checkpoint_contexts, EXPENSIVE))
-    for block in model.model.layers[every - 1 :: every]:
+    for block in blocks[every - 1 :: every]:
         block.forward = _recomputed(block, run_again)
 
 

@@ -29,7 +29,7 @@ def distribute(
     """
     if isinstance(strategy, Sharded) and strategy.layout.tensor > 1:
         split_tensors(model, strategy.device_mesh["tensor"])
-    apply_recomputation(model, activation_checkpointing)
+    apply_recomputation(model.model.layers, activation_checkpointing)
     group = getattr(strategy, "context_group", None)
     context = None if group is None else split_context(model, group)
     if compile:

@@ -168,7 +168,9 @@ class Graph:
 
     def count(self, freed: set[str]) -> Pass:
         """Count the work of the graph and its peak above the start; `freed` names inputs that nothing else holds."""
-        work, reads, last_use = Work(), defaultdict(set), {}
+        work = Work()
+        reads: dict[int, set[fx.Node]] = defaultdict(set)  # by stage
+        last_use: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
             if is_whole(node):
                 read = {self.memory_of(x) for x in node.all_input_nodes}

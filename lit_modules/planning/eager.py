@@ -30,7 +30,7 @@ class AsOnGpu(TorchFunctionMode):
         self.fused = fused
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function == Tensor.is_cuda.__get__:
+        if function == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]  # a descriptor, and a bool to torch's stubs
             return True
         if function is F.rms_norm:
             x = args[0].float() if NORMS_IN_FLOAT32 and torch.is_autocast_enabled("cpu") else args[0]
@@ -44,12 +44,12 @@ class _RmsNorm(torch.autograd.Function):
     """A stand-in with the memory of the GPU's fused kernel."""
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return torch.empty_like(gradient)
 
 

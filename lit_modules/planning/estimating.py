@@ -202,7 +202,8 @@ def with_fewer_sequences(setup: Setup) -> Setup | None:
 
 def with_more_recomputation(setup: Setup) -> Setup | None:
     """Return the setup with the next policy, which keeps less; None if there is none."""
-    after = {"selective": "full", "full": None}.get(setup.recomputation, "selective")
+    following: dict[str | int, str | None] = {"selective": "full", "full": None}
+    after = following.get(setup.recomputation, "selective")
     return None if after is None else replace(setup, recomputation=after)
 
 

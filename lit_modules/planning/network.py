@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM
 from lit_modules.networks.block import Block
 from lit_modules.networks.counting import count_parameters
 from lit_modules.networks.linear_cross_entropy import linear_cross_entropy
+from lit_modules.networks.mixers.hgrn2 import HGRN2
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
 from lit_modules.parallel.recomputing import apply_recomputation
@@ -59,7 +59,7 @@ class Network:
             self._once(_trace_embedding, tokens, ends, autocast),
             tuple(
                 self._once(_trace_block, tokens, ends, autocast, mixer, weights, setup.compile, setup.policy(number))
-                for number, mixer in enumerate(self.config.mixers)
+                for number, mixer in enumerate(self.config.layer_mixers)
             ),
             self._once(_trace_loss, tokens, ends, autocast),
         )
@@ -90,19 +90,21 @@ def _trace_block(
     index, bounds = torch.empty(1, tokens, dtype=torch.int64), torch.empty(2, dtype=torch.int32)
     tables = [torch.empty(1, tokens, config.head_dim) for _ in range(2 * config.rope)]
     shared = []
-    if mixer == "hgrn2" and config.mixers.count(mixer) > 1:
+    if isinstance(block.self_attn, HGRN2) and config.layer_mixers.count(mixer) > 1:
         shared = [torch.empty(*block.self_attn.shape[:2])]
 
     def run(hidden: Tensor, index: Tensor, bounds: Tensor, *others: Tensor) -> Tensor:
-        rotary = others[: len(tables)] or None
+        rotary = (others[0], others[1]) if tables else None
         positions = Positions(index, cu_seqlens=bounds, rotary_index=index if rotary else None, rotary=rotary)
-        return block.forward(hidden, positions, **dict(zip(("lower_bound",), others[len(tables) :], strict=False)))
+        return block.forward(
+            hidden, positions, None, **dict(zip(("lower_bound",), others[len(tables) :], strict=False))
+        )
 
     inputs = [hidden, index, bounds, *tables, *shared]
     if compile:
         return trace_compiled(run, block, inputs, policy)
-    block.forward = on_gpu(block.forward, fused=True)
-    apply_recomputation(SimpleNamespace(model=SimpleNamespace(layers=[block])), policy)
+    block.forward = on_gpu(block.forward, fused=True)  # type: ignore[method-assign]  # of this block alone
+    apply_recomputation([block], policy)
     return trace_eager(run, inputs, list(block.parameters()))
 
 

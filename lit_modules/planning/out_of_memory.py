@@ -10,6 +10,8 @@ import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from common.setting_nodes import plain_dict
+
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 REQUESTED = re.compile(r"allocate ([\d.]+) ?([KMGTP]iB|bytes)")
 GIB = 2**30
@@ -37,9 +39,10 @@ def explain_error(cfg: DictConfig, error: BaseException, lower: str | None = Non
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if not known and not (isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)):
         return error
-    if not hasattr(error, "said"):  # cache: a plan takes seconds, and a rank calls this twice
-        error.said = ValueError(error_line(cfg, str(error), lower))
-    return error.said
+    cache = vars(error)  # a plan takes seconds, and a rank calls this twice
+    if "said" not in cache:
+        cache["said"] = ValueError(error_line(cfg, str(error), lower))
+    return cache["said"]
 
 
 def error_line(cfg: DictConfig, message: str, lower: str | None) -> str:
@@ -88,7 +91,7 @@ def planned_memory(cfg: DictConfig, available: float, on_gpu: bool) -> tuple[flo
     from lit_modules.planning.from_config import setup_of
     from lit_modules.planning.memory import USABLE
 
-    given = OmegaConf.to_container(cfg, resolve=True) | {"plan": {"gpu": "h200", "network": 50}}
+    given = plain_dict(cfg) | {"plan": {"gpu": "h200", "network": 50}}
     setup = setup_of(OmegaConf.create(given))
     planner = Planner(hydra.utils.instantiate(cfg.model, _convert_="all"))
     if cfg.strategy._target_ is None:

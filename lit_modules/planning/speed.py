@@ -4,7 +4,7 @@ Constants are shares of the card's peaks, so that they transfer to other cards. 
 units, smaller caches) the estimate is less certain.
 """
 
-from collections import Counter
+from collections import defaultdict
 from typing import NamedTuple
 
 from common.gpus import Gpu
@@ -49,10 +49,11 @@ class Speed(NamedTuple):
 def speed_of(network: Network, parts: Parts, setup: Setup, gpu: Gpu, flops_per_token: int) -> Speed:
     """Estimate the speed of training the network with `setup` on this card."""
     clock = OperationTimer(gpu, setup)
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for traced in parts.blocks:
         for one in (traced.forward, traced.backward):
-            seconds += clock.of(one, split=setup.tensor, fused=setup.compile)
+            for name, value in clock.of(one, split=setup.tensor, fused=setup.compile).items():
+                seconds[name] += value
     for traced in (parts.embedding, parts.loss):
         for one in (traced.forward, traced.backward):
             work = clock.of(one, split=setup.tensor if traced is parts.loss else 1, fused=False)
@@ -79,17 +80,17 @@ class OperationTimer:
     def __init__(self, gpu: Gpu, setup: Setup) -> None:
         self.gpu, self.setup = gpu, setup
 
-    def of(self, one: Pass, *, split: int, fused: bool) -> Counter[str]:
-        """Return seconds of a pass by kind of work; `split` is the number of ranks that share it."""
+    def of(self, one: Pass, *, split: int, fused: bool) -> dict[str, float]:
+        """Return seconds of a pass by kind of work, if above 0; `split` is the number of ranks that share it."""
         work = one.work
-        found = Counter(
-            products=sum(number * self.product(x) for x, number in work.products.items()) / split,
-            mixing=sum(number * self.mixing(x) for x, number in work.mixing.items()) / split,
-            elementwise=work.traffic / (self.gpu.bandwidth * (FUSED if fused else EAGER)) / split,
-        )
-        idle = 0.0 if fused else work.kernels * LAUNCH - sum(found.values())
-        found["launching"] = max(0.0, idle)
-        return found
+        found = {
+            "products": sum(number * self.product(x) for x, number in work.products.items()) / split,
+            "mixing": sum(number * self.mixing(x) for x, number in work.mixing.items()) / split,
+            "elementwise": work.traffic / (self.gpu.bandwidth * (FUSED if fused else EAGER)) / split,
+        }
+        if not fused:
+            found["launching"] = work.kernels * LAUNCH - sum(found.values())
+        return {name: value for name, value in found.items() if value > 0}
 
     def product(self, product: Product) -> float:
         """Return the seconds of a matrix product."""

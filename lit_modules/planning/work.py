@@ -116,9 +116,10 @@ def size(tensor: Any) -> int:
 def product_of(inputs: Sequence[Tensor], out: Tensor) -> Product:
     """Return the product behind an operation of PRODUCTS."""
     left, item = inputs[-2], out.element_size()
+    rows, inner = left.shape[-2:]
     apart = [max(x.stride()[-2:]) * item for x in (*inputs[-2:], out)]
     aligned = not any(distance % 16 for distance in apart)
-    return Product(left.shape[0] if left.ndim == 3 else 1, *left.shape[-2:], out.shape[-1], item, aligned)
+    return Product(left.shape[0] if left.ndim == 3 else 1, rows, inner, out.shape[-1], item, aligned)
 
 
 def mixing_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Mixing:
@@ -127,16 +128,17 @@ def mixing_of(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) ->
     q, k, v, *others = inputs[1:] if backward else inputs
     out = inputs[0] if backward else outputs[0]
     gates = others[0] if others and others[0].shape[:2] == k.shape[:2] and others[0].ndim < 5 else None
-    gated = gates is not None and gates.dtype == torch.float32
+    if gates is not None and gates.dtype != torch.float32:
+        gates = None
     return Mixing(
         attention,
         backward,
         tokens=q.shape[0] * q.shape[1],
         heads=q.shape[2],
         width=q.shape[3],
-        gated=gated,
-        per_head=gated and gates.ndim == 3,
-        bytes=sum(map(size, (q, k, v, out))) + (size(gates) if gated else 0),
+        gated=gates is not None,
+        per_head=gates is not None and gates.ndim == 3,
+        bytes=sum(map(size, (q, k, v, out, gates))),
     )
 
 

@@ -116,7 +116,7 @@ def equal_one_device(cases: list[tuple[str, str]]) -> dict[str, dict]:
 
 def recomputed() -> dict:
     whole, split, context = pair(**ABLATION["fox_pro"])
-    apply_recomputation(split, "full")
+    apply_recomputation(split.model.layers, "full")
     return compare(whole, split, context, HARDEST)
 
 

@@ -144,7 +144,7 @@ def sharded(name: str, mesh: DeviceMesh, everyone: DeviceMesh, compiled: bool = 
     one, split, steps = fresh(**NETWORKS[name]), fresh(**NETWORKS[name]), batches()
     split_tensors(split, mesh["tensor"])
     if compiled:
-        apply_recomputation(split, "selective")
+        apply_recomputation(split.model.layers, "selective")
         for block in split.model.layers:
             block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
     for block in split.model.layers:

@@ -23,7 +23,7 @@ def fresh(policy="none", **switches) -> PalimpsestForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "intermediate_size": 64}
     model = PalimpsestForCausalLM(PalimpsestConfig(**sizes | switches))
-    apply_recomputation(model, policy)
+    apply_recomputation(model.model.layers, policy)
     return model
 
 
