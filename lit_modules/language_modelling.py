@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch.optim.lr_scheduler import LambdaLR
 
 from common.settings import SettingError, check_number, is_number
@@ -20,6 +22,7 @@ from lit_modules.parallel.context import ContextParallel
 from lit_modules.parallel.gathering import all_gather_tensors
 from lit_modules.parallel.gradients import clip_gradients, local_shard
 from lit_modules.schedules import Plateau
+from lit_modules.trainer_parts import data_module
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +44,8 @@ class Validation:
         tokens: number of tokens with a target.
     """
 
-    position_loss: Any
-    position_tokens: Any
+    position_loss: np.ndarray
+    position_tokens: np.ndarray
     components: dict[str, tuple[float, int]] = field(default_factory=dict)
     loss: float = field(init=False)
     tokens: int = field(init=False)
@@ -104,15 +107,14 @@ class Training(lightning.LightningModule):
         self.context: ContextParallel | None = None
         self.micro_losses: list[torch.Tensor] = []  # of the current step, each times its share
         self.micro_shares: list[torch.Tensor] = []  # the shares; empty for equal weights
-        self.window_loss, self.window_steps = 0.0, 0  # since the last report
+        self.window_loss, self.window_steps = 0.0, 0.0  # since the last report
         self.gradient_norm, self.learning_rate = 0.0, 0.0  # of the last step
         self.skipped_steps, self.skipped_in_a_row = 0, 0
         self.asked_to_end = (False, False, False)  # this rank, in the order of SIGNALS of callbacks.preemption
         self.agreed_to_end = (False, False, False)  # any rank's signals, as of the last all-reduce
         self.validation: Validation | None = None
         self.measured_whole: int | None = None  # the last step whose validation read all the held-out text
-        self._sums: torch.Tensor | None = None
-        self._component_sums: torch.Tensor | None = None
+        self._sums = self._component_sums = torch.zeros(2, 0)  # of a validation: losses and tokens
 
     @abstractmethod
     def training_loss(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -177,13 +179,14 @@ class Training(lightning.LightningModule):
         self.micro_losses.append(loss.detach())
         return loss
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return the optimizer, with the schedule evaluated at the middle of each step's tokens."""
         optimizer = self.make_optimizer(self.parameter_groups())
-        factors = [
-            lambda step, group=group: self.rate_factor(group, int((step + 0.5) * self.batch_tokens))
-            for group in range(len(optimizer.param_groups))
-        ]
+
+        def factor_of(group: int) -> Callable[[int], float]:
+            return lambda step: self.rate_factor(group, int((step + 0.5) * self.batch_tokens))
+
+        factors = [factor_of(group) for group in range(len(optimizer.param_groups))]
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, factors), "interval": "step"},
@@ -246,25 +249,25 @@ class Training(lightning.LightningModule):
 
     def take_mean_loss(self) -> float:
         """Return the mean loss of the steps since the last call, over all ranks; NaN if all were skipped."""
-        sums = torch.tensor([self.window_loss, float(self.window_steps)], device=self.device)
+        sums = torch.tensor(Training.window(self), device=self.device)
         total, steps = self.trainer.strategy.reduce(sums, reduce_op="sum").tolist()
-        self.window_loss, self.window_steps = 0.0, 0
+        self.window_loss, self.window_steps = 0.0, 0.0
         return total / steps if steps else float("nan")
 
     def window(self) -> list[float]:
         """Return this rank's sums over the steps since the last report."""
-        return [self.window_loss, float(self.window_steps)]
+        return [self.window_loss, self.window_steps]
 
     def restore_window(self, sums: list[float]) -> None:
         """Restore the sums that `window` returned."""
         self.window_loss, self.window_steps = sums[:2]
 
     def on_validation_epoch_start(self) -> None:
-        length = self.trainer.datamodule.validation_length
+        length = data_module(self.trainer).validation_length
         self._sums = torch.zeros(2, length, dtype=torch.float64, device=self.device)
         self._component_sums = torch.zeros(2, len(self.components), dtype=torch.float64, device=self.device)
 
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add each token's loss to the sum of its position and, in a mixture, of its component."""
         if self.components:
             of_sequences = batch["component"]

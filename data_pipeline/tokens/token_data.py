@@ -92,7 +92,7 @@ class TokenData(LightningDataModule, ABC):
         self.fingerprint: str | None = None
         self.resumed: str | None = None
         self.manifest: dict = {}
-        self.train_sequences: int | None = None
+        self.train_sequences: int
         self.validation_bytes: int | None = None
         self.component_bytes: dict[str, int] = {}
         self.phase_starts: dict[int, str] = {}

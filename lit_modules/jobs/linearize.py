@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hydra
 import torch
@@ -15,7 +14,9 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedConfig
 
+from common.setting_nodes import plain_dict
 from common.settings import SettingError, check_choice, check_keys, check_whole
+from data_pipeline.tokens.token_data import TokenData
 from lit_modules.jobs.summary import measured_values, write_and_print
 from lit_modules.jobs.training_job import TrainingParts, build_trainer, check_on_other_machine, set_lengths, train
 from lit_modules.linearization.layer_setup import check_softmax_layers, set_up_layers
@@ -36,7 +37,12 @@ from lit_modules.planning import out_of_memory
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def run(cfg: DictConfig) -> None:
@@ -45,7 +51,7 @@ def run(cfg: DictConfig) -> None:
         train(cfg, build_and_check_base, prepare_training, write_results)
 
 
-def build_and_check_base(cfg: DictConfig, folder: Path) -> TrainingParts:
+def build_and_check_base(cfg: DictConfig, folder: Path) -> TrainingParts[Training]:
     """Run `build`, and read the base model, so that its errors come before any text is read.
 
     Raises:
@@ -61,7 +67,7 @@ def check_run(cfg: DictConfig, folder: Path) -> None:
     check_on_other_machine(cfg, folder, build)
 
 
-def build(cfg: DictConfig, folder: Path) -> TrainingParts:
+def build(cfg: DictConfig, folder: Path) -> TrainingParts[Training]:
     """Return trainer, module without its model, and data module.
 
     Raises:
@@ -99,7 +105,7 @@ def build_stage(name: str, stage: DictConfig) -> TrainingStage:
     """
     if not OmegaConf.is_dict(stage):
         raise SettingError(f"stages.{name}", stage, f"give its keys, as stages.{name}.kl=1, or null for none")
-    given = OmegaConf.to_container(stage, resolve=True)
+    given = plain_dict(stage)
     check_keys(f"stages.{name}", given, field_names(TrainingStage))
     train_groups = given.get("train", ["lora"])
     if not isinstance(train_groups, list):
@@ -187,7 +193,7 @@ def build_strategy(cfg: DictConfig, module: Training) -> Strategy:
     return DataParallel(find_unused_parameters=several)
 
 
-def read_base(cfg: DictConfig, data: Any) -> LinearizedForCausalLM:
+def read_base(cfg: DictConfig, data: TokenData) -> LinearizedForCausalLM:
     """Read the base model, linearized.
 
     Raises:
@@ -232,7 +238,7 @@ def check_finite(model: LinearizedForCausalLM) -> None:
             )
 
 
-def prepare_training(cfg: DictConfig, module: Training, data: Any, folder: Path) -> None:
+def prepare_training(cfg: DictConfig, module: Training, data: TokenData, folder: Path) -> None:
     """Prepare the module for training: choose the layers that keep attention, store the teacher's outputs, add LoRA."""
     model = set_up_layers(cfg, module.model, data, folder)
     if cfg.teacher_top_k is not None:
@@ -266,12 +272,12 @@ def add_configured_lora(cfg: DictConfig, model: LinearizedForCausalLM) -> None:
     Raises:
         ValueError: an unknown key, or LoRA that the model cannot have.
     """
-    given = OmegaConf.to_container(cfg.lora, resolve=True)
+    given = plain_dict(cfg.lora)
     check_keys("lora", given, list(inspect.signature(add_lora).parameters)[1:])
     add_lora(model, **given)
 
 
-def write_results(cfg: DictConfig, parts: TrainingParts, folder: Path) -> None:
+def write_results(cfg: DictConfig, parts: TrainingParts[Training], folder: Path) -> None:
     """Write `adapter/` (if there is LoRA or new parameters), `export/` and summary.json, and print the results."""
     trainer, module, data = parts
     summary = measured_values(trainer, module, data)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -13,7 +12,7 @@ from common.settings import SettingError
 from lit_modules.jobs.training_job import check_settings
 from lit_modules.networks.counting import planned_parameters
 from lit_modules.parallel.recomputing import check_policy
-from lit_modules.planning.estimating import Planner
+from lit_modules.planning.estimating import Planner, RunPlan
 from lit_modules.planning.from_config import setup_of
 from lit_modules.planning.report import as_json, as_text, draw
 
@@ -39,7 +38,7 @@ def run(cfg: DictConfig) -> None:
         write(plan, Path(str(cfg.output)))
 
 
-def write(plan: Any, path: Path) -> None:
+def write(plan: RunPlan, path: Path) -> None:
     """Write the plan as JSON; if the path is a folder, also write a figure.
 
     Raises:

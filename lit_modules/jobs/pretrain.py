@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from common.atomic_files import replace_atomically
 from common.settings import SettingError
+from data_pipeline.tokens.token_data import TokenData
 from data_pipeline.tokens.tokenizer import add_document_start, document_start
 from lit_modules.jobs.summary import measured_values, write_and_print
 from lit_modules.jobs.training_job import TrainingParts, build_trainer, check_on_other_machine, set_lengths, train
@@ -24,6 +25,7 @@ from lit_modules.parallel.strategies import Sharded
 from lit_modules.parallel.tensor import check_split
 from lit_modules.planning import out_of_memory
 from lit_modules.pretraining import Pretraining
+from lit_modules.trainer_parts import rank_strategy
 
 
 def run(cfg: DictConfig) -> None:
@@ -37,7 +39,7 @@ def check_run(cfg: DictConfig, folder: Path) -> None:
     check_on_other_machine(cfg, folder, functools.partial(build, weights=False))
 
 
-def build(cfg: DictConfig, folder: Path, weights: bool = True) -> TrainingParts:
+def build(cfg: DictConfig, folder: Path, weights: bool = True) -> TrainingParts[Pretraining]:
     """Return trainer, module and data module of a configuration; nothing is read from disk yet.
 
     Args:
@@ -66,12 +68,12 @@ def build(cfg: DictConfig, folder: Path, weights: bool = True) -> TrainingParts:
         weights_later=not weights or isinstance(strategy, Sharded),
     )
     trainer = build_trainer(cfg, module, strategy, folder)
-    check_spread(model_config, data, trainer.strategy.layout)
+    check_spread(model_config, data, rank_strategy(trainer).layout)
     set_lengths(cfg, trainer, module, data)
     return TrainingParts(trainer, module, data)
 
 
-def check_spread(config: PalimpsestConfig, data: Any, layout: RankLayout) -> None:
+def check_spread(config: PalimpsestConfig, data: TokenData, layout: RankLayout) -> None:
     """Raise ValueError if heads or tokens cannot be split as `layout` says; the line names the key."""
     if layout.tensor > 1:
         check_split(config, layout.tensor)
@@ -93,7 +95,7 @@ def build_strategy(cfg: DictConfig, config: PalimpsestConfig) -> Strategy:
     return choose_strategy(cfg.trainer.accelerator, cfg.trainer.devices, cfg.trainer.num_nodes, parameters)
 
 
-def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Path) -> None:
+def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: TokenData, folder: Path) -> None:
     """Make model and tokenizer agree on special tokens, so that the export generates as it was trained.
 
     The tokenizer adds the start token if training documents had one. Generation ends at either document boundary: eos,
@@ -116,11 +118,11 @@ def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: Any, folder: Pat
     generation.eos_token_id = ends if len(ends) > 1 else ends[0]
 
 
-def write_results(cfg: DictConfig, parts: TrainingParts, folder: Path) -> None:
+def write_results(cfg: DictConfig, parts: TrainingParts[Pretraining], folder: Path) -> None:
     """Export the trained model, write summary.json, and print the results."""
     trainer, module, data = parts
-    trained = gather_model(module.model, trainer.strategy)
-    if not trainer.is_global_zero:
+    trained = gather_model(module.model, rank_strategy(trainer))
+    if trained is None or not trainer.is_global_zero:
         return
     export(trained, data.hf_tokenizer, folder / "export")
     closing = [

@@ -9,16 +9,20 @@ import lightning
 
 from common.quantities import count
 from data_pipeline.mixtures.card import draw_held_out
+from data_pipeline.tokens.token_data import TokenData
 from lit_modules.callbacks.pictures import ignore_disk_errors, log_picture
+from lit_modules.callbacks.samples import Samples
 from lit_modules.language_modelling import Training
 from lit_modules.launching import run_folder
+from lit_modules.trainer_parts import find_callback
 
 log = logging.getLogger(__name__)
 
 
-def measured_values(trainer: lightning.Trainer, module: Training, data: Any) -> dict[str, Any]:
+def measured_values(trainer: lightning.Trainer, module: Training, data: TokenData) -> dict[str, Any]:
     """Return the entries of summary.json for any training: lengths, sizes, and the loss on the held-out text."""
     found = module.validation
+    assert found is not None  # every training ends with one
     summary: dict[str, Any] = {
         "tokens": trainer.global_step * module.batch_tokens,
         "steps": trainer.global_step,
@@ -92,7 +96,5 @@ def held_out_lines(summary: dict[str, Any], trainer: lightning.Trainer) -> list[
 
 def sample_text(trainer: lightning.Trainer) -> str | None:
     """Return the run's last sample, with its prompt."""
-    for callback in trainer.callbacks:
-        if getattr(callback, "texts", None):
-            return callback.prompts[-1] + callback.texts[-1]
-    return None
+    found = find_callback(trainer, Samples)
+    return found.prompts[-1] + found.texts[-1] if found is not None and found.texts else None

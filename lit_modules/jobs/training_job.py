@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import hydra
 import lightning
@@ -17,13 +17,15 @@ from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from lightning.pytorch.strategies import Strategy
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from safetensors import SafetensorError
 
 from common.atomic_files import replace_atomically
 from common.quantities import count
+from common.setting_nodes import plain_dict
 from common.setting_types import check_type
 from common.settings import SettingError, check_choice, check_number, check_switch, check_whole
+from data_pipeline.tokens.token_data import TokenData
 from lit_modules import checkpoints
 from lit_modules.callbacks.device_stats import describe_ranks
 from lit_modules.callbacks.preemption import handle_signals
@@ -36,27 +38,29 @@ from lit_modules.launching.value_types import check_arguments, check_node
 from lit_modules.loggers.csv import MetricsCsv
 from lit_modules.parallel.recomputing import check_policy
 from lit_modules.planning import out_of_memory
+from lit_modules.trainer_parts import rank_strategy
 
 log = logging.getLogger(__name__)
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+Module = TypeVar("Module", bound=Training)
 GROUPS = ("tokenizer", "model", "linearization", "data", "optimizer", "schedule", "strategy", "callbacks", "logger")
 
 
-class TrainingParts(NamedTuple):
-    """What a job builds before it reads any text; the module and the data are those of the job."""
+class TrainingParts(NamedTuple, Generic[Module]):
+    """What a job builds before it reads any text; the module is that of the job."""
 
     trainer: lightning.Trainer
-    module: Any
-    data: Any
+    module: Module
+    data: TokenData
 
 
 def train(
     cfg: DictConfig,
-    build: Callable[[DictConfig, Path], TrainingParts],
-    adopt: Callable[[DictConfig, Training, Any, Path], None],
-    finish: Callable[[DictConfig, TrainingParts, Path], None],
+    build: Callable[[DictConfig, Path], TrainingParts[Module]],
+    adopt: Callable[[DictConfig, Module, TokenData, Path], None],
+    finish: Callable[[DictConfig, TrainingParts[Module], Path], None],
 ) -> None:
     """Check the configuration, prepare the text, train (or resume training), and write an evaluated model.
 
@@ -130,7 +134,7 @@ def stages_and_phases(stages: dict[int, str], phases: dict[int, str]) -> dict[in
     return {step: ", ".join(name for part in (stages, phases) if (name := part.get(step))) for step in steps}
 
 
-def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, checkpoint: Path | None) -> None:
+def fit_and_measure(trainer: lightning.Trainer, module: Training, data: TokenData, checkpoint: Path | None) -> None:
     """Train to the end, then evaluate on all the held-out text unless the last validation did.
 
     Raises:
@@ -149,6 +153,7 @@ def fit_and_measure(trainer: lightning.Trainer, module: Training, data: Any, che
         if module.measured_whole != trainer.global_step:
             trainer.limit_val_batches = 1.0
             trainer.validate(module, datamodule=data, verbose=False)
+    assert module.validation is not None  # if the last one in training did not suffice, this one was
     if not math.isfinite(module.validation.loss):
         raise run_folder.RunFailed(
             f"{trainer.default_root_dir}: the held-out loss at the end is {module.validation.loss}, so nothing is "
@@ -185,7 +190,7 @@ def check_settings(cfg: DictConfig) -> None:
     check_choice("trainer.accelerator", cfg.trainer.accelerator, ACCELERATORS)
     check_choice("trainer.precision", cfg.trainer.precision, PRECISIONS)
     check_node("trainer", cfg.trainer, lightning.Trainer)
-    check_optimizer(OmegaConf.to_container(cfg.optimizer, resolve=True))
+    check_optimizer(plain_dict(cfg.optimizer))
     if cfg.data.batch_tokens > cfg.max_tokens:
         problem = f"is more than the run's max_tokens={cfg.max_tokens}"
         raise SettingError("data.batch_tokens", cfg.data.batch_tokens, "lower the first, or raise the second", problem)
@@ -252,9 +257,9 @@ def check_on_other_machine(cfg: DictConfig, folder: Path, build: Callable[[DictC
     run_folder.resolved_config(folder, cfg)
 
 
-def set_lengths(cfg: DictConfig, trainer: lightning.Trainer, module: Training, data: Any) -> None:
+def set_lengths(cfg: DictConfig, trainer: lightning.Trainer, module: Training, data: TokenData) -> None:
     """Set accumulation and the interval and length of validation, in micro-batches for this number of ranks."""
-    readers = trainer.strategy.layout.data
+    readers = rank_strategy(trainer).layout.data
     trainer.accumulate_grad_batches = data.accumulation(readers)
     if cfg.validation_tokens is not None:
         trainer.limit_val_batches = math.ceil(cfg.validation_tokens / data.validation_batch_tokens(readers))
@@ -295,7 +300,7 @@ def add_loggers(
     trainer.loggers = [metrics, *(logger(folder=folder, settings=settings) for logger in others)]
 
 
-def describe_training(trainer: lightning.Trainer, module: Training, data: Any) -> str:
+def describe_training(trainer: lightning.Trainer, module: Training, data: TokenData) -> str:
     """Describe the training in three lines."""
     tokens = trainer.max_steps * module.batch_tokens
     passes = tokens / (data.train_sequences * data.sequence_length)
