@@ -31,7 +31,6 @@ HERE = Path(__file__).resolve().parent
 INSTALLED_CONF = HERE / "palimpsest_conf"  # conf/'s name in a wheel
 CONF = INSTALLED_CONF if INSTALLED_CONF.is_dir() else HERE / "conf"
 USER_ERROR = 2
-OURS = (ValueError, run_folder.RunFailed, run_folder.SilentExit)
 
 
 def main() -> None:
@@ -131,8 +130,7 @@ def mistake(error: Exception) -> str | None:
     """Return the line for a user's mistake; None for any other error."""
     if isinstance(error, HydraException | OmegaConfBaseException | ValueError | yaml.YAMLError):
         return one_line(error)
-    extra = extra_with(error.name or "") if isinstance(error, ModuleNotFoundError) else None
-    if extra is None:
+    if not isinstance(error, ModuleNotFoundError) or (extra := extra_with(error.name or "")) is None:
         return None
     fix = f"it belongs to an extra: run `pip install 'palimpsest-lm[{extra}]'`"
     return f"the package {error.name} is not installed; {fix}"
@@ -145,7 +143,7 @@ def extra_with(module: str) -> str | None:
     requirements = importlib.metadata.requires("palimpsest-lm") or []
     extras = [match[1] for line in requirements if (match := found.match(line.replace("_", "-").lower()))]
     sizes = {extra: sum(f'extra == "{extra}"' in line for line in requirements) for extra in extras}
-    return min(sizes, key=sizes.get, default=None)
+    return min(sizes, key=lambda extra: sizes[extra], default=None)
 
 
 def refuse_the_other_kernels_package() -> None:
@@ -163,13 +161,13 @@ def refuse_the_other_kernels_package() -> None:
     )
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Return the error's message on one line, with the configuration key that Hydra was building, if any."""
     if isinstance(error.__cause__, MissingMandatoryValue) or not str(error):  # Hydra wrapped the actual error
         error = error.__cause__ or error
     place, text = None, ""
     if isinstance(error, MissingMandatoryValue):
-        error = SettingError(error.full_key, NO_VALUE, "give it a value", "is missing")
+        error = SettingError(str(error.full_key), NO_VALUE, "give it a value", "is missing")
     elif isinstance(error, hydra.errors.InstantiationException) and error.__cause__ is not None:
         place, error = hydra_messages.built_key(error), error.__cause__
     elif isinstance(error, hydra.errors.OverrideParseException):

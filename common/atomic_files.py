@@ -7,12 +7,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota or file size limit exhausted
 
 
-def is_full_disk(error: BaseException) -> bool:
+def is_full_disk(error: BaseException) -> TypeGuard[OSError]:
     """Return whether an error means that nothing more can be written."""
     return isinstance(error, OSError) and error.errno in FULL_DISK
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from common.setting_nodes import plain_dict
 from common.settings import SettingError
 from data_pipeline.identity import WHOLE, file_identity
 from lit_modules.launching.choices import choices
@@ -88,7 +89,7 @@ def read_cache(entry: Any) -> NamedCache:
         name, changes = entry, {}
     if not isinstance(name, str) or not isinstance(changes, Mapping):
         raise SettingError(KEY, entry, "give a name, or {name: {key: value}}", "is no cache")
-    plain = OmegaConf.to_container(OmegaConf.merge(read_file(name), changes))
+    plain = plain_dict(OmegaConf.merge(read_file(name), changes), resolve=False)
     try:
         settings = CacheSettings.of(plain)
     except SettingError as error:
@@ -111,7 +112,7 @@ def read_file(name: str) -> dict[str, Any]:
     try:
         if is_part(name):
             raise MissingConfigException(f"{name} is a part of others")
-        return OmegaConf.to_container(hydra.compose(f"cache/{name}").cache, resolve=True)
+        return plain_dict(hydra.compose(f"cache/{name}").cache)
     except MissingConfigException as error:
         raise SettingError(KEY, name, f"give one of {choices('cache')}", "is not known") from error
 

@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
+from common.setting_nodes import plain_dict
 from lit_modules.launching import run_folder
 from lit_modules.loggers.csv import MetricsCsv
 from lit_modules.loggers.wandb_sync import RUN_ID
@@ -30,9 +32,9 @@ def log_to_run(run: Path, values: Mapping[str, float], pictures: Mapping[str, Pa
     logger.close(0)
 
 
-def settings(run: Path) -> dict:
+def settings(run: Path) -> dict[str, Any]:
     """Return the wandb settings (project and so on) of the run's configuration."""
-    given = OmegaConf.to_container(OmegaConf.load(run / run_folder.CONFIG)).get("logger") or {}
+    given = plain_dict(OmegaConf.load(run / run_folder.CONFIG), resolve=False).get("logger") or {}
     return {key: value for key, value in given.get("wandb", {}).items() if key != "_target_"}
 
 

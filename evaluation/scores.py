@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from common.atomic_files import write_figure
 from evaluation.tables import difference, shown, table
-from evaluation.uncertainty import Estimate, is_decided, mean, mean_of_means, paired_difference
+from evaluation.uncertainty import Estimate, JsonEstimate, differences_to_first, is_decided, mean, mean_of_means
 
 Scores = Mapping[str, Mapping[str, Sequence[float]]]
-Estimates = dict[str, dict[str, dict[str, dict[str, float | None]]]]
+Estimates = Mapping[str, Mapping[str, Mapping[str, JsonEstimate]]]
 
 
 def compared(scores: Scores) -> Estimates:
@@ -23,28 +22,28 @@ def compared(scores: Scores) -> Estimates:
     Returns:
         `score` and `difference`: by task and cache (the first has no difference) `value` and `standard_error`.
     """
-    found: Estimates = {"score": {}, "difference": {}}
-    for task, caches in scores.items():
-        first, *others = caches
-        found["score"][task] = {cache: mean(values)._asdict() for cache, values in caches.items()}
-        found["difference"][task] = {
-            cache: paired_difference(caches[cache], caches[first])._asdict() for cache in others
-        }
-    return found
+    return {
+        "score": {
+            task: {cache: mean(values).as_json() for cache, values in caches.items()} for task, caches in scores.items()
+        },
+        "difference": {task: differences_to_first(caches) for task, caches in scores.items()},
+    }
 
 
 def averaged(found: Estimates, groups: Mapping[str, Sequence[str]]) -> Estimates:
     """Return the same for groups of tasks: the unweighted means of their tasks, of those that were measured."""
-    averages: Estimates = {"score": {}, "difference": {}}
-    for group, tasks in groups.items():
-        there = [task for task in tasks if task in found["score"]]
-        for part, by_task in found.items():
-            if there:
-                averages[part][group] = {
-                    cache: mean_of_means([Estimate(**by_task[task][cache]) for task in there])._asdict()
-                    for cache in by_task[there[0]]
-                }
-    return averages
+    there = {group: [task for task in tasks if task in found["score"]] for group, tasks in groups.items()}
+    return {
+        part: {
+            group: {
+                cache: mean_of_means([Estimate(**by_task[task][cache]) for task in tasks]).as_json()
+                for cache in by_task[tasks[0]]
+            }
+            for group, tasks in there.items()
+            if tasks
+        }
+        for part, by_task in found.items()
+    }
 
 
 def rows(found: Estimates, title: str) -> list[str]:
@@ -52,7 +51,7 @@ def rows(found: Estimates, title: str) -> list[str]:
     caches = list(next(iter(found["score"].values())))
     lines = [[title, *caches]]
     for task, by_cache in found["score"].items():
-        cells = [shown(*by_cache[cache].values(), share=True) for cache in caches]
+        cells = [shown(by_cache[cache]["value"], by_cache[cache]["standard_error"], share=True) for cache in caches]
         against = ["", *(f" ({points(found['difference'][task][cache])})" for cache in caches[1:])]
         lines.append([task, *(cell + more for cell, more in zip(cells, against, strict=True))])
     return table(lines)
@@ -66,9 +65,10 @@ def columns(found: Estimates) -> list[str]:
     return table(lines)
 
 
-def points(found: Mapping[str, float | None]) -> str:
+def points(found: JsonEstimate) -> str:
     """Format a difference of shares in percent points."""
-    hundred = Estimate(*(None if value is None else 100 * value for value in found.values()))
+    error = found["standard_error"]
+    hundred = Estimate(100 * found["value"], None if error is None else 100 * error)
     return difference(hundred, is_decided(hundred))
 
 
@@ -86,7 +86,7 @@ def draw_bars(found: Estimates, title: str, path: Path) -> Path:
     for number, cache in enumerate(caches):
         each = [found["score"][task][cache] for task in tasks]
         places = [place + (number - (len(caches) - 1) / 2) * width for place in range(len(tasks))]
-        heights: list[Any] = [100 * row["value"] for row in each]
+        heights = [100 * row["value"] for row in each]
         errors = [100 * (row["standard_error"] or 0) for row in each]
         axes.bar(places, heights, width, yerr=errors, capsize=2, label=cache)
     axes.set_xticks(range(len(tasks)), tasks, fontsize=8, rotation=30 if len(tasks) > 3 else 0, ha="center")

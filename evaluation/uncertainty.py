@@ -1,8 +1,15 @@
 """Means with their standard errors, and paired differences."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypedDict
+
+
+class JsonEstimate(TypedDict):
+    """An estimate in a report."""
+
+    value: float
+    standard_error: float | None
 
 
 class Estimate(NamedTuple):
@@ -10,6 +17,10 @@ class Estimate(NamedTuple):
 
     value: float
     standard_error: float | None
+
+    def as_json(self) -> JsonEstimate:
+        """Return the estimate for a report."""
+        return {"value": self.value, "standard_error": self.standard_error}
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -24,6 +35,12 @@ def mean(values: Sequence[float]) -> Estimate:
 def paired_difference(values: Sequence[float], base: Sequence[float]) -> Estimate:
     """Return the mean of `values[i] - base[i]`; what both have in common, such as a hard text, leaves no trace."""
     return mean([value - other for value, other in zip(values, base, strict=True)])
+
+
+def differences_to_first(values: Mapping[str, Sequence[float]]) -> dict[str, JsonEstimate]:
+    """Return the paired difference of each list of values but the first to the first."""
+    first, *others = values
+    return {other: paired_difference(values[other], values[first]).as_json() for other in others}
 
 
 def mean_of_means(estimates: Sequence[Estimate]) -> Estimate:

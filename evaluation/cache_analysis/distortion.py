@@ -171,7 +171,8 @@ class Reconstruction:
         query heads read. Scores are logits of quantized tokens, less each query's mean error, which softmax does not
         see; their second number counts them. Outputs have both keys and values rounded.
         """
-        exact, found = head.outputs(head.weights), {}
+        exact = head.outputs(head.weights)
+        found: dict[Hashable, Tensor] = {}
         for rounding in self.roundings:
             change_keys = rounding.of_keys(self.order, layer, head.key_heads)
             change_values = rounding.of_values(self.order, layer, head.value_heads)

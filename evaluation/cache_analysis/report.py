@@ -11,7 +11,7 @@ from evaluation.cache_analysis.heads import GATE, HEAVY, PROMPT
 from evaluation.cache_analysis.values import Array, Values, mean_of_heads, relative_error
 from evaluation.results import conditions_line
 from evaluation.tables import difference, shown, table
-from evaluation.uncertainty import Estimate, is_decided, mean, paired_difference
+from evaluation.uncertainty import Estimate, JsonEstimate, is_decided, mean, paired_difference
 from lit_modules.networks.caches.choosing import VOTERS
 
 TITLES = {
@@ -60,9 +60,9 @@ def make_report(values: Values, edges: Sequence[int], reserved: Sequence[int]) -
     }
 
 
-def estimate(values: Array) -> dict[str, Any]:
+def estimate(values: Array) -> JsonEstimate:
     """Return the mean over sequences of one number for each, with its standard error."""
-    return mean(values.tolist())._asdict()
+    return mean(values.tolist()).as_json()
 
 
 def coverage(values: Values, policy: str, length: int) -> dict[str, Any]:
@@ -146,12 +146,12 @@ def compared(left: tuple[str, Array], right: tuple[str, Array]) -> dict[str, Any
     """Return the difference of two methods, each a name and one number for each sequence, and the smaller one."""
     found = paired_difference(left[1].tolist(), right[1].tolist())
     smaller = (left[0] if found.value < 0 else right[0]) if is_decided(found) else "undecided"
-    return {"left": left[0], "right": right[0], "difference": found._asdict(), "smaller": smaller}
+    return {"left": left[0], "right": right[0], "difference": found.as_json(), "smaller": smaller}
 
 
 def logged_values(report: Mapping[str, Any]) -> dict[str, float]:
     """Return the values for the run's wandb run."""
-    found = {}
+    found: dict[str, float] = {}
     for length, policies in report["coverage"].items():
         found |= {f"coverage_{policy}_{length}": row["mass"]["value"] for policy, row in policies.items()}
     for length, selections in report["l1"].items():

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from common.setting_nodes import plain_dict
 from common.settings import NO_VALUE, SettingError, check_whole
 from evaluation import result_folder, results
 from evaluation.harness.published import METRICS
@@ -69,7 +70,7 @@ def settings_of(cfg: DictConfig) -> Settings:
         raise SettingError("benchmark.num_fewshot", examples, "name the tasks, as +benchmark.num_fewshot.piqa=2")
     return Settings(
         tasks=tuple(map(str, asked)) if isinstance(asked, ListConfig) else (str(asked),) if asked else (),
-        num_fewshot=OmegaConf.to_container(examples, resolve=True),
+        num_fewshot=plain_dict(examples),
         limit=cfg.benchmark.limit,
         batch_size=cfg.batch_size,
         max_length=cfg.benchmark.max_length,

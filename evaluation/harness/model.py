@@ -41,6 +41,8 @@ class CheckpointLM(HFLM):
             log-likelihoods are NaN.
     """
 
+    add_bos_token: bool  # lm-eval sets it
+
     def __init__(self, model: Any, tokenizer: Any, batch_size: int | str, max_length: int | None) -> None:
         tokenizer, first = copy.deepcopy(tokenizer), None
         if isinstance(model.config, PalimpsestConfig):

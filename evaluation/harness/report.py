@@ -86,7 +86,8 @@ def draw(report: Mapping[str, Any], path: Path) -> Path | None:
     for row, color in zip(MARKED, MARKS, strict=True):
         known = [(place, row.values[list(METRICS).index(name)]) for place, name in enumerate(names) if name in METRICS]
         if known:
-            axes.scatter(*zip(*known, strict=True), marker="_", s=320, color=color, zorder=3, label=row.model)
+            at, values = zip(*known, strict=True)
+            axes.scatter(at, values, marker="_", s=320, color=color, zorder=3, label=row.model)
     titles = [f"{TITLES.get(name, name)}\n{shares[name]['metric']}" for name in names]
     axes.set_xticks(places, titles, fontsize=8)
     axes.set_ylabel("percent")

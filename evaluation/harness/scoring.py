@@ -56,10 +56,11 @@ def score(
     found = {name: json.loads(path.read_text()) for name, (path, _) in files.items() if path.is_file()}
     if found:
         log.info("%s of %s tasks were done before", len(found), len(files))
-    model = load() if len(found) < len(files) else None
+    model: CheckpointLM | None = None
     for name, (path, identity) in files.items():
         if name in found:
             continue
+        model = load() if model is None else model
         found[name] = {**score_task(model, name, suite.tasks[name], limit, settings["seed"]), "identity": identity}
         write_atomic(path, json.dumps(found[name], indent=2) + "\n")
         first, (value, error) = next(iter(metrics(found[name]["results"]).items()))

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from common.setting_nodes import plain_dict
 from common.setting_types import check_type
 from common.settings import SettingError, check_choice, check_switch, check_whole, instead
 from data_pipeline.identity import WHOLE, file_identity
@@ -66,7 +67,7 @@ def run(cfg: DictConfig) -> None:
     # Imported here so that a missing extra is named: Hydra hides import errors of this module.
     from evaluation.longbench.metrics import Metrics
 
-    own = OmegaConf.to_container(cfg.benchmark, resolve=True)
+    own = plain_dict(cfg.benchmark)
     check_loading(cfg)
     definitions = {name: Definition(**given) for name, given in own["definitions"].items()}
     given = list(definitions) if own["sets"] is None else own["sets"]

@@ -11,7 +11,7 @@ from common.atomic_files import write_figure
 from evaluation.perplexity_by_position.scoring import buckets, curve_ranges
 from evaluation.results import conditions_line
 from evaluation.tables import UNDECIDED, difference, table
-from evaluation.uncertainty import Estimate, is_decided, mean, paired_difference
+from evaluation.uncertainty import Estimate, JsonEstimate, differences_to_first, is_decided, mean
 
 FEW = 10  # sequences, below which a standard error is itself rough
 
@@ -43,20 +43,15 @@ def compared(found: Mapping[str, Sequence[Mapping[str, Any]]], length: int) -> d
     return said
 
 
-def against_first(losses: Mapping[str, Sequence[float]]) -> dict[str, dict[str, dict]]:
+def against_first(losses: Mapping[str, Sequence[float]]) -> dict[str, dict[str, JsonEstimate]]:
     """Return `loss` by cache, and `difference` by cache but the first."""
-    first = next(iter(losses))
     return {
-        "loss": {cache: mean(values)._asdict() for cache, values in losses.items()},
-        "difference": {
-            cache: paired_difference(values, losses[first])._asdict()
-            for cache, values in losses.items()
-            if cache != first
-        },
+        "loss": {cache: mean(values).as_json() for cache, values in losses.items()},
+        "difference": differences_to_first(losses),
     }
 
 
-def perplexity(loss: Mapping[str, float | None]) -> Estimate:
+def perplexity(loss: JsonEstimate) -> Estimate:
     """Return exp of a mean loss, and its standard error to first order."""
     value, error = math.exp(loss["value"]), loss["standard_error"]
     return Estimate(value, None if error is None else value * error)
@@ -94,7 +89,7 @@ def as_markdown(report: Mapping[str, Any]) -> str:
     return "\n".join([f"# {report['checkpoint']}", "", *table(lines), "", *table(by_position), "", *notes]) + "\n"
 
 
-def shown(loss: Mapping[str, float | None]) -> str:
+def shown(loss: JsonEstimate) -> str:
     value, error = perplexity(loss)
     return f"{value:.2f}" + ("" if error is None else f" ± {error:.2f}")
 

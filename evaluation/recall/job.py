@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from common.setting_nodes import plain_dict
 from common.setting_types import check_type
 from common.settings import SettingError, check_choice, check_whole
 from evaluation import result_folder, results, scores
@@ -67,7 +68,8 @@ def run(cfg: DictConfig) -> None:
     """
     own = cfg.benchmark
     check_loading(cfg)
-    lists = {key: OmegaConf.to_container(own).get(key) for key in ("kinds", "lengths", "depths")}
+    plain = plain_dict(own, resolve=False)
+    lists: dict[str, Any] = {key: plain.get(key) for key in ("kinds", "lengths", "depths")}
     for key, value in lists.items():
         check_type(f"benchmark.{key}", value, list)
     settings = Settings(

@@ -11,13 +11,13 @@ def built_key(error: HydraException) -> str | None:
     return key.strip() if named else None
 
 
-def merged_override(error: Exception) -> tuple[str, str] | None:
+def merged_override(error: BaseException) -> tuple[str, str] | None:
     """Return key and value of an override that cannot replace what is there: a list for a mapping."""
     found = re.fullmatch(r"Error merging override ([^=]*)=(.*)", str(error), re.DOTALL)
     return (found[1], found[2]) if found else None
 
 
-def key_left_out(error: Exception) -> str | None:
+def key_left_out(error: BaseException) -> str | None:
     """Return the key that the code reads and the configuration lacks: that of a group that was left out."""
     found = re.match(r"Key '([^']+)' is not in struct", str(error))
     return found[1] if found else None
