@@ -6,15 +6,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from data_pipeline.tokens.tokenizer import document_start, end_tokens
-from lit_modules.networks import PalimpsestConfig
-
-
-def text_ends(model: Any, tokenizer: Any) -> set[int]:
-    """Return the tokens that end a generated text: the model's and the tokenizer's, and our models' document start."""
-    own = {document_start(tokenizer)} if isinstance(model.config, PalimpsestConfig) else set()
-    return end_tokens(model, tokenizer) | own
-
 
 def answers(
     model: Any,

@@ -11,7 +11,8 @@ from omegaconf import DictConfig
 
 from common.setting_types import check_type
 from common.settings import SettingError, check_choice, check_whole
-from evaluation.loading import DTYPES, load_checkpoint, text_start
+from data_pipeline.tokens.tokenizer import text_start
+from evaluation.loading import DTYPES, load_checkpoint
 from evaluation.tables import table
 from lit_modules.generation import job
 from lit_modules.networks.caches.calibration import (

@@ -9,6 +9,7 @@ import transformers
 from omegaconf import DictConfig
 
 from common.settings import SettingError, check_choice, check_whole
+from data_pipeline.tokens.tokenizer import text_start
 from lit_modules.generation import job
 from lit_modules.planning import out_of_memory
 
@@ -56,13 +57,6 @@ def batch_of(batch_size: int | str, length: int, device: torch.device) -> int:
     if batch_size != "auto":
         return int(batch_size)
     return max(1, min(LARGEST_BATCH, (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS) // length))
-
-
-def text_start(tokenizer: Any) -> list[int]:
-    """Return the tokens that a tokenizer puts before a text."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    return next(whole[:place] for place in range(len(whole)) if whole[place : place + len(bare)] == bare)
 
 
 def cut_text(tokenizer: Any, text: str, length: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common.settings import SettingError
 from data_pipeline.instructions.records import Record
+from data_pipeline.tokens.tokenizer import text_start
 
 # Stanford Alpaca's prompts, word for word: other models and data use the same format.
 WITH_INPUT = (
@@ -44,7 +45,7 @@ class AlpacaTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, loss_on: str) -> None:
         self.loss_on, self.eos = loss_on, tokenizer.eos_token_id
-        self._lead = _tokens_before_text(tokenizer)
+        self._lead = text_start(tokenizer)
         self._encoder = _plain(tokenizer)
         self._encoder.encode_special_tokens = True
 
@@ -122,7 +123,9 @@ class ChatTemplate:
         return None if found is None else self._ended(*found)
 
     def _text(self, messages: list[dict], prompt: bool = False) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        assert isinstance(text, str)  # with tokenize=False
+        return text
 
     def _encode(self, text: str) -> np.ndarray:
         # `encode` of a single text would also compute the offset of each token.
@@ -130,7 +133,7 @@ class ChatTemplate:
 
     def _by_mark(self, messages: list[dict]) -> tuple[np.ndarray, np.ndarray] | None:
         """Return tokens and answer mask by the template's marks; None if a marked span has no separate token."""
-        rendered = self.tokenizer.apply_chat_template(
+        rendered: Any = self.tokenizer.apply_chat_template(
             messages,
             tokenize=True,
             return_dict=True,
@@ -195,7 +198,7 @@ class ChatTemplate:
     def _ended(self, tokens: np.ndarray, learned: np.ndarray) -> Example:
         """End an example with a learned eos: cut white space after the last one, or append one."""
         ends = np.flatnonzero(tokens == self.eos)
-        if len(ends) and not self.tokenizer.decode(tokens[ends[-1] + 1 :].tolist()).strip():
+        if len(ends) and not str(self.tokenizer.decode(tokens[ends[-1] + 1 :].tolist())).strip():
             tokens, learned = tokens[: ends[-1] + 1], learned[: ends[-1] + 1].copy()
             learned[-1] = True
         else:
@@ -221,10 +224,3 @@ def _plain(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     plain.no_truncation()
     plain.no_padding()
     return plain
-
-
-def _tokens_before_text(tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the special tokens that the tokenizer puts before a text, without those it puts after."""
-    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(alone)] == alone), whole[:0])

@@ -5,9 +5,8 @@ from pathlib import Path
 import datasets
 import numpy as np
 from datasets.arrow_writer import ArrowWriter
-from torch.utils.data import Dataset
 
-from data_pipeline.tokens.batches import IGNORED, NOTHING, Sequence
+from data_pipeline.tokens.batches import IGNORED, NOTHING, Sequence, Sequences
 
 COLUMNS = datasets.Features(dict.fromkeys(Sequence._fields, datasets.List(datasets.Value("int32"))))
 
@@ -30,8 +29,8 @@ class SequenceWriter:
         self._writer.close()
 
 
-class StoredSequences(Dataset):
-    """A split's sequences; index -1 is an empty one, which `collate` pads with ignored targets."""
+class StoredSequences(Sequences):
+    """A split's sequences."""
 
     def __init__(self, folder: Path, split: str) -> None:
         self._rows = datasets.Dataset.from_file(str(_path(folder, split))).with_format("numpy")

@@ -47,14 +47,14 @@ def _count(number: float) -> str:
 
 def draw_mixture(manifest: Mapping, path: Path) -> None:
     """Draw the components' shares over the run, stacked, and the epochs read of each."""
-    from matplotlib import colormaps
+    from matplotlib import color_sequences
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
     length, phases = manifest["sequence_length"], manifest["phases"]
     edges = [0, *(phase["end"] * length for phase in phases)]
     names = [name for name, component in manifest["components"].items() if component["read_tokens"]]
-    palette = colormaps["tab10" if len(names) <= 10 else "tab20"].colors
+    palette = color_sequences["tab10" if len(names) <= 10 else "tab20"]
     colours = {name: palette[number % len(palette)] for number, name in enumerate(names)}
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)

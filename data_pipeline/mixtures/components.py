@@ -118,8 +118,8 @@ def categories_of(path: Path, key: str) -> list[str]:
         found = "no such folder" if not path.exists() else "no documents/ in it"
         raise SettingError(key, path, f"{found}; give a folder that job=corpus wrote")
     _check_finished(path, key)
-    found = (path / "documents").iterdir()
-    return sorted(folder.name for folder in found if any(shards(folder, split) for split in SPLITS))
+    folders = (path / "documents").iterdir()
+    return sorted(folder.name for folder in folders if any(shards(folder, split) for split in SPLITS))
 
 
 def text_files(path: Path, categories: Iterable[str] | None, key: str) -> dict[str, list[Path]]:

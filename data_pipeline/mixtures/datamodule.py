@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from common.atomic_files import write_atomic
 from common.settings import NO_VALUE, SettingError, check_whole
@@ -17,7 +17,7 @@ from data_pipeline.identity import EARLIER
 from data_pipeline.mixtures.card import draw_mixture, markdown
 from data_pipeline.mixtures.components import Component, check_components, find_components, gather_files, join_folders
 from data_pipeline.mixtures.plan import Available, Phase, PlannedPhase, phase_ends, plan, read_phases
-from data_pipeline.mixtures.sequences import HeldOutSequences, TrainingSequences, collate_components
+from data_pipeline.mixtures.sequences import HeldOutSequences, Mixed, TrainingSequences, collate_components
 from data_pipeline.tokens.batches import BlockSequences
 from data_pipeline.tokens.datamodule import PackedText
 from data_pipeline.tokens.order import RunOrder
@@ -250,7 +250,7 @@ class MixtureData(PackedText):
         if left_out:
             log.warning("max_tokens=%d ends the run before %s", self.max_tokens, ", ".join(left_out))
 
-    def open(self, split: str, length: int) -> Dataset:
+    def open(self, split: str, length: int) -> Mixed:
         """Return a split's sequences, memory-mapped: train by position in the run, validation each once."""
         if split == "validation":
             return HeldOutSequences([self._part(name, split, length) for name in self.component_bytes])

@@ -17,13 +17,11 @@ ROUNDS = 4  # of the Feistel network
 
 
 class Node(NamedTuple):
-    """A node of `count` sequences: a leaf for one component, or two nodes, of which `fewer` has at most half."""
+    """A node of `count` sequences: a leaf, with its component's number, or two nodes, the one with fewer first."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # in place of the tuple's own method, which nothing calls
     number: int
-    leaf: int | None = None
-    fewer: "Node | None" = None
-    others: "Node | None" = None
+    children: "tuple[Node, Node] | None" = None
 
 
 class Interleaving:
@@ -36,27 +34,28 @@ class Interleaving:
     def __init__(self, counts: Sequence[int], key: str) -> None:
         self.counts, self.key = tuple(counts), key.encode()
         self.total = sum(counts)
-        heap = [Node(count, number, number) for number, count in enumerate(counts) if count]
+        heap = [Node(count, number) for number, count in enumerate(counts) if count]
         heapq.heapify(heap)
         number = len(counts)
         while len(heap) > 1:
             fewer, others = heapq.heappop(heap), heapq.heappop(heap)
-            heapq.heappush(heap, Node(fewer.count + others.count, number, None, fewer, others))
+            heapq.heappush(heap, Node(fewer.count + others.count, number, (fewer, others)))
             number += 1
         self._root = heap[0] if heap else None
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return the component read at `position`, and how many of its sequences come before."""
-        if not 0 <= position < self.total:
-            raise IndexError(f"position {position} of {self.total}")
         node = self._root
-        while node.leaf is None:
-            stratum, place = self._place(node, position)
+        if node is None or not 0 <= position < self.total:
+            raise IndexError(f"position {position} of {self.total}")
+        while node.children is not None:
+            fewer, others = node.children
+            stratum, place = self._place(node, fewer.count, position)
             if position == place:
-                node, position = node.fewer, stratum
+                node, position = fewer, stratum
             else:
-                node, position = node.others, position - stratum - (place < position)
-        return node.leaf, position
+                node, position = others, position - stratum - (place < position)
+        return node.number, position
 
     def counts_before(self, position: int) -> list[int]:
         """Return how many sequences of each component come before `position`, which may be the end."""
@@ -64,21 +63,22 @@ class Interleaving:
         pending = [(self._root, position)] if self._root else []
         while pending:
             node, before = pending.pop()
-            if node.leaf is not None:
-                found[node.leaf] = before
-            elif before == node.count:
-                pending += [(node.fewer, node.fewer.count), (node.others, node.others.count)]
+            if node.children is None:
+                found[node.number] = before
+                continue
+            fewer, others = node.children
+            if before == node.count:
+                pending += [(fewer, fewer.count), (others, others.count)]
             else:
-                stratum, place = self._place(node, before)
-                fewer = stratum + (place < before)
-                pending += [(node.fewer, fewer), (node.others, before - fewer)]
+                stratum, place = self._place(node, fewer.count, before)
+                of_fewer = stratum + (place < before)
+                pending += [(fewer, of_fewer), (others, before - of_fewer)]
         return found
 
-    def _place(self, node: Node, position: int) -> tuple[int, int]:
-        """Return the stratum of a node that holds `position`, and the `fewer` child's position in that stratum."""
-        total, fewer = node.count, node.fewer.count
-        stratum = position * fewer // total
-        first, end = -(-stratum * total // fewer), -(-(stratum + 1) * total // fewer)
+    def _place(self, node: Node, fewer: int, position: int) -> tuple[int, int]:
+        """Return the stratum of a node that holds `position`, and there the position of the child with `fewer`."""
+        stratum = position * fewer // node.count
+        first, end = -(-stratum * node.count // fewer), -(-(stratum + 1) * node.count // fewer)
         return stratum, first + drawn(self.key, node.number, stratum) % (end - first)
 
 

@@ -115,7 +115,7 @@ def phase_ends(phases: Sequence[Phase], max_tokens: int, positions: int, sequenc
         elif phase.tokens is not None:
             reached += Fraction(phase.tokens, sequence_length)
         else:
-            reached = Fraction(max(positions, reached))
+            reached = max(Fraction(positions), reached)
         end = min(positions, round(reached))
         if end == (ends[-1] if ends else 0):
             problem = f"({phase.name}) is shorter than a sequence of {sequence_length} tokens"
@@ -182,11 +182,13 @@ def _spread(
             amounts.append([limited[c][phase] if c in limited else share and left * share / free
                             for c, share in enumerate(row)])  # fmt: skip
         totals = [sum(column) for column in zip(*amounts, strict=True)]
-        over = [c for c, limit in enumerate(limits) if c not in limited and limit is not None and totals[c] > limit]
+        over = [
+            (c, limit) for c, limit in enumerate(limits) if c not in limited and limit is not None and totals[c] > limit
+        ]
         if not over:
             return amounts
-        for c in over:
-            limited[c] = [row[c] * limits[c] / totals[c] for row in amounts]
+        for c, limit in over:
+            limited[c] = [row[c] * limit / totals[c] for row in amounts]
 
 
 def _whole(
@@ -219,7 +221,7 @@ def _lacks(
     there = ", ".join(
         f"{component.name} {component.limit * sequence_length:,}"
         for component, weight in zip(components, weights[lacking.phase], strict=True)
-        if weight
+        if weight and component.limit is not None  # one without a limit never lacks
     )
     return (
         f"max_tokens is more than data.max_epochs allow: phase {phase.name} lacks "

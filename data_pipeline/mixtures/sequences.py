@@ -1,33 +1,36 @@
 """A mixture's sequences as one data set, indexed by position in the run."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from data_pipeline.mixtures.order import Interleaving, walk
 from data_pipeline.mixtures.plan import PlannedPhase
-from data_pipeline.tokens.batches import NOTHING, BlockSequences, collate
+from data_pipeline.tokens import batches
+from data_pipeline.tokens.batches import BlockSequences
 
 
 class ComponentSequence(NamedTuple):
-    """A `data_pipeline.tokens.batches.Sequence` with the number of its component."""
+    """A sequence with the number of its component."""
 
-    inputs: np.ndarray
-    targets: np.ndarray
-    starts: np.ndarray
+    sequence: batches.Sequence
     component: int
 
 
-class Mixed(Dataset, ABC):
-    """Sequences of several components; index -1 is an empty one, assigned to the first component."""
+class Mixed(batches.Sequences):
+    """Sequences of several components; the empty one is assigned to the first component."""
 
     def __init__(self, parts: Sequence[BlockSequences | None]) -> None:
-        self.parts = parts
+        self._parts = parts
+
+    def part(self, component: int) -> BlockSequences:
+        """Return the sequences of a component that is read."""
+        part = self._parts[component]
+        assert part is not None  # only a component that is never read has none
+        return part
 
     @abstractmethod
     def locate(self, position: int) -> tuple[int, int]:
@@ -35,9 +38,9 @@ class Mixed(Dataset, ABC):
 
     def __getitem__(self, position: int) -> ComponentSequence:
         if position == -1:
-            return ComponentSequence(*NOTHING, 0)
+            return ComponentSequence(batches.NOTHING, 0)
         component, index = self.locate(position)
-        return ComponentSequence(*self.parts[component][index], component)
+        return ComponentSequence(self.part(component)[index], component)
 
 
 class TrainingSequences(Mixed):
@@ -63,7 +66,7 @@ class TrainingSequences(Mixed):
         number = bisect_right(self._firsts, position) - 1
         phase = self.phases[number]
         component, read = self._orders[number].locate(position - phase.first)
-        index = walk(phase.before[component] + read, len(self.parts[component]), self._keys[component])
+        index = walk(phase.before[component] + read, len(self.part(component)), self._keys[component])
         return component, index
 
 
@@ -83,5 +86,5 @@ class HeldOutSequences(Mixed):
 
 def collate_components(sequences: list[ComponentSequence], length: int) -> dict[str, torch.Tensor]:
     """Return the batch of `collate`, and `component` int64 [sequences], the number of each sequence's component."""
-    component = torch.tensor([sequence.component for sequence in sequences])
-    return {**collate(sequences, length), "component": component}
+    component = torch.tensor([each.component for each in sequences])
+    return {**batches.collate([each.sequence for each in sequences], length), "component": component}

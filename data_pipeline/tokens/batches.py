@@ -1,5 +1,6 @@
 """Sequences cut from rows, and the flattened batches that a model reads."""
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +24,15 @@ class Sequence(NamedTuple):
 NOTHING = Sequence(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-class BlockSequences(Dataset):
-    """Packed rows cut into sequences of `length` tokens, a divisor of the block length.
+class Sequences(Dataset, ABC):
+    """Sequences by index; index -1 is an empty one, which `collate` pads with ignored targets."""
 
-    Index -1 returns an empty sequence, which `collate` pads with ignored targets.
-    """
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+
+class BlockSequences(Sequences):
+    """Packed rows cut into sequences of `length` tokens, a divisor of the block length."""
 
     def __init__(self, folder: Path, split: str, block_length: int, length: int) -> None:
         self.blocks = Blocks(folder, split)

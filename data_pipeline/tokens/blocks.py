@@ -123,7 +123,9 @@ def write_blocks(
     byte divide the loss of all held-out text by all its bytes.
     """
     dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
-    encoder = functools.partial(make_encoder, tokenizer.backend_tokenizer.to_str(), document_start(tokenizer), dtype)
+    start = document_start(tokenizer)
+    assert start is not None  # such a tokenizer is refused as it is loaded
+    encoder = functools.partial(make_encoder, tokenizer.backend_tokenizer.to_str(), start, dtype)
     work = {split: units(documents_folder, split) for split in SPLITS}
     counts: dict[str, dict] = {}
     with Stage("tokenizing and packing", "tokens") as stage:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from common.settings import SettingError
 from data_pipeline.identity import EARLIER, SAMPLE, WHOLE, file_identity
-from data_pipeline.tokens.batches import NOTHING, Sequence
+from data_pipeline.tokens.batches import NOTHING, Sequence, Sequences
 
 if TYPE_CHECKING:
     import zarr
@@ -90,11 +89,10 @@ def _digest(array: zarr.Array, by: str) -> str:
     return digest.hexdigest()
 
 
-class ArraySequences(Dataset):
+class ArraySequences(Sequences):
     """Documents cut into independent sequences of `length` targets.
 
     The inputs are the targets shifted by one, with the end-of-text token first, so all `length` tokens are predicted.
-    Index -1 returns an empty sequence, which `collate` pads with ignored targets.
 
     Raises:
         ValueError: `length` does not divide the documents' length.

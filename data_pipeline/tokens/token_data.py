@@ -9,15 +9,16 @@ from typing import ClassVar
 
 import torch
 from lightning import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from torch.utils.data import DataLoader, Sampler
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto import AutoTokenizer
 
 from common.setting_types import check_type
 from common.settings import SettingError, check_whole
 from data_pipeline.documents import SPLITS
 from data_pipeline.fingerprint import prepared_folder
 from data_pipeline.identity import EARLIER, SAMPLE, WHOLE
-from data_pipeline.tokens.batches import collate
+from data_pipeline.tokens.batches import Sequences, collate
 from data_pipeline.tokens.order import TrainOrder, ValidationOrder
 from data_pipeline.tokens.tokenizer import ByteLevelBPE, Pretrained
 from data_pipeline.tokens.yardsticks import NAMES
@@ -96,7 +97,7 @@ class TokenData(LightningDataModule, ABC):
         self.validation_bytes: int | None = None
         self.component_bytes: dict[str, int] = {}
         self.phase_starts: dict[int, str] = {}
-        self._sequences: dict[str, Dataset] = {}
+        self._sequences: dict[str, Sequences] = {}
         self.accumulation(world_size=1)
 
     def accumulation(self, world_size: int) -> int:
@@ -127,8 +128,8 @@ class TokenData(LightningDataModule, ABC):
         """Do all pending work on disk; cheap when nothing is pending. Needs no Trainer."""
 
     @abstractmethod
-    def open(self, split: str, length: int) -> Dataset:
-        """Return a split's sequences of `length` tokens; index -1 is an empty sequence."""
+    def open(self, split: str, length: int) -> Sequences:
+        """Return a split's sequences of `length` tokens."""
 
     def yardsticks(self) -> dict[str, float | None]:
         """Return the bits per byte of `data_pipeline.tokens.yardsticks.NAMES`; None without text."""
@@ -171,7 +172,7 @@ class TokenData(LightningDataModule, ABC):
         order = ValidationOrder(len(sequences), self._validation_batch_size(), *self._rank_and_world_size())
         return self._loader(sequences, order, self.validation_length)
 
-    def _loader(self, sequences: Dataset, order: Sampler, length: int) -> DataLoader:
+    def _loader(self, sequences: Sequences, order: Sampler, length: int) -> DataLoader:
         return OrderedLoader(
             sequences,
             batch_sampler=order,
@@ -198,9 +199,11 @@ class TokenData(LightningDataModule, ABC):
         identity, earlier = (tokenizer_identity(self.tokenizer, documents_folder, by) for by in (SAMPLE, EARLIER))
         folder = prepared_folder(self.data_dir, "tokenizer", identity, build, earlier)
         try:
-            self.hf_tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:  # from an earlier version, which kept no checksums
             raise ValueError(f"{folder} is damaged: remove it, and the next start makes it again") from error
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)  # none else is built
+        self.hf_tokenizer = tokenizer
         return folder
 
 

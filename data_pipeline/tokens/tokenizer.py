@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto import AutoTokenizer
 
 from common.hub import is_path, use_cache_where_unreachable
 from common.settings import SettingError, check_whole
@@ -155,9 +156,16 @@ class Pretrained:
         return None
 
 
-def document_start(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Return the id of the token put before each document: bos if set, else eos (GPT-2 uses one token for both)."""
+def document_start(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """Return the id of the token put before each document: bos, or eos (GPT-2 uses one token for both), or None."""
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+
+
+def text_start(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text, without those it puts after."""
+    alone = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(alone)] == alone), whole[:0])
 
 
 def end_tokens(model: Any, tokenizer: PreTrainedTokenizerFast) -> set[int]:
@@ -173,6 +181,7 @@ def add_document_start(tokenizer: PreTrainedTokenizerFast) -> None:
     their own special tokens and are tokenized without this one.
     """
     first = document_start(tokenizer)
+    assert first is not None  # a tokenizer without one is not trained with
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     if tokenizer("a")["input_ids"] == [first, *bare]:
         return

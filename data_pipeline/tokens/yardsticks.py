@@ -59,7 +59,7 @@ def _xz_bytes(documents_folder: Path) -> tuple[int | None, int | None]:
     compressed = functools.partial(_compressed, documents_folder)
     with ThreadPoolExecutor(2) as threads:  # xz releases the GIL, and needs ten times its window in memory
         both, train, held_out = threads.map(compressed, (("train", "validation"), ("train",), ("validation",)))
-    return held_out, None if both is None else both - train
+    return held_out, None if both is None or train is None else both - train
 
 
 def _compressed(documents_folder: Path, splits: tuple[str, ...]) -> int | None:

@@ -14,7 +14,7 @@ from common.setting_types import check_type
 from common.settings import SettingError, check_choice, check_switch, check_whole, instead
 from data_pipeline.identity import WHOLE, file_identity
 from evaluation import result_folder, results, scores
-from evaluation.answering import answers, text_ends
+from evaluation.answering import answers
 from evaluation.caches import NamedCache, read_caches
 from evaluation.loading import batch_of, check_loading, explain_batch_memory, load_checkpoint
 from evaluation.longbench.documents import (
@@ -170,7 +170,7 @@ class Set:
 
     def ask(self, cache: NamedCache, numbers: Sequence[int]) -> list[str]:
         """Return the generated answers to the questions with these numbers."""
-        ends, least = text_ends(self.model, self.tokenizer), 0
+        ends, least = job.text_ends(self.model, self.tokenizer), 0
         if self.definition.ends_at_newline:
             ends, least = ends | {self.tokenizer("\n", add_special_tokens=False)["input_ids"][-1]}, 1
         with explain_batch_memory(len(numbers), self.model.device, self.name):

@@ -14,7 +14,7 @@ from common.setting_nodes import plain_dict
 from common.setting_types import check_type
 from common.settings import SettingError, check_choice, check_whole
 from evaluation import result_folder, results, scores
-from evaluation.answering import answers, text_ends
+from evaluation.answering import answers
 from evaluation.caches import NamedCache, read_caches
 from evaluation.loading import batch_of, check_loading, explain_batch_memory, load_checkpoint
 from evaluation.recall.questions import KINDS, Recall, check_depths, is_right
@@ -147,6 +147,6 @@ class Asking:
                 cache.new(self.model),
                 max_new_tokens=max(question.max_new_tokens for question in questions),
                 chunk=self.settings.chunk,
-                ends=text_ends(self.model, self.tokenizer),
+                ends=job.text_ends(self.model, self.tokenizer),
             )
         return [{"text": text, "answer": each.answer} for text, each in zip(texts, questions, strict=True)]

@@ -297,6 +297,13 @@ def fixed_cache(config: Any, settings: CacheSettings, capacity: int) -> Compress
         return None
 
 
+def text_ends(model: Any, tokenizer: Any) -> set[int]:
+    """Return the tokens that end a generated text: the model's and the tokenizer's, and our models' document start."""
+    ends = end_tokens(model, tokenizer)
+    start = document_start(tokenizer)
+    return ends if start is None or not isinstance(model.config, PalimpsestConfig) else ends | {start}
+
+
 def continue_prompts(
     model: Any,
     tokenizer: Any,
@@ -320,9 +327,7 @@ def continue_prompts(
     rows = [tokenizer(prompt)["input_ids"] or [document_start(tokenizer)] for prompt in prompts]
     if [None] in rows:
         raise ValueError("prompt is empty, and checkpoint's tokenizer has no token that begins a text: give a prompt")
-    ends = end_tokens(model, tokenizer)
-    if isinstance(model.config, PalimpsestConfig):
-        ends.add(document_start(tokenizer))
+    ends = text_ends(model, tokenizer)
     longest = max(map(len, rows))
     pad = next((t for t in (tokenizer.pad_token_id, *sorted(ends)) if t is not None), 0)
     ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=model.device)

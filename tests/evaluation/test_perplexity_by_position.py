@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from evaluation.loading import batch_of, cut_text, text_start
+from data_pipeline.tokens.tokenizer import text_start
+from evaluation.loading import batch_of, cut_text
 from evaluation.perplexity_by_position import job
 from evaluation.perplexity_by_position.report import as_markdown, compared
 from evaluation.perplexity_by_position.scoring import buckets, curve_ranges, mean_losses, token_losses

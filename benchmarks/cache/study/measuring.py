@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cache.study.cases import Case, Sizes
-from evaluation.answering import answers, text_ends
+from evaluation.answering import answers
 from evaluation.cache_analysis.coverage import Coverage
 from evaluation.cache_analysis.distortion import AttentionError, Rounding
 from evaluation.cache_analysis.heads import key_heads
@@ -20,6 +20,7 @@ from evaluation.caches import NamedCache, bits_per_element
 from evaluation.loading import cut_text
 from evaluation.perplexity_by_position.scoring import token_losses
 from evaluation.recall.questions import Question, Recall, is_right
+from lit_modules.generation.job import text_ends
 from lit_modules.networks.attention_inputs import AttentionInputs, watched_attention
 from lit_modules.networks.caches.rotations import Rotations, model_identity
 from lit_modules.networks.caches.settings import BLOCK

@@ -31,8 +31,9 @@ from benchmarks.cache.study.measuring import Attention, Subject, attention_value
 from benchmarks.cache.study.records import FILE, IN_CHUNKS, Records, Result, joined
 from benchmarks.measuring.configuration import compose
 from benchmarks.measuring.report import CommandLine, device_name
+from data_pipeline.tokens.tokenizer import text_start
 from evaluation.calibration import sequences as cut_sequences
-from evaluation.loading import load_checkpoint, text_start
+from evaluation.loading import load_checkpoint
 from evaluation.recall.questions import KINDS
 from lit_modules.generation.job import choose_device
 from lit_modules.launching.run_folder import code_commit

@@ -74,7 +74,7 @@ def test_a_sequence_is_of_the_component_that_it_is_said_to_be_of(phased):
         component, index = sequences.locate(position)
         found, part = sequences[position], data._part(names[component], "train", 32)
         assert found.component == component
-        assert found.inputs.tolist() == part[index].inputs.tolist()
+        assert found.sequence.inputs.tolist() == part[index].inputs.tolist()
 
 
 def test_every_sequence_of_a_component_is_read_once_before_any_is_read_again(make_mixture):
@@ -104,7 +104,7 @@ def global_batches(data, world_size, micro_batch_size, start=0, steps=32):
     batches = []
     for step in range(steps - start):
         positions = [p for n in range(accumulate) for rank in ranks for p in rank[step * accumulate + n]]
-        batches.append([sequences[position].inputs.tolist() for position in positions])
+        batches.append([sequences[position].sequence.inputs.tolist() for position in positions])
     return batches
 
 
