@@ -1,6 +1,7 @@
 """Manual pages to plain text: enough of man(7) and mdoc(7) for readable prose, not a formatter."""
 
 import re
+from collections.abc import Iterator
 
 GLYPHS = {
     "aq": "'", "bu": "•", "co": "©", "cq": "’", "dq": '"', "em": "—", "en": "–", "ga": "`", "ha": "^", "hy": "-",
@@ -145,7 +146,7 @@ class _Page:
             self.paragraphs.append(joined)
         self.words = []
 
-    def _table(self, lines: object) -> None:
+    def _table(self, lines: Iterator[str]) -> None:
         """Keep the cells of a tbl(1) table; its format section ends at the first line that ends in a full stop."""
         self._break()
         rows, in_format = [], True
@@ -177,17 +178,14 @@ def _inline(arguments: list[str]) -> str:
     return " ".join(words) + (f" {flag}" if flag else "")
 
 
-def _skip_until(lines: object, end: str) -> None:
+def _skip_until(lines: Iterator[str], end: str) -> None:
     for line in lines:
         if line.replace(" ", "") == end:
             return
 
 
-def _skip_braces(line: str, lines: object) -> None:
+def _skip_braces(line: str, lines: Iterator[str]) -> None:
     """Skip a conditional: its line, or its block in braces."""
     depth = line.count("\\{") - line.count("\\}")
-    while depth > 0:
-        line = next(lines, None)
-        if line is None:
-            return
-        depth += line.count("\\{") - line.count("\\}")
+    while depth > 0 and (following := next(lines, None)) is not None:
+        depth += following.count("\\{") - following.count("\\}")

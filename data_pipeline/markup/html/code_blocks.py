@@ -68,7 +68,8 @@ class CodeBlocks:
 
     def _split(self, line: str, lines: list[str]) -> None:
         """Add a line's text and code to `lines`, on separate lines with the line's indentation."""
-        lead = LEAD.match(line)[0]
+        match = LEAD.match(line)
+        lead = match[0] if match else ""
         inner = re.sub(r"[^ >]", " ", lead)  # indentation of a list item's later lines
         for number, piece in enumerate(MARK.split(line[len(lead) :])):
             if number % 2:

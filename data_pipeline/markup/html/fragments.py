@@ -148,7 +148,8 @@ class _Converter:
     def _list(self, element: etree._Element, depth: int) -> list[str]:
         start = element.get("start", "")
         number = int(start) if start.isascii() and start.isdigit() and len(start) < 10 else 1
-        items, loose = [], False
+        items: list[str] = []
+        loose = False
         for child in element:
             if not isinstance(child.tag, str) or child.tag in DROPPED:
                 continue

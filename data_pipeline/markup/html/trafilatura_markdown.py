@@ -77,7 +77,8 @@ def _paragraph(pieces: list[str]) -> Iterator[str]:
 
 
 def _list(element: "_Element") -> Iterator[str]:
-    ordered, items = element.get("rend") == "ol", []
+    ordered = element.get("rend") == "ol"
+    items: list[str] = []
     for item in element:
         blocks = list(_blocks(item))
         if blocks:

@@ -131,7 +131,7 @@ def extract(text: str, maximum_elements: int) -> Page:
             include_formatting=True,
             output_format="xml",  # the Markdown is written here
         )
-        blocks = written(found.body) if found is not None else []
+        blocks = [] if found is None or isinstance(found, dict) else written(found.body)  # a dict, where one asks
     except (RecursionError, ValueError) as error:
         raise Unreadable("extraction failed", str(error)[:100]) from error
     return Page(_with_title(code.put_back("\n\n".join(blocks)), title) if blocks else "", date, licence)
@@ -168,7 +168,7 @@ def _licence(tree: "HtmlElement") -> str:
     """Return the only licence that a page links to with rel=license, or else at Creative Commons; "" if not unique."""
     own = tree.xpath("//*[self::a or self::link][contains(concat(' ', @rel, ' '), ' license ')]/@href")
     linked = own or tree.xpath("//a[contains(@href, 'creativecommons.org/')]/@href")
-    found = {licence_of_address(address) for address in linked} - {None}
+    found = {known for address in linked if (known := licence_of_address(address)) is not None}
     return found.pop() if len(found) == 1 else ""
 
 

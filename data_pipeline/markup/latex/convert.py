@@ -196,6 +196,7 @@ class _Sources:
 
     def _environment(self, name: str, content: str) -> str:
         head = HEAD.match(content)
+        assert head is not None  # each part is optional
         language = head["language"] if name == "minted" else None
         if language or head["options"]:
             content = content[head.end() if language else head.end("options") :]
@@ -218,4 +219,5 @@ def _after_comment(text: str, position: int) -> int:
     if end < 0:
         return len(text)
     following = LINE_START.match(text, end + 1)
+    assert following is not None  # perhaps of nothing
     return end if following[1] else following.end()

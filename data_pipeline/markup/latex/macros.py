@@ -1,13 +1,14 @@
 """Expand a paper's own LaTeX macros, as far as they are simple, within limits."""
 
 import re
+import sys
 from dataclasses import dataclass
 
 CONTROL = re.compile(r"\\(?:([a-zA-Z@]+)|[\s\S])")
 CHARACTER = re.compile(r"\ue000\d+\ue001|[^\s}]")  # or the placeholder of a verbatim text
 ENDS_IN_WORD = re.compile(r"\\[a-zA-Z@]+$")
 BRACE = re.compile(r"\\[\s\S]|[{}]")
-SPACE = re.compile(r"[ \t]*(?:\n(?![ \t]*\n)[ \t]*)?")  # not an empty line, which ends a paragraph
+SPACE = re.compile(r"[ \t]*(?:\n(?![ \t]*\n)[ \t]*)?")
 NEW_COMMAND = re.compile(
     r"\*?\s*(?:\{\s*\\([a-zA-Z@]+)\s*\}|\\([a-zA-Z@]+)|\{?\\[^a-zA-Z]\}?)\s*+(?:\[\s*(\d)\s*\])?+\s*+"
     r"(?:\[([^\]]{0,200})\])?+\s*+"
@@ -31,6 +32,13 @@ ENVIRONMENTS = ("newenvironment", "renewenvironment")
 DEFS = ("def", "gdef", "edef", "xdef")
 DEFINERS = frozenset((*COMMANDS, *ENVIRONMENTS, *DEFS, "let", "DeclareMathOperator", "newtheorem", "newif"))
 DEPTH = 60  # of macros within macros or their arguments
+
+
+def after_space(text: str, position: int, end: int = sys.maxsize) -> int:
+    """Return the position after white space, but for an empty line, which ends a paragraph."""
+    match = SPACE.match(text, position, end)
+    assert match is not None  # perhaps of nothing
+    return match.end()
 
 
 class LatexError(ValueError):
@@ -145,7 +153,7 @@ class Expander:
             return self._body(head[1] or head[2], head[3], head[4], text, head.end(), pairs)
         if name in ENVIRONMENTS and (head := NEW_ENVIRONMENT.match(text, position)):
             after = self._body(f"begin {head[1]}", head[2], head[3], text, head.end(), pairs)
-            return self._body(f"end {head[1]}", None, None, text, SPACE.match(text, after).end(), pairs)
+            return self._body(f"end {head[1]}", None, None, text, after_space(text, after), pairs)
         if name in DEFS and (head := DEF.match(text, position)):
             # Macros with delimited arguments are not simple: they are dropped.
             named = head[1] if not head[3].strip() else None
@@ -182,7 +190,8 @@ class Expander:
 
     def _branch(self, switch: str, text: str, position: int) -> tuple[int, int, int] | None:
         """Return the selected part of a conditional and the position after its end; None if it has no end."""
-        depth, otherwise = 0, None
+        depth = 0
+        otherwise: re.Match[str] | None = None
         for match in BRANCH.finditer(text, position):
             if match[1] == "fi":
                 if depth == 0:
@@ -208,20 +217,20 @@ def _arguments(macro: Macro, text: str, position: int, pairs: dict[int, int]) ->
     """Return the arguments that follow and the position after them; None if one is missing."""
     arguments: list[str] = []
     if macro.arguments == 0:
-        return arguments, SPACE.match(text, position).end()
+        return arguments, after_space(text, position)
     if macro.default is not None:
-        start = SPACE.match(text, position).end()
+        start = after_space(text, position)
         end = text.find("]", start, start + 1000) if text[start : start + 1] == "[" else -1
         arguments.append(text[start + 1 : end] if end > 0 else macro.default)
         position = end + 1 if end > 0 else position
     while len(arguments) < macro.arguments:
-        start = SPACE.match(text, position).end()
+        start = after_space(text, position)
         if text[start : start + 1] == "{":
-            end = pairs.get(start)
-            if end is None:
+            closing = pairs.get(start)
+            if closing is None:
                 return None
-            arguments.append(text[start + 1 : end])
-            position = end + 1
+            arguments.append(text[start + 1 : closing])
+            position = closing + 1
         elif match := CONTROL.match(text, start) or CHARACTER.match(text, start):
             arguments.append(match[0])
             position = match.end()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from data_pipeline.markup.blocks import inline_code
 from data_pipeline.markup.latex.environments import list_items, pseudocode, table
-from data_pipeline.markup.latex.macros import LatexError
+from data_pipeline.markup.latex.macros import LatexError, after_space
 from data_pipeline.markup.latex.names import (
     ACCENTS,
     CITATIONS,
@@ -34,7 +34,6 @@ from data_pipeline.markup.latex.reader import (
     HOLD,
     OPTION,
     REFERENCE,
-    SPACE,
     LatexReader,
     Listing,
     fenced,
@@ -241,9 +240,9 @@ class _Converter(LatexReader):
             return after
         if word in SYMBOLS:
             page.pieces.append(SYMBOLS[word])
-            return SPACE.match(self.text, position, end).end()
+            return after_space(self.text, position, end)
         if word == "xspace":
-            after = SPACE.match(self.text, position, end).end()
+            after = after_space(self.text, position, end)
             page.pieces.append("" if self.text[after : after + 1] in ".,;:!?)'{}/-~\\]" else " ")
             return after
         if word in DROPPED_COMMANDS:
@@ -252,7 +251,7 @@ class _Converter(LatexReader):
                 position = self.options(self.argument(position, end)[2], end)
             return position
         # The braced argument of an unknown command is kept.
-        return SPACE.match(self.text, self.options(position, end), end).end()
+        return after_space(self.text, self.options(position, end), end)
 
     def _section(self, page: _Page, match: re.Match, end: int, depth: int) -> int:
         word = match["word"]

@@ -6,11 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from data_pipeline.markup.blocks import fence
-from data_pipeline.markup.latex.macros import brace_pairs
+from data_pipeline.markup.latex.macros import after_space, brace_pairs
 
 HOLD, END, REFERENCE, BREAK = "\ue000", "\ue001", "\ue002", "\ue003"
 ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{([^{}\n]{1,60})\}")
-SPACE = re.compile(r"[ \t]*(?:\n(?![ \t]*\n)[ \t]*)?")
 OPTION = re.compile(r"[ \t]*\[((?:[^\[\]]|\[[^\[\]]{0,200}\]){0,500})\]")
 ONE = re.compile(r"\\(?:[a-zA-Z@]+|[\s\S])|\ue000\d+\ue001|[^\s\\}&$]")  # an argument without braces
 
@@ -48,7 +47,7 @@ class LatexReader(ABC):
 
     def argument(self, position: int, end: int) -> tuple[int, int, int]:
         """Return the start and end of a command's argument, and the position after it."""
-        start = SPACE.match(self.text, position, end).end()
+        start = after_space(self.text, position, end)
         if start < end and self.text[start] == "{":
             close = self.pairs.get(start, end)
             return (start + 1, close, close + 1) if close < end else (start + 1, start + 1, start + 1)
