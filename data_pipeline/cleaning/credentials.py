@@ -179,7 +179,8 @@ def _private_keys(text: str) -> Iterator[Span]:
 
 
 def _end_of_rest(text: str, begin: re.Match, limit: int) -> int:
-    return KEY_REST.match(text, begin.end(), min(limit, begin.end() + KEY_CHARACTERS)).end()
+    rest = KEY_REST.match(text, begin.end(), min(limit, begin.end() + KEY_CHARACTERS))
+    return begin.end() if rest is None else rest.end()
 
 
 def _key(text: str, begin: re.Match, end: int) -> Iterator[Span]:
@@ -208,10 +209,11 @@ def _in_settings(text: str) -> Iterator[tuple[Span, str]]:
         if match is None:
             continue
         group = match.lastindex
+        assert group is not None  # each form of a value is a group
         if _secret_in_setting(name[0], match[group], quoted=group != UNQUOTED):
             start, done = match.span(group)
-            if done - start >= 40:
-                done = REST.match(text, done).end()
+            if done - start >= 40 and (rest := REST.match(text, done)):
+                done = rest.end()
             yield (start, done), "setting"
     for literal, expression in GIVEN:
         if literal in text:

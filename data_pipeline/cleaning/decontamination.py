@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 from datatrove.data import Document, DocumentsPipeline
@@ -141,7 +142,7 @@ class Decontamination(BaseFilter):
         report: str | None = None,
         ngram: int = 13,
         short_characters: int = 40,
-        ignore: list[str] = (),
+        ignore: Sequence[str] = (),
         exclusion_writer: DiskWriter | None = None,
     ) -> None:
         super().__init__(exclusion_writer)
@@ -159,7 +160,7 @@ class Decontamination(BaseFilter):
         self.folder, self.report = str(folder), None if report is None else str(report)
         self.ngram, self.short_characters, self.ignore = ngram, short_characters, list(ignore)
         self._index: _Index | None = None
-        self._lines: object | None = None
+        self._lines: TextIO | None = None
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Yield the documents without parts of the sets; the report appears complete after the last one."""
@@ -201,7 +202,9 @@ class Decontamination(BaseFilter):
 
     def _build(self, folder: Path) -> dict:
         ignored = _hashes_of(self.ignore, self.ngram)
-        pieces, names, short, counts = [], [], [], {}
+        pieces, counts = [], {}
+        names: list[list[str]] = []
+        short: list[list[str]] = []
         for evaluation in self.sets:
             items = 0
             for place, text in evaluation.items():
@@ -258,7 +261,8 @@ class _Index:
                 hit = hits[0]
                 owner = int(self.owners[places[hit]])
                 start, end = block.starts[hit], block.ends[hit]
-                result = _told(*self.names[owner], text[start:end], words_before + hit, start)
+                name, place = self.names[owner]
+                result = _told(name, place, text[start:end], int(words_before + hit), int(start))
             count += len(hits)
             words_before += len(block.hashes)
         if result is None:
@@ -273,14 +277,14 @@ class _Index:
                 for name, place, item in self.short[int(block.hashes[hit])]:
                     words = text[start : start + 4 * len(item) + 64].split(maxsplit=item.count(b" ") + 1)
                     if words[: item.count(b" ") + 1] == item.split():
-                        return _told(name, place, item, words_before + hit, start)
+                        return _told(name, place, item, int(words_before + hit), start)
             words_before += len(block.hashes)
         return None
 
 
 def _told(name: str, place: str, passage: bytes, word: int, byte: int) -> dict[str, object]:
     shown = b" ".join(passage.split()).decode(errors="replace")
-    return {"set": name, "item": place, "ngram": shown, "word": int(word), "byte": int(byte)}
+    return {"set": name, "item": place, "ngram": shown, "word": word, "byte": byte}
 
 
 def _hashes_of(texts: Iterable[str], length: int, first: bool = False) -> np.ndarray:

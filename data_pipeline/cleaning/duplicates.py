@@ -4,7 +4,7 @@ Both use datatrove's steps in several consecutive pipelines. These count documen
 same documents in the same order, with the same number of tasks.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ class Stage:
     steps: list[PipelineStep]
     tasks: int
     reads: bool = False
-    gives: bool = field(default=False)
+    gives: bool = False
 
 
 def exact_documents(folder: str, tasks: int) -> list[Stage]:

@@ -1,8 +1,9 @@
 """Language, identified on prose alone: code, commands and logs look like no language or a wrong one."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from datatrove.data import Document
 from datatrove.pipeline.filters.base_filter import BaseFilter
@@ -65,7 +66,7 @@ class Language(BaseFilter):
 
     def __init__(
         self,
-        languages: list[str] = ("en",),
+        languages: Sequence[str] = ("en",),
         threshold: float = 0.5,
         minimum_bytes: int = 300,
         model: str | None = None,
@@ -91,7 +92,7 @@ class Language(BaseFilter):
             self.stat_update("too_little_prose")
             return True
         probabilities = self._identify(prose)
-        best = max(probabilities, key=probabilities.get)
+        best = max(probabilities, key=lambda language: probabilities[language])
         wanted = sum(probabilities.get(language, 0.0) for language in self.languages)
         doc.metadata["language"], doc.metadata["language_score"] = best, f"{probabilities[best]:.3f}"
         return True if wanted >= self.threshold else (False, best if best not in self.languages else "unsure")
@@ -115,7 +116,7 @@ class Language(BaseFilter):
 
 
 @functools.cache
-def _langid_model() -> object:
+def _langid_model() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -74,7 +74,8 @@ def mask(text: str) -> tuple[str, Counter[str]]:
     counts: Counter[str] = Counter()
     names: dict[tuple[str, str], str] = {}
     numbers: Counter[str] = Counter()
-    parts, done = [], 0
+    parts: list[str] = []
+    done = 0
     for (start, end), kind, placeholder in spans:
         value = text[start:end]
         if (placeholder, value) not in names:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from common.atomic_files import write_atomic
 from data_pipeline.cleaning.masks import mask
@@ -102,7 +103,7 @@ class _Tally:
 class _Exclusions:
     """Exclusion writer for a filter: counts each document, and forwards it to the filter's previous writer."""
 
-    def __init__(self, tally: _Tally, writer: object | None) -> None:
+    def __init__(self, tally: _Tally, writer: DiskWriter | None) -> None:
         self._tally, self._writer = tally, writer
 
     def write(self, document: Document, rank: int = 0, **arguments: object) -> None:
@@ -163,9 +164,10 @@ def merge_records(folder: str | Path, samples: int = 20, bytes_per_token: float 
 
 
 def _merge_step(folder: Path, samples: int, bytes_per_token: float) -> dict:
-    totals = {name: Counter() for name in ("in", "out", "removed")}
+    totals: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in ("in", "out", "removed")}
     counts: Counter[str] = Counter()
-    kept, dropped = [], []
+    kept: list[dict] = []
+    dropped: list[dict] = []
     seen, tasks, position = set(), None, 0
     for path in sorted(folder.glob("[0-9]*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -228,9 +230,9 @@ def _nested(counter: Counter) -> dict:
     return nested
 
 
-def _flat(nested: dict, prefix: tuple[str, ...] = ()) -> dict:
+def _flat(nested: dict, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], int]:
     """Undo `_nested`."""
-    flat = {}
+    flat: dict[tuple[str, ...], int] = {}
     for key, value in nested.items():
         flat.update(_flat(value, (*prefix, key)) if isinstance(value, dict) else {(*prefix, key): value})
     return flat

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from urllib.parse import unquote, urlsplit
 
 from datatrove.data import Document
@@ -31,9 +31,9 @@ class Sites(BaseFilter):
     def __init__(
         self,
         allow_hosts: list[str] | None = None,
-        deny_hosts: list[str] = (),
-        deny_paths: list[str] = (),
-        allow_paths: list[str] = (),
+        deny_hosts: Sequence[str] = (),
+        deny_paths: Sequence[str] = (),
+        allow_paths: Sequence[str] = (),
         exclusion_writer: DiskWriter | None = None,
     ) -> None:
         super().__init__(exclusion_writer)

@@ -160,6 +160,7 @@ class SpanFilter(BaseFilter):
 
     def filter(self, doc: Document) -> bool | tuple[bool, str]:
         """Cut the spans of the next document; return whether it stays, or (False, "repeats earlier text")."""
+        assert self._repeats is not None  # set by run
         starts = next(self._repeats)
         if len(starts) == 0:
             return True
