@@ -70,19 +70,19 @@ def contents(documents: Path) -> dict:
     """
     categories, files = {}, []
     for folder in sorted(path for path in documents.iterdir() if path.is_dir()):
-        found = {**{split: _none() for split in SPLITS}, "sources": {}}
+        splits = {split: _none() for split in SPLITS}
+        sources: dict[str, dict[str, int]] = {}
         for path in sorted(folder.glob("*.parquet")):
             split, counts = path.name.partition("-")[0], _none()
             for source, rows, size in _counted(path):
-                for total in (counts, found[split], found["sources"].setdefault(source, _none())):
+                for total in (counts, splits[split], sources.setdefault(source, _none())):
                     total["documents"] += rows
                     total["bytes"] += size
             name = f"{folder.name}/{path.name}"
             files.append(
                 {"file": f"documents/{name}", **counts, "written": checksums.manifest_entries(documents, [name])[name]}
             )
-        found["sources"] = dict(sorted(found["sources"].items()))
-        categories[folder.name] = found
+        categories[folder.name] = {**splits, "sources": dict(sorted(sources.items()))}
     return {"categories": categories, "files": files}
 
 

@@ -25,9 +25,10 @@ def run(cfg: Any) -> None:
         ValueError: a mistake in the settings or the data, in one line.
     """
     from hydra.utils import instantiate
-    from omegaconf import OmegaConf
 
-    settings = OmegaConf.to_container(cfg.corpus, resolve=True, throw_on_missing=True)
+    from common.setting_nodes import plain_dict
+
+    settings = plain_dict(cfg.corpus, throw_on_missing=True)
     recipe = read_recipe(settings)
     folder = JobFolder(Path(recipe.output).expanduser().absolute(), "corpus")
     recipe = dataclasses.replace(recipe, output=str(folder.path))

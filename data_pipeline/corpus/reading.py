@@ -12,6 +12,7 @@ from datatrove.pipeline.base import PipelineStep
 from common.atomic_files import write_atomic
 from common.settings import under
 from data_pipeline.corpus.recipe import CATEGORY, Recipe
+from data_pipeline.documents import Document as SourceDocument
 from data_pipeline.documents import Problems
 
 UNKNOWN = "other"  # category of documents whose source names none
@@ -79,11 +80,12 @@ class ReadSources(PipelineStep):
             (name, part) for name, source in self.sources.items() for part in source.parts(Path(self.scratch, name))
         ]
 
-    def _finished(self, name: str, document: object, problems: Problems) -> Document | None:
+    def _finished(self, name: str, document: SourceDocument, problems: Problems) -> Document | None:
         try:
             encoded = document.text.encode()
         except UnicodeEncodeError:
-            return problems.skip(document.id, "not UTF-8", "a lone surrogate")
+            problems.skip(document.id, "not UTF-8", "a lone surrogate")
+            return None
         fraction = int.from_bytes(hashlib.sha256(encoded).digest()[:8], "big") / 2**64
         metadata = {key: value for key, value in document.metadata.items() if value}
         category = self.categories.get(name) or metadata.get("category") or metadata.get("source") or UNKNOWN

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from datatrove.pipeline.base import PipelineStep
 
@@ -11,7 +11,7 @@ from common.settings import NO_VALUE, SettingError, check_number, check_whole, u
 from data_pipeline.cleaning.duplicates import Stage
 from data_pipeline.sources.parts import SourceInParts
 
-Cleaning = PipelineStep | Callable[..., list[Stage]]
+Cleaning: TypeAlias = PipelineStep | Callable[..., list[Stage]]
 CATEGORY = re.compile(r"\w[\w.-]*")
 
 

@@ -65,7 +65,8 @@ class Local:
         pickled = tasks.pickled()
         if self.workers == 1:
             for rank in ranks:
-                yield run_task((pickled, rank))
+                run_task((pickled, rank))
+                yield
             return
         try:
             yield from processes.each([(pickled, rank) for rank in ranks])

@@ -92,8 +92,8 @@ class Slurm:
                     tasks = self._tasks(phase, phase_folder(logs, index, phase), place)
                     ranks = tasks.get_incomplete_ranks()
                     if ranks:
-                        job = tasks.submit(ranks, self.python, after=jobs[-1]["job"] if jobs else None)
-                        jobs.append({"phase": phase.name, "job": job, "tasks": len(ranks)})
+                        number = tasks.submit(ranks, self.python, after=jobs[-1]["job"] if jobs else None)
+                        jobs.append({"phase": phase.name, "job": number, "tasks": len(ranks)})
                         write_submitted(logs, jobs)
                 if jobs:
                     refuse_if_never_to_begin(jobs[0]["job"])  # the others ask for the same resources, and wait for it

@@ -16,13 +16,14 @@ from pathlib import Path
 import dill
 import loguru
 from datatrove.executor import LocalPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
 from datatrove.utils.stats import PipelineStats
 
 from common.atomic_files import write_atomic
 from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.progress import PhaseProgress
 
-FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+FULL: dict[int | None, str] = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
 
 def phase_folder(logs: Path, index: int, phase: Phase) -> Path:
@@ -54,7 +55,7 @@ def full_disk_in_one_line(place: str) -> Iterator[None]:
         ) from error
 
 
-class TaskRecords:
+class TaskRecords(PipelineExecutor):
     """Additions to datatrove's executors: a mixin, to be listed before one of them.
 
     A task logs only to logs/task_<task>.log, never to the terminal. A successful task writes resources/<task>.json
@@ -165,8 +166,8 @@ class _ToTaskLog(logging.Handler):
     """Handler that forwards records to loguru, which datatrove points at the task's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        def place(line: dict) -> None:
-            line.update(name=record.name, function=record.funcName, line=record.lineno)
+        def place(line: "loguru.Record") -> None:
+            line["name"], line["function"], line["line"] = record.name, record.funcName, record.lineno
 
         level = record.levelname if hasattr(logging, record.levelname) else record.levelno
         loguru.logger.patch(place).opt(exception=record.exc_info).log(level, "{}", record.getMessage())

@@ -51,9 +51,9 @@ def labels(
     for key, value, least in (("documents", documents, LEAST_LABELS), ("attempts", attempts, 1)):
         check_whole(f"corpus.cleaning.labels.{key}", value, least)
     check_number("corpus.cleaning.labels.held_out", held_out, least=0.05, most=0.5)
-    least = _thresholds(thresholds, set_category, question.categories)
+    limits = _thresholds(thresholds, set_category, question.categories)
     label = LabelSample(folder, tasks, documents, question, backend, store, attempts, seed)
-    step = LabelFilter(str(Path(folder, MODEL)), pieces, least, set_category)
+    step = LabelFilter(str(Path(folder, MODEL)), pieces, limits, set_category)
     return [
         Stage("sample", [Sample(str(Path(folder, "sample")), documents, pieces)], tasks, reads=True),
         Stage("label", [label], 1),

@@ -2,13 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from data_pipeline.labels.rubric import HIGHEST, Label
 from data_pipeline.labels.sample import Sampled
 
+AnyLabel = TypeVar("AnyLabel", str, int)
 NORMAL_95 = 1.96  # standard deviations: 95% of a normal distribution
 
 
@@ -94,7 +96,7 @@ def weighted_kappa(true: np.ndarray, predicted: np.ndarray) -> float:
     return 1 - float(((true - predicted) ** 2).mean()) / expected if expected else 0.0
 
 
-def _share(name: str, true: Sequence, predicted: Sequence) -> dict:
+def _share(name: str, true: Sequence | np.ndarray, predicted: Sequence | np.ndarray) -> dict:
     """Return the share of equal labels, and its 95% interval (Wilson)."""
     total = len(true)
     share = sum(bool(t == p) for t, p in zip(true, predicted, strict=True)) / total
@@ -112,7 +114,7 @@ def _macro_f1(true: Sequence[str], predicted: Sequence[str]) -> float:
     return sum(2 * pairs[name, name] / (occurring[0][name] + occurring[1][name]) for name in names) / len(names)
 
 
-def _most_frequent(labels: object) -> object:
+def _most_frequent(labels: Iterable[AnyLabel]) -> AnyLabel:
     """Return the most frequent label; of several, the lowest."""
     counts = Counter(labels)
     return min(counts, key=lambda label: (-counts[label], label))

@@ -85,7 +85,7 @@ def draw(path: Path, confusion: list[list[int]], names: list[str], what: str) ->
     axes.set_xticks(range(len(names)), names, rotation=0 if max(map(len, names)) < 3 else 30, ha="center")
     if max(map(len, names)) >= 3:
         for label in axes.get_xticklabels():
-            label.set_ha("right")
+            label.set_horizontalalignment("right")
     axes.set_yticks(range(len(names)), names)
     axes.set_xlabel(f"{what} by the classifier")
     axes.set_ylabel(f"{what.partition(' ')[0]} by the LLM")

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from common.settings import NO_VALUE, SettingError, check_number, check_whole, is_number
 from data_pipeline.rewriting.prompts import chat_messages, check_template
@@ -108,7 +109,7 @@ def _objects(answer: str) -> Iterator[dict]:
         start = answer.find("{", end)
 
 
-def _whole(value: object) -> int | None:
+def _whole(value: Any) -> int | None:
     """Return a whole number, also from "4" or 4.0; None for anything else."""
     if isinstance(value, str) and re.fullmatch(r"\s*\d\s*", value):
         return int(value)

@@ -79,7 +79,8 @@ class Sample(PipelineStep):
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Read every document, then write the file."""
-        strata, seen = Strata(self.size), Counter()
+        strata = Strata(self.size)
+        seen: Counter[str] = Counter()
         for document in data:
             with self.track_time():
                 category = str(document.metadata.get("category") or "")
@@ -109,7 +110,7 @@ class Strata:
         """Return whether `put` would keep a document now."""
         if self._total < self.size:
             return True
-        heap = self._heaps.get(category, ())
+        heap = self._heaps.get(category, [])
         if (len(heap) + 1, category) < self._fullest():
             return True
         return bool(heap) and _rank(identity) > heap[0][0]
@@ -133,7 +134,8 @@ class Strata:
 
 def merged(folder: str, tasks: int, size: int) -> tuple[list[Sampled], dict[str, int]]:
     """Return the sample merged from all tasks' parts, and the number of documents seen of each category."""
-    strata, seen = Strata(size), Counter()
+    strata = Strata(size)
+    seen: Counter[str] = Counter()
     for rank in range(tasks):
         content = json.loads(_part(folder, rank).read_text(encoding="utf-8"))
         seen.update(content["seen"])
