@@ -27,7 +27,7 @@ class Langid:
     """py3langid, whose model of 140 languages (ISO 639 codes) comes with the package."""
 
     def __init__(self) -> None:
-        self._identifier = _langid_model()
+        self._identifier = langid_model()
 
     def probabilities(self, text: str) -> dict[str, float]:
         """Return {language code: probability}."""
@@ -116,7 +116,8 @@ class Language(BaseFilter):
 
 
 @functools.cache
-def _langid_model() -> Any:
+def langid_model() -> Any:
+    """Return py3langid's model with probabilities, loaded once."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

@@ -94,7 +94,8 @@ def _commands(text: str) -> Iterator[str]:
         if block.kind != "code":
             continue
         first, *lines = block.text.splitlines()
-        language = FENCE.match(first).group(2).strip().lower()
+        fence = FENCE.match(first)
+        language = fence[2].strip().lower() if fence else ""
         for line in lines:
             prompted = PROMPT.match(line)
             if prompted or language in SHELLS:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.settings import SettingError
 from data_pipeline.identity import EARLIER, SAMPLE
@@ -12,6 +12,9 @@ from data_pipeline.rewriting.inputs import Corpus
 from data_pipeline.rewriting.plan import Plan, read_plan
 from data_pipeline.rewriting.report import SAMPLES, SUMMARY, finish, summary_lines
 from data_pipeline.rewriting.runner import Rewriting
+
+if TYPE_CHECKING:
+    from data_pipeline.executors.phases import Executor
 
 log = logging.getLogger(__name__)
 
@@ -23,16 +26,17 @@ def run(cfg: Any) -> None:
         ValueError: a setting is wrong, or the run must stop early; in one line.
     """
     from hydra.utils import instantiate
-    from omegaconf import OmegaConf
 
-    settings = OmegaConf.to_container(cfg.rewrite, resolve=True, throw_on_missing=True)
+    from common.setting_nodes import plain_dict
+
+    settings = plain_dict(cfg.rewrite, throw_on_missing=True)
     plan = read_plan(settings)
     backend = instantiate(cfg.rewrite.backend, _convert_="all")
     executor = instantiate(cfg.executor, _convert_="all") if cfg.get("executor") else None
     rewrite(plan, backend, settings["backend"], executor)
 
 
-def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: object | None = None) -> dict | None:
+def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: "Executor | None" = None) -> dict | None:
     """Rewrite all tasks of a plan; return the summary, or None if they were submitted and finish later.
 
     executor: one of `data_pipeline.executors`; None: in this process, one task after the other.
@@ -59,6 +63,7 @@ def rewrite(plan: Plan, backend: Backend, backend_settings: dict, executor: obje
                 if task not in ended:
                     Rewriting(plan, backend, task).run()
         summary = finish(plan, folder)
+        assert summary is not None  # every task has ended
     for line in summary_lines(summary):
         log.info("%s", line)
     log.info("shards, %s and %s are in %s", SUMMARY, SAMPLES, folder.path)

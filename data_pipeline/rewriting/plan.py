@@ -56,7 +56,7 @@ def read_plan(settings: Mapping[str, Any]) -> Plan:
     Raises:
         ValueError: a setting is missing or wrong; the line names the key.
     """
-    whole = {}
+    whole: dict[str, int] = {}
     for key, least in (
         ("part_characters", 200),
         ("context_characters", 0),
@@ -71,9 +71,9 @@ def read_plan(settings: Mapping[str, Any]) -> Plan:
     styles = read_styles(settings.get("styles") or {})
     general = settings.get("screens") or {}
     screens = {name: Screens(general, name, style.screens) for name, style in styles.items()}
-    places = {key: str(settings[key]) for key in ("input", "output")}
     return Plan(
-        **places,
+        input=str(settings["input"]),
+        output=str(settings["output"]),
         **whole,
         styles=styles,
         screens=screens,

@@ -63,11 +63,8 @@ class Progress:
 
     def line(self) -> str:
         """Return a progress line: count, rates, time left."""
-        left = (
-            ""
-            if not self.done or not self.total or self.before + self.done >= self.total
-            else f", {self._remaining()} left"
-        )
+        missing = (self.total or 0) - self.before - self.done
+        left = f", {self._remaining(missing)} left" if self.done and missing > 0 else ""
         return f"rewriting: {self.done_of_total()}, {self.done / self.seconds:,.1f}/s, {self._rates()}{left}"
 
     def _rates(self) -> str:
@@ -76,8 +73,8 @@ class Progress:
             f"{self.retries:,} retries"
         )
 
-    def _remaining(self) -> str:
-        seconds = (self.total - self.before - self.done) * self.seconds / self.done
+    def _remaining(self, missing: int) -> str:
+        seconds = missing * self.seconds / self.done
         minutes, seconds = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02d}:{seconds:02d}"

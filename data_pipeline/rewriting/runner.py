@@ -13,9 +13,10 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from common.atomic_files import is_full_disk
 from common.settings import SettingError
@@ -141,7 +142,7 @@ class Rewriting:
                 return
             number += 1
 
-    async def _begin_chunk(self, number: int, documents: object, group: asyncio.TaskGroup) -> bool:
+    async def _begin_chunk(self, number: int, documents: Iterator[Document], group: asyncio.TaskGroup) -> bool:
         """Start all documents of a chunk; return whether another chunk may follow."""
         journal = self.folder.journal(self.task, number)
         chunk = Chunk(number, journal, {record["key"]: record for record in journal.read()})
@@ -284,7 +285,9 @@ class Rewriting:
         screens = self.plan.screens[style.name]
         cleaned = screens.clean(answer.text)
         tally.counts["cleaned"] += cleaned != answer.text.strip()
-        text, pairs, reasons = cleaned, [], []
+        text = cleaned
+        pairs: list[dict[str, str]] = []
+        reasons: list[str] = []
         if answer.problem:
             reasons = [answer.problem]
         elif not cleaned:
@@ -330,12 +333,13 @@ def _is_broken(text: str) -> bool:
     return "\0" in text or any("\ud800" <= character <= "\udfff" for character in text)
 
 
-async def _gather(parts: list) -> list[Rewritten]:
+async def _gather(parts: list[Coroutine[Any, Any, Rewritten]]) -> list[Rewritten]:
     """Run a document's parts concurrently; if one ends the run, the others still finish what they pay for."""
-    results = await asyncio.gather(*parts, return_exceptions=True)
-    for result in results:
+    results: list[Rewritten] = []
+    for result in await asyncio.gather(*parts, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+        results.append(result)
     return results
 
 

@@ -9,7 +9,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from common.settings import NO_VALUE, SettingError, check_number
 from data_pipeline.rewriting.facts import kept_and_invented
@@ -29,6 +29,13 @@ class Material:
     rewritten: str
 
 
+class Screen(Protocol):
+    """Interface of a screen."""
+
+    def fails(self, material: Material) -> bool:
+        """Return whether the material fails the screen."""
+
+
 @dataclass(frozen=True)
 class Language:
     """Screen: prose of at least `min_characters` is in one of `languages` (ISO 639-1 codes)."""
@@ -43,7 +50,9 @@ class Language:
         text = " ".join(re.findall(r"[^\W\d_]{2,}", " ".join(plain)))
         if len(text) < self.min_characters:
             return False
-        language, probability = _identifier().classify(text)
+        from data_pipeline.cleaning.language import langid_model  # datatrove, which that imports, is slow to import
+
+        language, probability = langid_model().classify(text)
         return language not in self.languages or probability < self.min_probability
 
 
@@ -182,7 +191,7 @@ class Screens:
 
     def __init__(self, settings: Mapping[str, Mapping | None], style: str, overrides: Mapping[str, Mapping | None]):
         """Build the screens; raise ValueError, naming the key, for an unknown, missing or useless setting."""
-        self.screens = {}
+        self.screens: dict[str, Screen] = {}
         for place, names in (("rewrite.screens", settings), (f"rewrite.styles.{style}.screens", overrides)):
             for name in names:
                 if name not in self.KINDS:
@@ -200,7 +209,7 @@ class Screens:
         thoughts = THOUGHTS.match(answer)
         text = answer[thoughts.end() :] if thoughts else answer
         meta = self.screens.get("meta_talk")
-        if meta is not None:
+        if isinstance(meta, MetaTalk):
             text = meta.clean(text)
         whole = FENCED_WHOLE.fullmatch(text)
         if whole and "\n```" not in whole.group(1):
@@ -212,7 +221,7 @@ class Screens:
         return [name for name, screen in self.screens.items() if screen.fails(material)]
 
 
-def _screen(kind: type, place: str, settings: Mapping) -> object:
+def _screen(kind: type, place: str, settings: Mapping) -> Screen:
     known = {entry.name: entry.type for entry in fields(kind)}
     for key, value in settings.items():
         if key not in known:
@@ -239,13 +248,6 @@ def _screen(kind: type, place: str, settings: Mapping) -> object:
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern:
     return re.compile(pattern, re.IGNORECASE)
-
-
-@functools.cache
-def _identifier() -> object:
-    from py3langid.langid import MODEL_FILE, LanguageIdentifier
-
-    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
 def _without_rule(lines: list[str], end: int) -> list[str]:

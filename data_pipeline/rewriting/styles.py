@@ -84,6 +84,7 @@ class Style:
         if self.form == "markdown":
             return answer, []
         pairs = self._pairs(answer)
+        assert self.pair_text is not None  # this form needs it
         template = string.Template(self.pair_text)
         return "\n\n".join(template.substitute(pair).strip() for pair in pairs) + "\n", pairs
 
@@ -97,9 +98,10 @@ class Style:
             raise Malformed("not JSON") from error
         if not isinstance(pairs, list) or not pairs:
             raise Malformed("not a JSON array with something in it")
+        keys = self.pair_keys or []
         for pair in pairs:
-            if not isinstance(pair, dict) or sorted(pair) != sorted(self.pair_keys):
-                raise Malformed(f"an entry without exactly the keys {', '.join(self.pair_keys)}")
+            if not isinstance(pair, dict) or sorted(pair) != sorted(keys):
+                raise Malformed(f"an entry without exactly the keys {', '.join(keys)}")
             if not all(isinstance(value, str) and value.strip() for value in pair.values()):
                 raise Malformed("an entry with an empty value, or one that is no text")
         return pairs

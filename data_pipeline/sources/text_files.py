@@ -187,7 +187,7 @@ def _metadata(record: dict, origin: str) -> dict[str, str]:
     return {"origin": origin, **{name: str(value) for name, value in known.items() if value}}
 
 
-def json_records(path: Path, stream: BinaryIO, problems: Problems) -> Iterator[tuple[str, dict]]:
+def json_records(path: Path, stream: Iterable[bytes], problems: Problems) -> Iterator[tuple[str, dict]]:
     """Yield ("line n", object) for every line that holds an object, counting from 1."""
     number = 0
     lines = iter(stream)

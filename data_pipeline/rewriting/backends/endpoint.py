@@ -236,5 +236,5 @@ def _read(completion: Any, tokens_in: int, tries: int) -> Answer:
     usage = getattr(completion, "usage", None)
     counts = [getattr(usage, name, None) for name in ("prompt_tokens", "completion_tokens")]
     estimates = (tokens_in, int(len(text) / CHARACTERS_PER_TOKEN) + 1)
-    known = [c if isinstance(c, int) and c >= 0 else e for c, e in zip(counts, estimates, strict=True)]
-    return Answer(text, str(choice.finish_reason), *known, tries)
+    tokens = [c if isinstance(c, int) and c >= 0 else e for c, e in zip(counts, estimates, strict=True)]
+    return Answer(text, str(choice.finish_reason), tokens[0], tokens[1], tries)

@@ -36,18 +36,19 @@ class InProcess(Backend):
     def _load(self) -> None:
         import torch
         import transformers
+        from transformers.models.auto import AutoModelForCausalLM, AutoTokenizer
 
         transformers.logging.disable_progress_bar()
         device = self.device if self.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(self.model, padding_side="left")
-            self._network = transformers.AutoModelForCausalLM.from_pretrained(self.model, dtype="auto")
-            self._network.to(device).eval()
+            tokenizer: Any = AutoTokenizer.from_pretrained(self.model, padding_side="left")
+            network: Any = AutoModelForCausalLM.from_pretrained(self.model, dtype="auto")
+            self._tokenizer, self._network = tokenizer, network.to(device).eval()
         except (OSError, ValueError, RuntimeError) as error:
             first = str(error).strip().partition("\n")[0]
             raise SettingError("model", self.model, first, f"cannot be loaded on {device}") from error
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token or self._tokenizer.convert_ids_to_tokens(0)
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
 
     async def complete(self, request: Request) -> Answer:
         answered = asyncio.get_running_loop().create_future()

@@ -62,6 +62,7 @@ class Served(Endpoint):
             if self._failure:
                 break
             self._up.set()
+            assert self._process is not None  # it has just answered
             status = await self._process.wait()
             self._up.clear()
             if start < self.max_restarts:
