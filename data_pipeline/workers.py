@@ -78,19 +78,21 @@ class Worker:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "TOKENIZERS_PARALLELISM": "false",  # one core per worker
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen([sys.executable, "-c", SERVE], stdin=pipe, stdout=pipe, env=environment)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self._make_worker: Callable | None = make_worker
 
     def __call__(self, item: object) -> object:
         try:
             if self._make_worker is not None:
-                pickle.dump(self._make_worker, self._process.stdin)
+                pickle.dump(self._make_worker, self._requests)
                 self._make_worker = None
-            pickle.dump(item, self._process.stdin)
-            self._process.stdin.flush()
-            succeeded, result = pickle.load(self._process.stdout)
+            pickle.dump(item, self._requests)
+            self._requests.flush()
+            succeeded, result = pickle.load(self._answers)
         except (EOFError, BrokenPipeError) as error:
             status = self._process.wait()
             raise RuntimeError(f"a worker process ended with status {status} (out of memory?)") from error

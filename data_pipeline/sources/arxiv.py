@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any
 
 from common.settings import SettingError
 from data_pipeline.documents import Document, Problems
@@ -28,6 +28,7 @@ UNPACKED_BYTES = 512 << 20  # per paper source, figures included
 FILE_BYTES = 4 << 20  # per text file of a source
 TEXT_BYTES = 32 << 20  # for all text files of a source
 NAME_BYTES = 1 << 20  # for a tar's long names and similar headers
+BAD_HEADERS = (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError)  # type: ignore[attr-defined]  # not in stubs
 NAMES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 SHORTEST_BODY = 500  # characters; a shorter body only wraps an included PDF
 FIGURES = (
@@ -100,7 +101,7 @@ class Arxiv(SourceInParts):
             try:
                 with tarfile.open(archive, "r:", tarinfo=_CheckedTarInfo) as members:
                     for member in members:
-                        members.members = []  # tarfile would keep every header in memory
+                        members.members = []  # type: ignore[attr-defined]  # it would keep every header in memory
                         paper = self._paper(index, member)
                         if paper is not None:
                             yield from self._read_paper(archive, members, member, paper, problems)
@@ -124,7 +125,9 @@ class Arxiv(SourceInParts):
             return
         where = f"{archive}: {member.name}"
         try:
-            with members.extractfile(member) as stream:
+            stream = members.extractfile(member)
+            assert stream is not None  # a regular file
+            with stream:
                 files = _source_files(stream, where, problems)
             body = latex_markdown(files, self.keep_acknowledgements)
         except LatexError as error:
@@ -185,10 +188,10 @@ class _CheckedTarInfo(tarfile.TarInfo):
     """Tar header that is refused if broken (tarfile would take it for the end) or if its name takes gigabytes."""
 
     @classmethod
-    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_CheckedTarInfo":
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_CheckedTarInfo":
         try:
             info = super().frombuf(buf, encoding, errors)
-        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:
+        except BAD_HEADERS as error:
             raise _BadTarError(str(error)) from error
         if info.type in NAMES and info.size > NAME_BYTES:
             raise _BadTarError(f"a name of {info.size:,} bytes")
@@ -198,7 +201,7 @@ class _CheckedTarInfo(tarfile.TarInfo):
 class _Bounded:
     """A stream limited to `UNPACKED_BYTES`: a decompression bomb costs that much work, and no memory."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: gzip.GzipFile) -> None:
         self._stream, self._left = stream, UNPACKED_BYTES
 
     def read(self, size: int) -> bytes:
@@ -209,7 +212,7 @@ class _Bounded:
         return data
 
 
-def _source_files(compressed: BinaryIO, where: str, problems: Problems) -> dict[str, str]:
+def _source_files(compressed: IO[bytes], where: str, problems: Problems) -> dict[str, str]:
     """Return the text files of a paper's source (a gzipped tar or a gzipped TeX file), by path."""
     with gzip.GzipFile(fileobj=compressed) as plain:
         head = plain.peek(tarfile.BLOCKSIZE)[: tarfile.BLOCKSIZE]
@@ -220,7 +223,8 @@ def _source_files(compressed: BinaryIO, where: str, problems: Problems) -> dict[
             if len(data) > FILE_BYTES:
                 raise _BadTarError(f"one file of over {FILE_BYTES:,} bytes")
             return {"main.tex": decode(data)}
-        with tarfile.open(fileobj=_Bounded(plain), mode="r|", tarinfo=_CheckedTarInfo, bufsize=1 << 18) as members:
+        bounded: Any = _Bounded(plain)  # tarfile calls nothing of a stream but read
+        with tarfile.open(fileobj=bounded, mode="r|", tarinfo=_CheckedTarInfo, bufsize=1 << 18) as members:
             return _text_files(members, where, problems)
 
 
@@ -229,7 +233,7 @@ def _text_files(members: tarfile.TarFile, where: str, problems: Problems) -> dic
     files: dict[str, str] = {}
     total = 0
     for member in members:
-        members.members = []
+        members.members = []  # type: ignore[attr-defined]  # as above
         name = member.name.removeprefix("./")
         if not member.isreg() or member.issparse() or name.lower().endswith(FIGURES):
             continue
@@ -240,7 +244,9 @@ def _text_files(members: tarfile.TarFile, where: str, problems: Problems) -> dic
         total += member.size
         if total > TEXT_BYTES:
             raise _BadTarError(f"its text files have over {TEXT_BYTES:,} bytes")
-        data = members.extractfile(member).read()
+        stream = members.extractfile(member)
+        assert stream is not None  # a regular file
+        data = stream.read()
         if b"\0" not in data or name.lower().endswith(".tex"):
             files[name] = decode(data)
     return files

@@ -15,18 +15,19 @@ import subprocess
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.settings import SettingError
-from data_pipeline.documents import Document, Problems
+from data_pipeline.documents import Document, Problems, Unreadable
 from data_pipeline.identity import SAMPLE, file_identity, settings_identity
 from data_pipeline.markup.blocks import fence
 from data_pipeline.sources.manual_pages import is_alias, read_manual_page
 from data_pipeline.sources.parts import SourceInParts, groups, part_names, read_part, write_parts
 
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open}
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open}
 CODING = re.compile(rb"coding:\s*([\w.-]{1,30})")
 PAGE_BYTES = 4 * 1024 * 1024
 HELP_BYTES = 256 * 1024
@@ -58,11 +59,12 @@ class Commands(SourceInParts):
     category: str = "commands"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sections", [1, 8, 2, 3, 5, 7] if self.sections is None else list(self.sections))
+        sections = [1, 8, 2, 3, 5, 7] if self.sections is None else list(self.sections)
+        object.__setattr__(self, "sections", sections)
         object.__setattr__(self, "run_help", list(self.run_help or ()))
-        for section in self.sections:
+        for section in sections:
             if section not in range(1, 10):
-                raise SettingError("sections", self.sections, "give numbers from 1 to 9")
+                raise SettingError("sections", sections, "give numbers from 1 to 9")
         for key in ("man_pages", "help_texts"):
             folder = getattr(self, key)
             if folder is not None and not Path(folder).expanduser().is_dir():
@@ -104,6 +106,7 @@ class Commands(SourceInParts):
             if kind == "man":
                 document = self._page(Path(name), problems)
             elif kind == "help":
+                assert self.help_texts is not None  # where the page is from
                 command, _, output = (_text(Path(name), problems) or "").partition("\n")
                 identity = Path(name).relative_to(Path(self.help_texts).expanduser())
                 document = self._help(command, output, f"commands:help/{identity}", name)
@@ -117,6 +120,7 @@ class Commands(SourceInParts):
         text = _text(path, problems)
         if text is None:
             return None
+        assert self.man_pages is not None  # where the page is from
         inside = path.relative_to(Path(self.man_pages).expanduser())
         stem = path.name.removesuffix(path.suffix) if path.suffix in OPENERS else path.name
         page = read_manual_page(text, stem)
@@ -135,7 +139,7 @@ class Commands(SourceInParts):
     def _files(self) -> Iterator[tuple[str, Path]]:
         """Yield ("man" or "help", path) in order, without links, which are other names of pages."""
         if self.man_pages is not None:
-            for section in self.sections:
+            for section in self.sections or ():
                 for path in sorted(Path(self.man_pages).expanduser().glob(f"man{section}/*")):
                     if path.is_file() and not path.is_symlink():
                         yield "man", path
@@ -146,31 +150,41 @@ class Commands(SourceInParts):
 
     def _programs(self) -> dict[str, Path]:
         """Return the files of the programs in `run_help`; raise ValueError for a missing one."""
-        found = {name: shutil.which(name) for name in self.run_help}
-        for name, path in found.items():
+        found = {}
+        for name in self.run_help or ():
+            path = shutil.which(name)
             if path is None:
                 raise SettingError("run_help", name, "install it, or take it off the list", "is not a program here")
-        return {name: Path(path) for name, path in found.items()}
+            found[name] = Path(path)
+        return found
 
 
 def _text(path: Path, problems: Problems) -> str | None:
     """Return a file's decompressed text; report a broken or oversized file and return None."""
     try:
+        return _readable_text(path)
+    except Unreadable as error:
+        problems.skip(str(path), error.kind, error.detail)
+        return None
+
+
+def _readable_text(path: Path) -> str:
+    try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
             content = file.read(PAGE_BYTES + 1)
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile):
-        return problems.skip(str(path), "corrupt file", "its compression is broken or cut off")
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise Unreadable("corrupt file", "its compression is broken or cut off") from error
     except OSError as error:
-        return problems.skip(str(path), "unreadable file", str(error.strerror or error))
+        raise Unreadable("unreadable file", str(error.strerror or error)) from error
     if len(content) > PAGE_BYTES:
-        return problems.skip(str(path), "page too large", f"over {PAGE_BYTES} bytes")
+        raise Unreadable("page too large", f"over {PAGE_BYTES} bytes")
     if b"\0" in content:
-        return problems.skip(str(path), "NUL byte", f"byte {content.index(0)}")
+        raise Unreadable("NUL byte", f"byte {content.index(0)}")
     named = CODING.search(content[:200])
     try:
         return content.decode(named[1].decode() if named else "utf-8")
     except (UnicodeDecodeError, LookupError) as error:
-        return problems.skip(str(path), "undecodable text", str(error)[:100])
+        raise Unreadable("undecodable text", str(error)[:100]) from error
 
 
 def _run_help(program: Path, problems: Problems) -> str:
@@ -204,6 +218,7 @@ def _bounded_output(process: subprocess.Popen) -> tuple[bytes, bool]:
     """Return a process's output, and whether it finished within the limits; it is killed in any case."""
     pieces, length, end = [], 0, time.monotonic() + HELP_SECONDS
     finished = False
+    assert process.stdout is not None  # a pipe
     with process.stdout as stream:
         while length <= HELP_BYTES and (left := end - time.monotonic()) > 0:
             if not select.select([stream], [], [], left)[0]:

@@ -6,10 +6,11 @@ import hashlib
 import math
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
+from typing import Any
 
 from common.settings import SettingError, check_whole
 from data_pipeline.documents import Document, Problems
@@ -101,13 +102,16 @@ class LocalDocs(SourceInParts):
 
     def _items(self) -> Iterator["_Item"]:
         for package in self._distributions():
-            name, metadata = _name(package), package.metadata
+            name = _name(package)
+            metadata: Any = package.metadata  # also an email.message.Message
             licence = metadata.get("License-Expression") or (metadata.get("License") or "").partition("\n")[0][:100]
             about = {"source": "docstrings", "licence": licence or None, "url": metadata.get("Home-page")}
             for file in package.files or ():
                 if file.suffix == ".py" and not {"..", "test", "tests"}.intersection(file.parts):
                     origin = f"{name} {package.version}: {file}"
-                    yield _Item(f"python:{name}/{file}", Path(package.locate_file(file)), {**about, "origin": origin})
+                    yield _Item(
+                        f"python:{name}/{file}", Path(str(package.locate_file(file))), {**about, "origin": origin}
+                    )
         for kind, path in self._folder_files():
             yield _Item(f"{kind}:{path}", path, {"source": kind, "origin": str(path)})
 
@@ -131,6 +135,9 @@ class _Item:
     metadata: dict[str, str | None]
 
 
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
 def docstrings(source: str) -> str:
     """Return a module's docstrings in order, each under its dotted name within the module.
 
@@ -147,7 +154,7 @@ def docstrings(source: str) -> str:
     return "\n\n".join(parts)
 
 
-def _collect(node: ast.AST, name: str, parts: list[str]) -> None:
+def _collect(node: Documented, name: str, parts: list[str]) -> None:
     text = ast.get_docstring(node)
     if text:
         parts.append(f"{name}\n\n{text}" if name else text)
@@ -168,7 +175,7 @@ def _name(package: Distribution) -> str:
     return package.metadata["Name"].lower().replace("_", "-")
 
 
-def _make_reader() -> object:
+def _make_reader() -> Callable[[list[_Item]], list[tuple[_Item, str, str | None]]]:
     return _read_items
 
 

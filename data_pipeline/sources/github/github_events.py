@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from common.atomic_files import replace_atomically
 from data_pipeline.documents import Problems
@@ -173,7 +174,12 @@ def _entry(event: dict, wanted: Callable[[str], bool], pull_requests: bool, repo
             return None
     thread = [name, _number(issue["number"])]
     action = payload.get("action")
-    entry = {"thread": thread, "at": _string(event.get("created_at")), "issue": _issue(issue), "comment": None}
+    entry: dict[str, Any] = {
+        "thread": thread,
+        "at": _string(event.get("created_at")),
+        "issue": _issue(issue),
+        "comment": None,
+    }
     if kind == "IssuesEvent" and action in ("deleted", "transferred"):
         entry["gone"] = True
     if kind == "IssueCommentEvent":

@@ -187,10 +187,10 @@ def _threads(entries: Iterable[dict], problems: Problems) -> Iterator[_Thread]:
     """Yield the threads that still exist, by repository and number."""
     threads: dict[tuple[str, int], _Thread] = {}
     for entry in entries:
-        key = tuple(entry["thread"])
-        thread = threads.setdefault(key, _Thread(*key, entry["place"]))
+        repository, number = entry["thread"]
+        thread = threads.setdefault((repository, number), _Thread(repository, number, entry["place"]))
         if not thread.add(entry):
-            problems.skip(entry["place"], "thread too long", f"comments of {key[0]}#{key[1]} from there on")
+            problems.skip(entry["place"], "thread too long", f"comments of {repository}#{number} from there on")
     for key in sorted(threads):
         thread = threads.pop(key)
         if not thread.gone:

@@ -135,7 +135,8 @@ def _without_comments(lines: list[str]) -> list[str]:
 
 def _outside(line: str, inside: bool, ends_later: bool) -> tuple[str, bool]:
     """Return the part of a line outside comments, and whether a comment continues after it."""
-    shown, position = [], 0
+    shown: list[str] = []
+    position = 0
     while True:
         if inside:
             end = line.find("-->", position)

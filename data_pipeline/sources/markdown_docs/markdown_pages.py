@@ -163,7 +163,7 @@ def _segments(lines: Iterator[str]) -> Iterator[tuple[bool, list[str]]]:
             if highlight or opened:
                 yield False, run
                 run = [f"```{highlight[1]}" if highlight else line]
-                fence = "highlight" if highlight else opened[2]
+                fence = opened[2] if opened and not highlight else "highlight"
                 continue
         kept, commented = _without_comments(line, commented)
         if kept.strip() or not line.strip():
@@ -173,7 +173,8 @@ def _segments(lines: Iterator[str]) -> Iterator[tuple[bool, list[str]]]:
 
 def _without_comments(line: str, commented: bool) -> tuple[str, bool]:
     """Return a line without HTML comments, and whether one continues on the next line; code spans are left alone."""
-    kept, at = [], 0
+    kept: list[str] = []
+    at = 0
     while at < len(line):
         if commented:
             end = line.find("-->", at)

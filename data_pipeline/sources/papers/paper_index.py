@@ -133,8 +133,8 @@ class PaperIndex:
                 return
             number = self.papers = self.papers + 1
             name = next(iter(paper.keys), None) or f"title:{_digest(paper.title.casefold()).hex()}"
-            row = (number, name.removeprefix("dblp:"), paper.title, venue.name, venue.rank, venue.area)
-            row = (*row, paper.year, paper.url, paper.date, paper.licence)
+            known = (paper.year, paper.url, paper.date, paper.licence)
+            row = (number, name.removeprefix("dblp:"), paper.title, venue.name, venue.rank, venue.area, *known)
             self._database.execute(f"INSERT INTO papers VALUES ({','.join('?' * len(row))})", row)
         else:
             update = "UPDATE papers SET date = coalesce(date, ?), licence = coalesce(licence, ?) WHERE paper = ?"
@@ -142,8 +142,8 @@ class PaperIndex:
         keys = [(key, number) for key in paper.keys]
         self._database.executemany("INSERT OR IGNORE INTO keys VALUES (?, ?)", keys)
         if title := title_key(paper.title):
-            row = (_digest(title), paper.year, number)
-            self._database.execute("INSERT OR IGNORE INTO titles VALUES (?, ?, ?)", row)
+            named = (_digest(title), paper.year, number)
+            self._database.execute("INSERT OR IGNORE INTO titles VALUES (?, ?, ?)", named)
 
     def find(self, keys: Sequence[str], title: str | None, year: int | None) -> int | None:
         """Return the number of the paper with the first known key, else with the title and year.
@@ -157,16 +157,18 @@ class PaperIndex:
         plain = title_key(title) if title else None
         if plain is None:
             return None
-        found = self._database.execute("SELECT year, paper FROM titles WHERE title = ?", (_digest(plain),)).fetchall()
+        named = self._database.execute("SELECT year, paper FROM titles WHERE title = ?", (_digest(plain),)).fetchall()
         if year is None:
-            return found[0][1] if len(found) == 1 else None
-        near = [(abs(other - year), paper) for other, paper in found if other is not None and abs(other - year) <= 1]
+            return named[0][1] if len(named) == 1 else None
+        near = [(abs(other - year), paper) for other, paper in named if other is not None and abs(other - year) <= 1]
         return min(near)[1] if near else None
 
     def add_file(self, path: Path, kind: str) -> int:
         """Add a full-text file and return its number."""
         row = (str(path), kind)
-        return self._database.execute("INSERT INTO files (path, kind) VALUES (?, ?)", row).lastrowid
+        number = self._database.execute("INSERT INTO files (path, kind) VALUES (?, ?)", row).lastrowid
+        assert number is not None  # of the row that was inserted
+        return number
 
     def offer(self, paper: int, preference: int, file: int, line: int = 0) -> None:
         """Record the location of a paper's text, unless one of lower or equal `preference` is known."""

@@ -44,8 +44,7 @@ class Paper:
 
 def paper_of(record: dict) -> Paper:
     """Return the paper in a record of any known layout; values of a wrong type are ignored."""
-    content = record.get("content") if isinstance(record.get("content"), dict) else {}
-    within = content.get("source") if isinstance(content.get("source"), dict) else {}
+    within = _dict(_dict(record.get("content")).get("source"))
     layers = (record, record.get("metadata"), record.get("openaccessinfo"), within.get("oainfo"))
     nested = [layer for layer in layers if isinstance(layer, dict)]
     about = {name.lower(): value for part in reversed(nested) for name, value in part.items() if value is not None}
@@ -89,6 +88,10 @@ def _external(parts: list[dict]) -> dict:
             if isinstance(part.get(name), dict):
                 found.update(part[name])
     return found
+
+
+def _dict(value: object) -> dict:
+    return value if isinstance(value, dict) else {}
 
 
 def _string(value: object) -> str:
@@ -149,16 +152,16 @@ def text_of(record: dict) -> str:
 
 
 def _from_spans(text: str, annotations: object) -> str:
-    annotations = annotations if isinstance(annotations, dict) else {}
-    spans = {name: _spans(annotations.get(name), len(text)) for name in ("abstract", "paragraph", "sectionheader")}
+    found = _dict(annotations)
+    spans = {name: _spans(found.get(name), len(text)) for name in ("abstract", "paragraph", "sectionheader")}
     if not spans["paragraph"]:
         return without_bibliography(text.strip())
     citations = [
-        (start, end)
-        for start, end, _ in _spans(annotations.get("bibref"), len(text))
-        if NUMERIC.fullmatch(text[start:end])
+        (start, end) for start, end, _ in _spans(found.get("bibref"), len(text)) if NUMERIC.fullmatch(text[start:end])
     ]
-    pieces = [(start, end, None) for name in ("abstract", "paragraph") for start, end, _ in spans[name]]
+    pieces: list[tuple[int, int, str | None]] = [
+        (start, end, None) for name in ("abstract", "paragraph") for start, end, _ in spans[name]
+    ]
     pieces = sorted(pieces + [(start, end, number or "1") for start, end, number in spans["sectionheader"]])
     while pieces and pieces[-1][2] is not None:  # trailing headings, of figures and tables
         pieces.pop()

@@ -7,8 +7,10 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from data_pipeline.documents import Unreadable
 from data_pipeline.sources.papers.dblp import doi_in
@@ -101,7 +103,7 @@ def _extract(path: str, limit: int) -> dict:
     reader = PdfReader(path)
     if reader.is_encrypted:
         try:
-            opened = reader.decrypt("")  # many PDFs have only an owner password
+            opened: int = reader.decrypt("")  # many PDFs have only an owner password
         except (DependencyError, NotImplementedError):
             opened = 0
         if not opened:
@@ -116,7 +118,7 @@ def _extract(path: str, limit: int) -> dict:
         pages.append(text[:CHARACTERS])
     if not characters:
         raise Unreadable("no text in PDF", "scanned?")
-    about = reader.metadata or {}
+    about: Mapping[str, Any] = reader.metadata or {}
     title = about.get("/Title")
     doi = doi_in(str(about.get("/doi") or about.get("/WPS-ARTICLEDOI") or ""))
     on_page = DOI_ON_PAGE.search(pages[0][:20000])

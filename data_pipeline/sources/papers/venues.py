@@ -63,7 +63,7 @@ class Venues(SourceInParts):
     venues: dict
     records: list[str]
     full_text: list[str]
-    ranks: list[str] = ("A", "B")
+    ranks: Sequence[str] = ("A", "B")
     areas: list[str] | None = None
     category: str = "general_system"
     minimum_characters: int = 2000
@@ -111,7 +111,7 @@ class Venues(SourceInParts):
     def parts(self, scratch: Path) -> list[str]:
         """Return parts: a file of JSON lines, or a group of TEI or PDF files, named by its first and last number."""
         with open_papers(scratch / INDEX) as index:
-            names = []
+            names: list[str] = []
             for kind, count in FILES_AT_ONCE.items():
                 files = [file for file, _ in index.files(kind)]
                 groups = (files[start : start + count] for start in range(0, len(files), count))

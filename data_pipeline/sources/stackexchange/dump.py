@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 from xml.parsers import expat
 
 import pyarrow as pa
@@ -71,7 +72,7 @@ class _ConsumerError(Exception):
     """Wrapper that carries a consumer's error through the archive reader, whose own errors mean a broken archive."""
 
 
-def _unpack(path: Path, consume: Callable[[bytes], None]) -> None:
+def _unpack(path: Path, consume: Callable[[bytes | memoryview], None]) -> None:
     """Pass the archive's Posts.xml to `consume` block by block, without disk space and with little memory."""
     import py7zr
     from py7zr.io import Py7zIO, WriterFactory
@@ -109,7 +110,7 @@ def _unpack(path: Path, consume: Callable[[bytes], None]) -> None:
                 raise BrokenDumpError(f"{len(names) or 'no'} {POSTS} in the archive, where one is wanted")
             archive.extract(targets=names, factory=Factory())
     except _ConsumerError as error:
-        raise error.__cause__ from None
+        raise (error.__cause__ or error) from None
     except BrokenDumpError:
         raise
     except py7zr.PasswordRequired as error:
@@ -119,7 +120,7 @@ def _unpack(path: Path, consume: Callable[[bytes], None]) -> None:
         raise BrokenDumpError(f"corrupt or truncated archive: {type(error).__name__} {reason}".rstrip()) from error
 
 
-def _is_posts(info: object) -> bool:
+def _is_posts(info: Any) -> bool:
     return info.filename.rpartition("/")[2] == POSTS and not info.is_directory and not info.is_symlink
 
 
@@ -136,7 +137,7 @@ class PostRows:
         self._pending = bytearray()
         self._begun = self._skipping = False
 
-    def feed(self, block: bytes) -> Iterator[tuple[Row, bytes]]:
+    def feed(self, block: bytes | memoryview) -> Iterator[tuple[Row, bytes]]:
         """Yield (attributes, XML) of the complete rows; raise BrokenDumpError if this is not a Posts.xml."""
         self._pending += block
         if len(self._pending) < BLOCK_BYTES:

@@ -1,11 +1,11 @@
 """WARC files, read record by record with warcio; broken, truncated and oversized records are reported by offset."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from data_pipeline.documents import Unreadable
 
@@ -37,7 +37,7 @@ class Capture:
     record: "ArcWarcRecord"
 
 
-def captures(path: Path, start: int = 0) -> Iterator[Capture | tuple[int, Unreadable]]:
+def captures(path: Path, start: int = 0) -> Generator[Capture | tuple[int, Unreadable], None, None]:
     """Yield the captures of a WARC file from byte `start` on, and (offset, error) for each broken record.
 
     After a broken record, reading continues at the next record with a valid start. Only after the next item has been
@@ -157,7 +157,7 @@ def _charset(parameters: str) -> str:
     return ""
 
 
-def _bounded_reader(file: BinaryIO) -> object:
+def _bounded_reader(file: BinaryIO) -> Any:
     """Return a strict version of warcio's reader of gzip members: header lines are bounded, broken gzip raises."""
     from warcio.bufferedreaders import BufferedReader
 
