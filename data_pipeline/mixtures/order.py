@@ -32,7 +32,7 @@ class Interleaving:
     """
 
     def __init__(self, counts: Sequence[int], key: str) -> None:
-        self.counts, self.key = tuple(counts), key.encode()
+        self.key = key.encode()
         self.total = sum(counts)
         heap = [Node(count, number) for number, count in enumerate(counts) if count]
         heapq.heapify(heap)
@@ -56,24 +56,6 @@ class Interleaving:
             else:
                 node, position = others, position - stratum - (place < position)
         return node.number, position
-
-    def counts_before(self, position: int) -> list[int]:
-        """Return how many sequences of each component come before `position`, which may be the end."""
-        found = [0] * len(self.counts)
-        pending = [(self._root, position)] if self._root else []
-        while pending:
-            node, before = pending.pop()
-            if node.children is None:
-                found[node.number] = before
-                continue
-            fewer, others = node.children
-            if before == node.count:
-                pending += [(fewer, fewer.count), (others, others.count)]
-            else:
-                stratum, place = self._place(node, fewer.count, before)
-                of_fewer = stratum + (place < before)
-                pending += [(fewer, of_fewer), (others, before - of_fewer)]
-        return found
 
     def _place(self, node: Node, fewer: int, position: int) -> tuple[int, int]:
         """Return the stratum of a node that holds `position`, and there the position of the child with `fewer`."""

@@ -41,7 +41,6 @@ TITLES = {
     HEAVY: "heavy hitters (H2O)", "full": "16 bits", "largest": "largest attention, the upper bound",
 }  # fmt: skip
 LOSS, RIGHT = "loss", "right"
-MAIN_RESERVED = RESERVED[0]
 LEAST_SHARE, MOST_LOSS = 0.95, 1 / 3
 """The target: the part of recall that stays, and the part of KiVi's loss that is left."""
 

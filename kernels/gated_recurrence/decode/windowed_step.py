@@ -148,24 +148,7 @@ def _plain(
     return out[:, None].to(q.dtype)
 
 
-def _fake(
-    q,
-    k,
-    v,
-    log_decay,
-    state,
-    q_window,
-    k_window,
-    ring_keys,
-    ring_values,
-    tokens,
-    kv_start,
-    state_weight,
-    window_weight,
-    sinks,
-    state_scale,
-    window_scale,
-):
+def _fake(q, k, v, log_decay, state, q_window, *_):
     return torch.empty_like(q_window, memory_format=torch.contiguous_format)
 
 
