@@ -179,9 +179,16 @@ def add_document_start(tokenizer: PreTrainedTokenizerFast) -> None:
 
     The rule is stored in tokenizer.json, so saved tokenizers follow it in plain transformers too. Chat templates write
     their own special tokens and are tokenized without this one.
+
+    Raises:
+        ValueError: there is no start token.
     """
     first = document_start(tokenizer)
-    assert first is not None  # a tokenizer without one is not trained with
+    if first is None:
+        raise ValueError(
+            f"{tokenizer.name_or_path}: the tokenizer names neither a bos_token nor an eos_token, which begin a text: "
+            "set one in its tokenizer_config.json"
+        )
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     if tokenizer("a")["input_ids"] == [first, *bare]:
         return

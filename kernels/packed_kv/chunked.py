@@ -98,7 +98,7 @@ def attend_past(
     for start in range(0, max(blocks, 1), step):
         stop = min(start + step, max(blocks, 1))
         packed_keys, packed_values = (
-            side.map(lambda x, begin=start, end=stop: x[:, :, begin:end])  # type: ignore[misc]
+            side.map(lambda x, begin=start, end=stop: x[:, :, begin:end])  # type: ignore[misc]  # mypy infers no lambda with defaults
             for side in (past.keys, past.values)
         )
         keys, values = unpack(packed_keys, dtype), unpack(packed_values, dtype)

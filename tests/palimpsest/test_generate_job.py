@@ -175,6 +175,8 @@ def test_without_a_bos_prompts_begin_with_the_eos_that_training_put_before_docum
     assert bare.pad_token_id is None
     assert continue_prompts(model, bare, ["a", "the kernel"], 8, {"do_sample": False}) == expected
     assert len(continue_prompts(model, bare, [""], 8, {"do_sample": False})) == 1
+    bare.eos_token = None  # the model's own settings still end a text
+    assert continue_prompts(model, bare, ["a", "the kernel"], 8, {"do_sample": False}) == expected
 
 
 def test_an_output_that_is_there_stays_until_there_is_something_to_put_in_its_place(run, trained, tmp_path):

@@ -117,7 +117,7 @@ class CompressedCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i by row `beam_idx[i]` (beam search)."""
         self.books.settle()
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]  # declared for integers alone
         self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -56,7 +56,7 @@ class Side:
         if self.packed is not None:
             step = max(1, MAX_TOKENS // self.packed.block)
             for start in range(0, self.packed.blocks, step):
-                part = self.packed.map(lambda x, start=start: x[:, :, start : start + step])  # type: ignore[misc]
+                part = self.packed.map(lambda x, start=start: x[:, :, start : start + step])  # type: ignore[misc]  # a default
                 x = unpack(part, dtype)
                 if self.inverse is not None:
                     x = x @ self.inverse.to(x).mT

@@ -187,6 +187,14 @@ def adding(single: str):
     return change
 
 
+def test_a_tokenizer_without_a_token_that_begins_a_text_is_named(trained, tmp_path):
+    trained.save_pretrained(tmp_path)
+    bare = AutoTokenizer.from_pretrained(tmp_path)
+    bare.bos_token = bare.eos_token = None
+    with pytest.raises(ValueError, match=f"{tmp_path}: the tokenizer names neither a bos_token nor an eos_token"):
+        add_document_start(bare)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
