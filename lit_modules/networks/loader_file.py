@@ -38,8 +38,9 @@ def write_loader_file(folder: str | os.PathLike, config: type, model: type) -> N
 
     Args:
         folder: holds config.json.
-        config, model: the classes of its configuration and of the model.
+        config, model: the classes of its configuration and of the model, or classes derived from them.
     """
+    config, model = importable(config), importable(model)
     text = TEMPLATE.format(
         config=config.__name__, config_module=config.__module__, model=model.__name__, model_module=model.__module__
     )
@@ -52,3 +53,8 @@ def write_loader_file(folder: str | os.PathLike, config: type, model: type) -> N
     values = json.loads(path.read_text(encoding="utf-8"))
     values |= {"architectures": ARCHITECTURES, "auto_map": auto_map}
     write_atomic(path, json.dumps(dict(sorted(values.items())), indent=2) + "\n")
+
+
+def importable(derived: type) -> type:
+    """Return the nearest base of this project: FSDP and notebooks derive classes that no file can import."""
+    return next(base for base in derived.__mro__ if base.__module__.startswith(f"{__package__}."))

@@ -134,6 +134,15 @@ def test_a_server_that_batches_continuously_is_led_to_its_ordinary_generation(bu
     assert not hasattr(build(), "init_continuous_batching")
 
 
+def test_the_file_names_classes_that_can_be_imported(build, tmp_path):
+    model = build()
+    model.__class__ = type("FSDPPalimpsestForCausalLM", (PalimpsestForCausalLM,), {})  # as fully_shard does
+    model.save_pretrained(tmp_path)
+    found = {}
+    exec(compile((tmp_path / FILE).read_text(), FILE, "exec"), found)
+    assert found["PalimpsestForCausalLM"] is PalimpsestForCausalLM
+
+
 def test_where_this_project_is_not_installed_the_file_says_so(build, tmp_path):
     """Its own words, and not `pip install lit_modules`, a package of somebody else."""
     build().save_pretrained(tmp_path)
