@@ -11,7 +11,7 @@
 | `results` | the three files of a measurement, and the conditions it was made in |
 | `tables`, `uncertainty` | Markdown tables; means with standard errors, paired differences |
 | `run_log` | log values and figures to the wandb run of the checkpoint's training |
-| `harness` | lm-eval's tasks, with the suite and the numbers of the Liger paper |
+| `harness` | lm-eval's tasks, with the suites and the numbers of the Liger and Sigma papers |
 | `perplexity_by_position` | what each cache costs, by the number of tokens it holds |
 | `recall` | facts that a model is to find again in a long text, at each depth and length |
 | `gsm8k` | school mathematics, as lm-eval's task |

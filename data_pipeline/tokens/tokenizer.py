@@ -174,6 +174,18 @@ def end_tokens(model: Any, tokenizer: PreTrainedTokenizerFast) -> set[int]:
     return {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
 
 
+def set_special_tokens(model: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Give a model trained on the tokenizer's documents their special tokens, in its configuration and for generation.
+
+    Generation ends at either document boundary: eos, or the start of the next document.
+    """
+    start, end = document_start(tokenizer), tokenizer.eos_token_id
+    for config in (model.config, model.generation_config):
+        config.bos_token_id, config.eos_token_id, config.pad_token_id = start, end, tokenizer.pad_token_id
+    ends = sorted({start, end} - {None})
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+
+
 def add_document_start(tokenizer: PreTrainedTokenizerFast) -> None:
     """Make `tokenizer(text)` start with the start token, as every text document did in training.
 

@@ -8,5 +8,6 @@
 | `model` | a loaded checkpoint with lm-eval's interface |
 | `scoring` | one task at a time, each saved when done; groups and averages |
 | `report` | the table and the figure |
-| `published` | the suite of the Liger paper and the numbers of its tables |
+| `generated_code` | permission for tasks that execute what the model writes |
+| `published` | the suites of the Liger and Sigma papers and the numbers of their tables |
 """

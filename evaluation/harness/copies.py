@@ -1,9 +1,11 @@
 """Data sets from a folder of copies, and the error if neither it nor the Hub has one.
 
 The copy of configuration `name` of the data set `path` (a task's `dataset_name` and `dataset_path`) is in
-`FOLDER/path/name`. Without a name it is in `FOLDER/path` or `FOLDER/path/data`, the usual layout of Hub repositories,
-so that a downloaded repository is a copy. A copy is the output of `Dataset.save_to_disk`, or files `SPLIT.parquet`,
-`SPLIT-00000-of-00002.parquet`, ..., or the same in .jsonl.
+`FOLDER/path/name`. Without a name it is in `FOLDER/path`, or in its subfolder `data` or the one with the name of the
+data set, the usual layouts of Hub repositories, so that a downloaded repository is a copy. It is the output of
+`Dataset.save_to_disk`, or files `SPLIT.parquet`, `SPLIT-00000-of-00002.parquet`, ..., or the same in .jsonl, or
+`SPLIT/0000.parquet` as in the Hub's branch refs/convert/parquet. A metric that a task loads from the Hub, such as
+`code_eval`, is in `FOLDER/evaluate-metric/code_eval`.
 """
 
 import contextlib
@@ -14,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import evaluate
 import pyarrow
 from pyarrow import parquet
 
 from common.hub import use_cache_where_unreachable
 
 SUFFIXES = (".parquet", ".jsonl")
+SPLITS = ("train", "validation", "test", "dev")  # names of folders that hold one
 
 
 class DataNotFound(Exception):
@@ -37,7 +41,9 @@ class DataNotFound(Exception):
 
 
 class DataCopies:
-    """Answers `datasets.load_dataset` from a folder first. After one failed connection the Hub is not tried again.
+    """Answers `datasets.load_dataset` and `evaluate.load` from a folder first.
+
+    After one failed connection the Hub is not tried again.
 
     Args:
         folder: the folder of copies, or None.
@@ -46,22 +52,22 @@ class DataCopies:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.silent: str | None = None
-        self.download = datasets.load_dataset
+        self.download, self.download_metric = datasets.load_dataset, evaluate.load
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace `datasets.load_dataset` by `load` within the block."""
-        datasets.load_dataset = self.load
+        """Replace `datasets.load_dataset` by `load`, and `evaluate.load` by `load_metric`, within the block."""
+        datasets.load_dataset, evaluate.load = self.load, self.load_metric
         try:
             yield
         finally:
-            datasets.load_dataset = self.download
+            datasets.load_dataset, evaluate.load = self.download, self.download_metric
 
     def load(self, path: str, name: str | None = None, **settings: Any) -> Any:
         """Load the data set from its copy, or with `datasets.load_dataset`.
 
         Raises:
-            NoData: if there is no copy and no download.
+            DataNotFound: if there is no copy and no download.
             ValueError: if the copy cannot be read.
         """
         folders = [] if "data_files" in settings else self.folders(path, name or settings.get("data_dir"))
@@ -70,22 +76,41 @@ class DataCopies:
                 found = read(folder)
                 return found[settings["split"]] if settings.get("split") else found
         title = f"{path} ({name})" if name else path
+        with self.asking_the_hub(title, folders):
+            return self.download(path, name, **settings)
+
+    def load_metric(self, path: str, *arguments: Any, **settings: Any) -> Any:
+        """Load the metric from its copy, or with `evaluate.load`.
+
+        Raises:
+            DataNotFound: if there is no copy and no download.
+        """
+        folder = self.folder / "evaluate-metric" / path if self.folder is not None else None
+        if folder is not None and (folder / f"{path}.py").is_file():
+            return self.download_metric(str(folder), *arguments, **settings)
+        with self.asking_the_hub(f"the metric {path}", [] if folder is None else [folder]):
+            return self.download_metric(path, *arguments, **settings)
+
+    @contextlib.contextmanager
+    def asking_the_hub(self, title: str, looked: list[Path]) -> Iterator[None]:
+        """Raise DataNotFound for what a download within the block raises, or at once after a failed connection."""
         if self.silent is not None:
-            raise DataNotFound(title, folders, self.silent)
+            raise DataNotFound(title, looked, self.silent)
         use_cache_where_unreachable()
         try:
-            return self.download(path, name, **settings)
+            yield
         except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, ConnectionError):
                 self.silent = reason
-            raise DataNotFound(title, folders, reason) from error
+            raise DataNotFound(title, looked, reason) from error
 
     def folders(self, path: str, name: str | None) -> list[Path]:
         """List the folders in which a copy may be."""
         if self.folder is None:
             return []
-        return [self.folder / path / name] if name else [self.folder / path, self.folder / path / "data"]
+        place = self.folder / path
+        return [place / name] if name else [place, place / "data", place / place.name]
 
 
 def holds_data(folder: Path) -> bool:
@@ -99,7 +124,9 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
     for file in sorted(folder.glob("*")):
         if file.suffix in SUFFIXES and file.is_file():
             found[file.stem.split("-")[0]].append(file)
-    return dict(found)
+    for split in SPLITS:
+        found[split] += sorted((folder / split).glob("[0-9]*.parquet"))
+    return {split: files for split, files in found.items() if files}
 
 
 def read(folder: Path) -> datasets.DatasetDict:

@@ -7,9 +7,9 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from common.setting_nodes import plain_dict
-from common.settings import NO_VALUE, SettingError, check_whole
+from common.settings import NO_VALUE, SettingError, check_choice, check_switch, check_whole
 from evaluation import result_folder, results
-from evaluation.harness.published import METRICS
+from evaluation.harness.published import NO_SUITE, SUITES, PublishedSuite
 from evaluation.loading import check_loading, load_checkpoint
 
 PACKAGES = ("lm_eval", "transformers", "torch", "datasets")
@@ -24,7 +24,9 @@ class Settings:
     """
 
     tasks: tuple[str, ...]
+    published: str | None
     num_fewshot: dict[str, int]
+    run_generated_code: bool
     limit: int | None
     batch_size: int | str
     max_length: int | None
@@ -34,33 +36,51 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.tasks:
             raise SettingError("benchmark.tasks", NO_VALUE, "name one or more tasks of lm-eval", "is empty")
+        check_choice("benchmark.published", self.published, (*SUITES, None))
+        check_switch("benchmark.run_generated_code", self.run_generated_code)
         for name, number in self.num_fewshot.items():
             check_whole(f"benchmark.num_fewshot.{name}", number, 0)
-            if name not in self.tasks and name not in METRICS:
+            if name not in self.tasks and name not in self.suite.columns:
                 raise ValueError(f"benchmark.num_fewshot.{name} is for none of benchmark.tasks={list(self.tasks)}")
         for key in ("limit", "max_length"):
             check_whole(f"benchmark.{key}", getattr(self, key), 1, null=True)
 
+    @property
+    def suite(self) -> PublishedSuite:
+        """The paper's suite that the results are compared with."""
+        return NO_SUITE if self.published is None else SUITES[self.published]
+
+    @property
+    def result_name(self) -> str:
+        """Name of the result files: each suite has its own, so that one does not displace another's."""
+        return "harness" if self.published in (None, "liger") else f"harness_{self.published}"
+
 
 def run(cfg: DictConfig) -> None:
-    """Evaluate a checkpoint; print the table, write harness.json, harness.md and harness.png, log to the run.
+    """Evaluate a checkpoint; print the table, write it as .json, .md and .png, log to the run.
 
     Raises:
         ValueError: if a setting is invalid, a task or its data is not available, or there is no checkpoint.
     """
     # Imported here so that a missing extra is named: Hydra hides import errors of this module.
+    from evaluation.harness.generated_code import allow_generated_code
     from evaluation.harness.tasks import load_suite, silence_loggers
 
     settings = settings_of(cfg)
     check_loading(cfg)
     place = result_folder.result_folder_of(cfg)
-    with silence_loggers():
-        suite = load_suite(
-            settings.tasks, settings.num_fewshot, folder(cfg.benchmark.tasks_folder), datasets_folder(cfg)
-        )
-    place.make()
-    report = measured(cfg, settings, suite, place)
-    write(report, place)
+    with allow_generated_code(settings.run_generated_code):
+        with silence_loggers():
+            suite = load_suite(
+                settings.tasks,
+                settings.num_fewshot,
+                folder(cfg.benchmark.tasks_folder),
+                datasets_folder(cfg),
+                settings.run_generated_code,
+            )
+        place.make()
+        report = measured(cfg, settings, suite, place)
+    write(report, settings.result_name, place)
 
 
 def settings_of(cfg: DictConfig) -> Settings:
@@ -70,7 +90,9 @@ def settings_of(cfg: DictConfig) -> Settings:
         raise SettingError("benchmark.num_fewshot", examples, "name the tasks, as +benchmark.num_fewshot.piqa=2")
     return Settings(
         tasks=tuple(map(str, asked)) if isinstance(asked, ListConfig) else (str(asked),) if asked else (),
+        published=cfg.benchmark.published,
         num_fewshot=plain_dict(examples),
+        run_generated_code=cfg.benchmark.run_generated_code,
         limit=cfg.benchmark.limit,
         batch_size=cfg.batch_size,
         max_length=cfg.benchmark.max_length,
@@ -112,11 +134,11 @@ def measured(cfg: DictConfig, settings: Settings, suite: Any, place: result_fold
         "seed": settings.seed,
     }
     records = score(suite, lambda: load(cfg, settings, device), identity, settings.limit, place.folder / "harness")
-    found = rows(suite, records)
+    found = rows(suite, records, settings.suite)
     return {
         "checkpoint": str(cfg.checkpoint),
         "tasks": found,
-        "averages": averages(found),
+        "averages": averages(found, settings.suite),
         "subtasks": records,
         "settings": asdict(settings),
         **said,
@@ -133,10 +155,10 @@ def load(cfg: DictConfig, settings: Settings, device: Any) -> Any:
         return CheckpointLM(model, tokenizer, settings.batch_size, settings.max_length)
 
 
-def write(report: dict[str, Any], place: result_folder.ResultFolder) -> None:
+def write(report: dict[str, Any], name: str, place: result_folder.ResultFolder) -> None:
     """Write the report, the table and the picture, and log the values."""
     from evaluation.harness.report import as_markdown, draw
 
-    values = {f"{name}_{row['metric']}": row["value"] for name, row in report["tasks"].items()}
-    values |= {name: row["value"] for name, row in report["averages"].items()}
-    results.write_results("harness", report, place, as_markdown, draw, values)
+    values = {f"{task}_{row['metric']}": row["value"] for task, row in report["tasks"].items()}
+    values |= {mean: row["value"] for mean, row in report["averages"].items()}
+    results.write_results(name, report, place, as_markdown, draw, values)

@@ -19,7 +19,7 @@ from lm_eval.evaluator import evaluate
 from common.atomic_files import write_atomic
 from data_pipeline.fingerprint import fingerprint
 from evaluation.harness.model import CheckpointLM
-from evaluation.harness.published import METRICS
+from evaluation.harness.published import PublishedSuite
 from evaluation.harness.tasks import Suite, documents, silence_loggers
 from evaluation.loading import explain_batch_memory
 from evaluation.uncertainty import pooled
@@ -88,7 +88,14 @@ def score_task(model: CheckpointLM, name: str, task: Task, limit: int | None, se
     task.set_fewshot_seed(seed)
     lower = explain_batch_memory(model.batch_size, model.device, name)
     with lower, silence_loggers(), contextlib.redirect_stdout(sys.stderr):  # lm-eval prints its batch size search
-        out = evaluate(model, {"tasks": {name: task}}, limit=limit, bootstrap_iters=BOOTSTRAPS, log_samples=False)
+        out = evaluate(
+            model,
+            {"tasks": {name: task}},
+            limit=limit,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=False,
+            confirm_run_unsafe_code=True,  # load_suite has refused what the user does not allow
+        )
         cut = model.cut - cut
         repeated = repeat(model, task, seed)
     return {
@@ -135,7 +142,7 @@ def metrics(results: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]
     return found
 
 
-def rows(suite: Suite, records: Mapping[str, dict]) -> dict[str, dict[str, Any]]:
+def rows(suite: Suite, records: Mapping[str, dict], published: PublishedSuite) -> dict[str, dict[str, Any]]:
     """Return for each requested task or group its main metric, value, standard error, documents, and all metrics.
 
     The main metric is the paper's, else length-normalized accuracy, else the first.
@@ -148,7 +155,7 @@ def rows(suite: Suite, records: Mapping[str, dict]) -> dict[str, dict[str, Any]]
             members = [task.task_name for task in suite.groups[name].get_all_tasks()]
             results = suite.groups[name].aggregate({task: records[task]["results"] for task in members})
         values = metrics(results)
-        wanted = (metric for metric in (METRICS.get(name), "acc_norm") if metric in values)
+        wanted = (metric for metric in (published.metric(name), "acc_norm") if metric in values)
         metric = next(wanted, next(iter(values)))
         found[name] = {
             "metric": metric,
@@ -161,14 +168,13 @@ def rows(suite: Suite, records: Mapping[str, dict]) -> dict[str, dict[str, Any]]
     return found
 
 
-def averages(found: Mapping[str, dict]) -> dict[str, dict[str, float | None]]:
-    """Return the paper's two averages, with and without MMLU, if all their tasks are there."""
-    suites = {"average": list(METRICS), "average_without_mmlu": [task for task in METRICS if task != "mmlu"]}
+def averages(found: Mapping[str, dict], published: PublishedSuite) -> dict[str, dict[str, float | None]]:
+    """Return the paper's averages whose tasks are all there."""
     return {
         name: {
             "value": math.fsum(found[task]["value"] for task in tasks) / len(tasks),
             "standard_error": pooled([found[task]["standard_error"] for task in tasks]),
         }
-        for name, tasks in suites.items()
+        for name, (_, tasks) in published.means.items()
         if all(task in found for task in tasks)
     }

@@ -16,6 +16,7 @@ from lm_eval.tasks import TaskManager
 from common.settings import SettingError
 from data_pipeline.fingerprint import fingerprint
 from evaluation.harness.copies import DataCopies, DataNotFound, first_line
+from evaluation.harness.generated_code import check_allowed, check_loaded
 
 NOISY_LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "httpx")
 
@@ -49,7 +50,11 @@ def silence_loggers() -> Iterator[None]:
 
 
 def load_suite(
-    names: Sequence[str], num_fewshot: Mapping[str, int], tasks_folder: Path | None, datasets_folder: Path | None
+    names: Sequence[str],
+    num_fewshot: Mapping[str, int],
+    tasks_folder: Path | None,
+    datasets_folder: Path | None,
+    run_generated_code: bool = False,
 ) -> Suite:
     """Set up the named tasks, groups and tags.
 
@@ -57,11 +62,14 @@ def load_suite(
         num_fewshot: examples before each question, for a task or for all of a group; else the task's default.
         tasks_folder: YAML files of additional tasks.
         datasets_folder: copies of data sets, see `copies`.
+        run_generated_code: whether tasks may execute what the model writes.
 
     Raises:
-        ValueError: if a name is unknown, a task cannot be set up, or a data set is not available.
+        ValueError: if a name is unknown, a task cannot be set up, executes generated code without permission, or its
+            data set is not available.
     """
     manager = manager_for(names, tasks_folder)
+    check_allowed(names, manager, run_generated_code)
     copies, suite, missing = DataCopies(datasets_folder), Suite(), {}
     for name in names:
         try:
@@ -81,6 +89,7 @@ def load_suite(
         suite.rows += [name] if name in suite.groups else list(loaded["tasks"])
     if missing:
         raise ValueError(no_data(missing, datasets_folder))
+    check_loaded(suite.tasks, run_generated_code)
     suite.rows = list(dict.fromkeys(suite.rows))
     return suite
 

@@ -8,10 +8,9 @@ import hydra
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 
-from common.atomic_files import replace_atomically
 from common.settings import SettingError
 from data_pipeline.tokens.token_data import TokenData
-from data_pipeline.tokens.tokenizer import add_document_start, document_start
+from data_pipeline.tokens.tokenizer import add_document_start, set_special_tokens
 from lit_modules.jobs.summary import measured_values, write_and_print
 from lit_modules.jobs.training_job import TrainingParts, build_trainer, check_on_other_machine, set_lengths, train
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, export_pretrained
@@ -98,8 +97,7 @@ def build_strategy(cfg: DictConfig, config: PalimpsestConfig) -> Strategy:
 def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: TokenData, folder: Path) -> None:
     """Make model and tokenizer agree on special tokens, so that the export generates as it was trained.
 
-    The tokenizer adds the start token if training documents had one. Generation ends at either document boundary: eos,
-    or the start of the next document.
+    The tokenizer adds the start token if training documents had one.
 
     Raises:
         ValueError: the tokenizer has more tokens than the model has embeddings.
@@ -108,14 +106,9 @@ def adopt_tokenizer(cfg: DictConfig, module: Pretraining, data: TokenData, folde
     if needed > rows:
         problem = f"is smaller than the tokenizer's {needed} tokens"
         raise SettingError("model.vocab_size", rows, f"give model.vocab_size={needed} or more", problem)
-    tokenizer, generation = data.hf_tokenizer, module.model.generation_config
     if data.documents_have_start:
-        add_document_start(tokenizer)
-    start, end = document_start(tokenizer), tokenizer.eos_token_id
-    for config in (module.model.config, generation):
-        config.bos_token_id, config.eos_token_id, config.pad_token_id = start, end, tokenizer.pad_token_id
-    ends = sorted({start, end} - {None})
-    generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+        add_document_start(data.hf_tokenizer)
+    set_special_tokens(module.model, data.hf_tokenizer)
 
 
 def write_results(cfg: DictConfig, parts: TrainingParts[Pretraining], folder: Path) -> None:
@@ -134,8 +127,5 @@ def write_results(cfg: DictConfig, parts: TrainingParts[Pretraining], folder: Pa
 
 def export(model: PalimpsestForCausalLM, tokenizer: Any, folder: Path) -> None:
     """Write the model and its tokenizer in Hugging Face format, atomically."""
-    if folder.is_dir():  # written by a run killed after this point: the same final weights
-        return
-    with replace_atomically(folder) as partial:
-        export_pretrained(model, partial)
-        tokenizer.save_pretrained(partial)
+    if not folder.is_dir():  # else written by a run killed after this point: the same final weights
+        export_pretrained(model, folder, tokenizer)

@@ -1,5 +1,6 @@
-"""Language modelling around a stack: targets, loss, logits and the generation cache."""
+"""Language modelling around a stack: targets, loss, logits, the generation cache and saving."""
 
+import os
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.utils import can_return_tuple
 
 from common.settings import SettingError
 from lit_modules.networks.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
+from lit_modules.networks.loader_file import write_loader_file
 from lit_modules.networks.positions import Positions
 
 
@@ -18,6 +20,7 @@ class LanguageModelling:
     """A mixin for models with `lm_head`, `new_cache()` and `stack()`; place it before Hugging Face's classes."""
 
     lm_head: nn.Linear
+    config: Any  # the model class declares which
 
     def new_cache(self) -> Cache:
         """Return an empty cache for `past_key_values`."""
@@ -91,6 +94,20 @@ class LanguageModelling:
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, *arguments: Any, **options: Any
+    ) -> None:
+        """Save as Hugging Face does, with the file through which `trust_remote_code` finds the classes."""
+        type(self.config)._auto_class = None  # set by a load through that file; would add a copy of the class's module
+        super().save_pretrained(save_directory, is_main_process, *arguments, **options)  # type: ignore[misc]
+        if is_main_process:
+            write_loader_file(save_directory, type(self.config), type(self))
+
+    @property
+    def init_continuous_batching(self) -> Any:
+        """Missing, so that `transformers serve --continuous-batching` generates without paged attention."""
+        raise AttributeError("these layers cannot read a paged cache")
 
     def _loss(self, hidden: Tensor, targets: Tensor, reduction: str, num_items_in_batch: int | Tensor | None) -> Tensor:
         if num_items_in_batch is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import hydra
 import pytest
 import torch
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -290,6 +290,8 @@ def test_missing_data_is_one_line_with_tasks_data_sets_and_places(run, tasks_fol
         ({"benchmark.num_fewshot": 3}, "benchmark.num_fewshot=3"),
         ({"benchmark.num_fewshot": {"tiny_choices": 99}}, "tiny_choices=99: give at most 13"),
         ({"benchmark.max_length": 1}, "benchmark.max_length=1 is below an answer's"),
+        ({"benchmark.published": "sigma"}, "benchmark.published=sigma: give one of liger, sigma_common_sense, "),
+        ({"benchmark.run_generated_code": "yes"}, "benchmark.run_generated_code=yes: give true or false"),
     ],
 )
 def test_a_mistake_is_one_line_with_its_key(evaluate, ours, changes, said):
@@ -302,6 +304,16 @@ def test_a_mistake_is_one_line_with_its_key(evaluate, ours, changes, said):
 def test_a_checkpoint_that_is_no_folder_is_told_before_the_tasks_are_looked_for(evaluate):
     with pytest.raises(ValueError, match=r"^checkpoint=/no/such/run is not a folder"):
         evaluate("/no/such/run", "no_such_task")
+
+
+def test_data_are_read_from_folders_of_splits_as_the_hub_converts_scripts(evaluate, ours, tmp_path):
+    folder = tmp_path / "tests" / "choices" / "validation"
+    folder.mkdir(parents=True)
+    for piece in (0, 1):
+        Dataset.from_list(questions(0, 13)[7 * piece :][:7]).to_parquet(folder / f"{piece:04d}.parquet")
+    report = evaluate(ours, "tiny_choices", benchmark__datasets_folder=str(tmp_path))
+    assert report["tasks"]["tiny_choices"]["documents"] == 13
+    assert report["tasks"]["tiny_choices"]["metrics"]["acc"]["value"] == accuracies_by_hand(ours, questions(0, 13))[0]
 
 
 def test_an_unknown_task_is_told_with_those_like_it(evaluate, ours, monkeypatch):

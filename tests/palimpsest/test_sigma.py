@@ -20,7 +20,7 @@ TOY = (
 
 
 @pytest.mark.parametrize("switches", [(), ("model.key_head_dim=4", "model.forget_gate=data_dependent")])
-def test_a_toy_sigma_trains_saves_and_writes(run, command, switches):
+def test_a_toy_sigma_trains_saves_writes_and_is_exported_again(run, command, tmp_path, switches):
     assert run(*TOY, *switches).status == 0
     (folder,) = command.runs()
     rows = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
@@ -33,6 +33,10 @@ def test_a_toy_sigma_trains_saves_and_writes(run, command, switches):
     assert written[0].status == 0, written[0].err
     assert written[0].out.startswith("the kernel")
     assert written[0].out == written[1].out
+    newest = max((folder / "checkpoints").glob("step_*"))
+    assert run("job=export", f"checkpoint={newest}", f"output={tmp_path}/again", tiny=False).status == 0
+    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / "export" / name).read_bytes(), name
 
 
 def heads(keys: int, values: int) -> dict[str, int]:

@@ -94,7 +94,7 @@ def test_a_key_of_an_experiment_that_nothing_reads_is_refused_with_the_nearest(t
         ("++model.num_haeds=3", "did you mean model.num_heads?"),
         (
             "checkpoint=here",
-            "checkpoint is not a key of job=pretrain: it is for job=calibrate and job=evaluate and job=generate",
+            "checkpoint is not a key of job=pretrain: it is for job=calibrate and job=evaluate and job=export",
         ),
         ("linearization=liger_gla", "linearization is for job=linearize"),
         ("+linearization=liger_gla", "linearization is not a key of job=pretrain: it is for job=linearize"),
