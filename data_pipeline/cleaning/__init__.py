@@ -12,6 +12,6 @@
 | `record` | `Recorded`, `merge_records` | nothing: records what a step removed, and why |
 
 The filters and `Masks` are datatrove `PipelineStep`s for one pipeline. `exact_documents`, `near_duplicates` and
-`exact_spans` need several pipelines in sequence, and return them as `Stage`s, in order. `prose`, `words` and `windows`
-are shared by the steps.
+`exact_spans` need several pipelines in sequence, and return them as `PipelineStage`s, in order. `prose`, `words` and
+`windows` are shared by the steps.
 """

@@ -262,7 +262,7 @@ class _Index:
                 owner = int(self.owners[places[hit]])
                 start, end = block.starts[hit], block.ends[hit]
                 name, place = self.names[owner]
-                result = _told(name, place, text[start:end], int(words_before + hit), int(start))
+                result = _match_record(name, place, text[start:end], int(words_before + hit), int(start))
             count += len(hits)
             words_before += len(block.hashes)
         if result is None:
@@ -277,12 +277,12 @@ class _Index:
                 for name, place, item in self.short[int(block.hashes[hit])]:
                     words = text[start : start + 4 * len(item) + 64].split(maxsplit=item.count(b" ") + 1)
                     if words[: item.count(b" ") + 1] == item.split():
-                        return _told(name, place, item, int(words_before + hit), start)
+                        return _match_record(name, place, item, int(words_before + hit), start)
             words_before += len(block.hashes)
         return None
 
 
-def _told(name: str, place: str, passage: bytes, word: int, byte: int) -> dict[str, object]:
+def _match_record(name: str, place: str, passage: bytes, word: int, byte: int) -> dict[str, object]:
     shown = b" ".join(passage.split()).decode(errors="replace")
     return {"set": name, "item": place, "ngram": shown, "word": word, "byte": byte}
 

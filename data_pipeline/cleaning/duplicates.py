@@ -32,7 +32,7 @@ LINES_BUFFERED = 10_000  # signatures per merged file
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """One of several pipelines: all tasks of a stage finish before the next starts.
 
     `steps`: the pipeline, after its reader if `reads`. `tasks`: number of the executor's tasks. `gives`: whether it
@@ -46,7 +46,7 @@ class Stage:
     gives: bool = False
 
 
-def exact_documents(folder: str, tasks: int) -> list[Stage]:
+def exact_documents(folder: str, tasks: int) -> list[PipelineStage]:
     """Return the stages that keep one of each set of equal documents: the earliest within its task.
 
     Equal texts may differ in leading and trailing white space. `folder` holds the data that the stages exchange; it
@@ -55,15 +55,15 @@ def exact_documents(folder: str, tasks: int) -> list[Stage]:
     config = ExactDedupConfig(content_getter=stripped_bytes, hash_config=HASHES)
     signatures, found = str(Path(folder, "signatures")), str(Path(folder, "duplicates"))
     return [
-        Stage("signatures", [ExactDedupSignature(signatures, config)], tasks, reads=True),
-        Stage("find", [ExactFindDedups(signatures, found, config, lines_to_buffer=LINES_BUFFERED)], 1),
-        Stage("filter", [ExactDocumentsFilter(found, config)], tasks, reads=True, gives=True),
+        PipelineStage("signatures", [ExactDedupSignature(signatures, config)], tasks, reads=True),
+        PipelineStage("find", [ExactFindDedups(signatures, found, config, lines_to_buffer=LINES_BUFFERED)], 1),
+        PipelineStage("filter", [ExactDocumentsFilter(found, config)], tasks, reads=True, gives=True),
     ]
 
 
 def near_duplicates(
     folder: str, tasks: int, ngram: int = 5, buckets: int = 14, hashes_per_bucket: int = 8, seed: int = 1
-) -> list[Stage]:
+) -> list[PipelineStage]:
     """Return the stages that keep one of each cluster of nearly equal documents.
 
     Documents share a bucket, and then a cluster, if `hashes_per_bucket` minimum hashes of their word n-grams are equal:
@@ -77,10 +77,10 @@ def near_duplicates(
     signatures, pairs, found = (str(Path(folder, name)) for name in ("signatures", "pairs", "duplicates"))
     buckets_step = MinhashDedupBuckets(signatures, pairs, config=config, lines_to_buffer=LINES_BUFFERED)
     return [
-        Stage("signatures", [NearDuplicateSignature(signatures, config, language=Words())], tasks, reads=True),
-        Stage("buckets", [buckets_step], buckets),
-        Stage("clusters", [MinhashDedupCluster(pairs, found, config, lines_to_buffer=LINES_BUFFERED)], 1),
-        Stage("filter", [MinhashDedupFilter(found)], tasks, reads=True, gives=True),
+        PipelineStage("signatures", [NearDuplicateSignature(signatures, config, language=Words())], tasks, reads=True),
+        PipelineStage("buckets", [buckets_step], buckets),
+        PipelineStage("clusters", [MinhashDedupCluster(pairs, found, config, lines_to_buffer=LINES_BUFFERED)], 1),
+        PipelineStage("filter", [MinhashDedupFilter(found)], tasks, reads=True, gives=True),
     ]
 
 

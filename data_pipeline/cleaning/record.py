@@ -13,7 +13,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from common.atomic_files import write_atomic
 from data_pipeline.cleaning.masks import mask
-from data_pipeline.executors.timed_step import PROCESSOR_SECONDS, Clock
+from data_pipeline.executors.timed_step import PROCESSOR_SECONDS, StepTimer
 
 SAMPLE_CHARACTERS = 2_000  # kept of a sampled document, from the beginning
 BYTES_PER_TOKEN = 4.0  # of English text with code, in common vocabularies
@@ -45,7 +45,7 @@ class Recorded(PipelineStep):
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Run the step, and write the record after the last document."""
         tally, before = _Tally(self.name, self.samples), _counts(self.step)
-        waited, passed = Clock(), Clock()
+        waited, passed = StepTimer(), StepTimer()
         writer = getattr(self.step, "exclusion_writer", None)
         self.step.exclusion_writer = _Exclusions(tally, writer)
         try:

@@ -19,7 +19,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from common.settings import check_number
-from data_pipeline.cleaning.duplicates import Stage
+from data_pipeline.cleaning.duplicates import PipelineStage
 from data_pipeline.cleaning.windows import windows, word_places
 
 WINDOW = np.dtype([("hash", "<u8"), ("document", "<u4"), ("start", "<u4")])
@@ -35,7 +35,7 @@ def exact_spans(
     keep_characters: int = 100,
     buckets: int = 16,
     memory: int = 512 * 1024 * 1024,
-) -> list[Stage]:
+) -> list[PipelineStage]:
     """Return the stages that cut out spans of at least `words` words and `minimum_bytes` bytes that occur earlier.
 
     Earlier means: in a task of a lower number, in an earlier document, or before in the same document. All reading
@@ -51,9 +51,11 @@ def exact_spans(
         check_number(f"corpus.cleaning.exact_spans.{name}", value, least=least)
     signatures, repeats = str(Path(folder, "windows")), str(Path(folder, "repeats"))
     return [
-        Stage("windows", [SpanWindows(signatures, words, buckets)], tasks, reads=True),
-        Stage("find", [SpanFinder(signatures, repeats, memory)], buckets),
-        Stage("filter", [SpanFilter(repeats, words, minimum_bytes, keep_characters)], tasks, reads=True, gives=True),
+        PipelineStage("windows", [SpanWindows(signatures, words, buckets)], tasks, reads=True),
+        PipelineStage("find", [SpanFinder(signatures, repeats, memory)], buckets),
+        PipelineStage(
+            "filter", [SpanFilter(repeats, words, minimum_bytes, keep_characters)], tasks, reads=True, gives=True
+        ),
     ]
 
 

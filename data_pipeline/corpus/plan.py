@@ -5,7 +5,7 @@ from pathlib import Path
 
 from datatrove.pipeline.base import PipelineStep
 
-from data_pipeline.cleaning.duplicates import Stage
+from data_pipeline.cleaning.duplicates import PipelineStage
 from data_pipeline.cleaning.record import Recorded
 from data_pipeline.corpus.finish import Finish
 from data_pipeline.corpus.layout import Layout
@@ -13,7 +13,7 @@ from data_pipeline.corpus.reading import PrepareSources, ReadSources
 from data_pipeline.corpus.recipe import Recipe
 from data_pipeline.corpus.storing import StoredDocuments, StoreDocuments, WriteCorpus
 from data_pipeline.executors.phases import Phase
-from data_pipeline.executors.timed_step import Clocked
+from data_pipeline.executors.timed_step import TimedStep
 
 
 @dataclass
@@ -35,8 +35,8 @@ class _Plan:
 
     def add(self, name: str, steps: list[PipelineStep], tasks: int) -> None:
         """Add a whole phase, with a timer around each step."""
-        clocked = [step if isinstance(step, Recorded) else Clocked(step) for step in steps]
-        self.phases.append(Phase(name, clocked, tasks))
+        timed = [step if isinstance(step, Recorded) else TimedStep(step) for step in steps]
+        self.phases.append(Phase(name, timed, tasks))
 
     def record(self, step: PipelineStep, name: str) -> Recorded:
         self.recorded += 1
@@ -67,7 +67,7 @@ def phases(recipe: Recipe) -> list[Phase]:
     return plan.phases
 
 
-def _add_stages(plan: _Plan, name: str, stages: list[Stage]) -> None:
+def _add_stages(plan: _Plan, name: str, stages: list[PipelineStage]) -> None:
     for stage in stages:
         if not stage.reads:
             plan.add(f"{name}-{stage.name}", stage.steps, stage.tasks)

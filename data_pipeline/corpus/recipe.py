@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 from datatrove.pipeline.base import PipelineStep
 
 from common.settings import NO_VALUE, SettingError, check_number, check_whole, under
-from data_pipeline.cleaning.duplicates import Stage
+from data_pipeline.cleaning.duplicates import PipelineStage
 from data_pipeline.sources.parts import SourceInParts
 
-Cleaning: TypeAlias = PipelineStep | Callable[..., list[Stage]]
+Cleaning: TypeAlias = PipelineStep | Callable[..., list[PipelineStage]]
 CATEGORY = re.compile(r"\w[\w.-]*")
 
 
@@ -19,11 +19,11 @@ CATEGORY = re.compile(r"\w[\w.-]*")
 class Recipe:
     """Settings of a corpus.
 
-    `cleaning`: in order, steps (consecutive ones share a pipeline) and functions `(folder, tasks) -> list[Stage]`.
-    `categories`: overrides the category of a source's documents. `tasks`: number of pieces of every phase's work, each
-    run by one process. `validation_fraction`: share of the documents, by a hash of their raw text. `most_skipped`:
-    largest share of a source's records to skip before the job stops. `samples`: kept and dropped documents that the
-    card shows for each step.
+    `cleaning`: in order, steps (consecutive ones share a pipeline) and functions `(folder, tasks) ->
+    list[PipelineStage]`. `categories`: overrides the category of a source's documents. `tasks`: number of pieces of
+    every phase's work, each run by one process. `validation_fraction`: share of the documents, by a hash of their raw
+    text. `most_skipped`: largest share of a source's records to skip before the job stops. `samples`: kept and dropped
+    documents that the card shows for each step.
     """
 
     output: str

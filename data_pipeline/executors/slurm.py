@@ -16,7 +16,7 @@ from common.settings import SettingError, check_number
 from data_pipeline.executors.phases import Phase
 from data_pipeline.executors.submitted import (
     cancel,
-    refuse_if_never_to_begin,
+    refuse_if_never_starts,
     refuse_while_submitted,
     submit,
     write_submitted,
@@ -96,7 +96,7 @@ class Slurm:
                         jobs.append({"phase": phase.name, "job": number, "tasks": len(ranks)})
                         write_submitted(logs, jobs)
                 if jobs:
-                    refuse_if_never_to_begin(jobs[0]["job"])  # the others ask for the same resources, and wait for it
+                    refuse_if_never_starts(jobs[0]["job"])  # the others ask for the same resources, and wait for it
             except BaseException:
                 cancel([job["job"] for job in jobs])
                 raise

@@ -36,13 +36,13 @@ def submit(script: Path, *arguments: str) -> str:
     return answer.stdout.strip().partition(";")[0]  # a cluster's name may follow
 
 
-def refuse_if_never_to_begin(job: str) -> None:
+def refuse_if_never_starts(job: str) -> None:
     """Raise ValueError if SLURM has accepted a job that asks for more than its partition allows."""
     answer = _ask("squeue", "--noheader", "--format=%r", f"--jobs={job}")
     reason = next(filter(slurm.never_starts, _lines(answer.stdout)), None)
     if reason is not None:
         raise ValueError(
-            "executor.time, executor.cpus_per_task, executor.mem_per_cpu_gb: SLURM would never begin the jobs "
+            "executor.time, executor.cpus_per_task, executor.mem_per_cpu_gb: SLURM would never start the jobs "
             f"({reason}): ask for less, or of another executor.partition (`scontrol show partition` has the limits)"
         )
 

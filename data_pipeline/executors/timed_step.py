@@ -13,7 +13,7 @@ from datatrove.pipeline.base import PipelineStep
 PROCESSOR_SECONDS = "processor_seconds"  # statistic of a step, one value per task
 
 
-class Clock:
+class StepTimer:
     """CPU seconds that an iterator takes to produce its items."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Clock:
             yield document
 
 
-class Clocked(PipelineStep):
+class TimedStep(PipelineStep):
     """Wrapper of a step that adds its CPU time to its statistics."""
 
     def __init__(self, step: PipelineStep) -> None:
@@ -43,7 +43,7 @@ class Clocked(PipelineStep):
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Run the step."""
-        waited, passed = Clock(), Clock()
+        waited, passed = StepTimer(), StepTimer()
         arriving = None if data is None else waited.measured(data)
         yield from passed.measured(_run(self.step, arriving, rank, world_size))
         self.stat_update(PROCESSOR_SECONDS, value=passed.seconds - waited.seconds, unit="task")

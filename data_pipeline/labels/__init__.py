@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.settings import NO_VALUE, SettingError, check_number, check_whole, is_number
-from data_pipeline.cleaning.duplicates import Stage
+from data_pipeline.cleaning.duplicates import PipelineStage
 from data_pipeline.labels.asking import LabelSample
 from data_pipeline.labels.classifier import require_scikit_learn
 from data_pipeline.labels.filter import DEFAULT, LabelFilter
@@ -34,7 +34,7 @@ def labels(
     set_category: bool = False,
     thresholds: Mapping[str, float] | None = None,
     seed: int = 0,
-) -> list[Stage]:
+) -> list[PipelineStage]:
     """Return the stages that give every document a quality, and drop those below a threshold.
 
     `backend` labels a sample of `documents` according to `rubric`. The other arguments are passed to the steps.
@@ -55,10 +55,10 @@ def labels(
     label = LabelSample(folder, tasks, documents, question, backend, store, attempts, seed)
     step = LabelFilter(str(Path(folder, MODEL)), pieces, limits, set_category)
     return [
-        Stage("sample", [Sample(str(Path(folder, "sample")), documents, pieces)], tasks, reads=True),
-        Stage("label", [label], 1),
-        Stage("train", [TrainClassifier(folder, held_out, set_category)], 1),
-        Stage("filter", [step], tasks, reads=True, gives=True),
+        PipelineStage("sample", [Sample(str(Path(folder, "sample")), documents, pieces)], tasks, reads=True),
+        PipelineStage("label", [label], 1),
+        PipelineStage("train", [TrainClassifier(folder, held_out, set_category)], 1),
+        PipelineStage("filter", [step], tasks, reads=True, gives=True),
     ]
 
 

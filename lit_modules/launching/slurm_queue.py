@@ -103,7 +103,7 @@ def cancel_unsatisfiable(jobs: list[str], settings: Mapping[str, object], second
             given = ", ".join(f"hydra.launcher.{n}={settings[n]}" for n in names if settings.get(n) is not None)
             run_slurm_command("scancel", *sorted({job.partition("_")[0] for job in jobs}))
             raise ValueError(
-                f"{given}: SLURM would never begin the job ({reason}): ask for less, or of another partition "
+                f"{given}: SLURM would never start the job ({reason}): ask for less, or of another partition "
                 "(`scontrol show partition` has the limits)"
             )
         if time.monotonic() > deadline or any(state.word != "PENDING" for state in found.values()):

@@ -98,7 +98,7 @@ def test_what_sbatch_refuses_is_one_line_with_its_words(slurm: Cluster, tmp_path
 
 @pytest.mark.parametrize("settings", [{"time": "2:00:00"}, {"cpus_per_task": 512}])
 def test_what_slurm_accepts_and_would_never_begin_is_refused(slurm: Cluster, tmp_path: Path, settings) -> None:
-    with pytest.raises(ValueError, match=r"^executor\.time, .*: SLURM would never begin the jobs \(Partition"):
+    with pytest.raises(ValueError, match=r"^executor\.time, .*: SLURM would never start the jobs \(Partition"):
         executor(**settings).run([phase(tmp_path / "traces", name) for name in ("read", "write")], tmp_path / "logs")
     jobs = submitted(tmp_path / "logs")
     slurm.wait(*jobs)

@@ -135,7 +135,7 @@ def test_torchrun_goes_on_in_the_same_folder_when_it_starts_the_ranks_again(comm
             "hydra.launcher.partition=nowhere: sbatch refuses the job: invalid partition specified: nowhere",
         ),
         (("hydra.launcher.nodes=3", "data.batch_tokens=768"), "hydra.launcher.nodes=3, "),
-        (("hydra.launcher.time=2:00:00",), "hydra.launcher.time=2:00:00: SLURM would never begin the job (Partition"),
+        (("hydra.launcher.time=2:00:00",), "hydra.launcher.time=2:00:00: SLURM would never start the job (Partition"),
         (("hydra.launcher.nodes=2", "trainer.num_nodes=3"), "trainer.num_nodes=3 is not hydra.launcher.nodes=2"),
     ],
 )

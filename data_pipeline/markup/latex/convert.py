@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from data_pipeline.markup.latex.macros import Expander, LatexError
 from data_pipeline.markup.latex.markdown import KNOWN_COMMANDS, convert
-from data_pipeline.markup.latex.reader import Listing, hold
+from data_pipeline.markup.latex.reader import Listing, placeholder
 
 JOINED_CHARACTERS = 16_000_000  # for a paper's files together; a book has 5 million
 INPUT_DEPTH = 20
@@ -207,7 +207,7 @@ class _Sources:
             language = found[1]
         found = CAPTION.search(options)
         self.listings.append(Listing(code, language.lower(), (found[1] or found[2]) if found else "", inline))
-        return hold(len(self.listings) - 1)
+        return placeholder(len(self.listings) - 1)
 
 
 def _after_comment(text: str, position: int) -> int:

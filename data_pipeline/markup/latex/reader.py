@@ -24,7 +24,7 @@ class Listing:
     inline: bool
 
 
-def hold(number: int) -> str:
+def placeholder(number: int) -> str:
     """Return the placeholder of listing `number`."""
     return f"{HOLD}{number}{END}"
 

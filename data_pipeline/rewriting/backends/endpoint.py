@@ -146,7 +146,7 @@ class Endpoint(Backend):
         tokens_in = int(asked / CHARACTERS_PER_TOKEN) + 1
         # The number of bytes bounds the tokens: rare characters have more tokens than their length suggests.
         most = sum(len(message["content"].encode()) for message in request.messages) + request.max_tokens
-        self.budget.hold(most)
+        self.budget.reserve(most)
         cost = 0
         try:
             await self._pace[0].wait()

@@ -39,23 +39,23 @@ class Budget:
     max_tokens: int | None
     requests: int = 0
     tokens: int = 0
-    _held: int = 0
+    _reserved: int = 0
 
-    def hold(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """Reserve a request of at most `tokens`; raise BudgetSpent, naming the key, if that exceeds the budget."""
         for key, limit, spent, asked in (
             ("max_requests", self.max_requests, self.requests, 1),
-            ("max_tokens", self.max_tokens, self.tokens + self._held, tokens),
+            ("max_tokens", self.max_tokens, self.tokens + self._reserved, tokens),
         ):
             if limit is not None and spent + asked > limit:
                 problem = f"is spent ({self.requests:,} requests and {self.tokens:,} tokens)"
                 raise BudgetSpent(key, limit, "raise it to go on", problem)
         self.requests += 1
-        self._held += tokens
+        self._reserved += tokens
 
-    def settle(self, held: int, cost: int) -> None:
+    def settle(self, reserved: int, cost: int) -> None:
         """Replace a request's reservation with its real cost."""
-        self._held -= held
+        self._reserved -= reserved
         self.tokens += cost
 
 

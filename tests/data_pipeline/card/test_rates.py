@@ -12,7 +12,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from data_pipeline.card.history import rates
 from data_pipeline.card.rates import read_rates
 from data_pipeline.cleaning.record import Recorded
-from data_pipeline.executors.timed_step import PROCESSOR_SECONDS, Clocked
+from data_pipeline.executors.timed_step import PROCESSOR_SECONDS, TimedStep
 from tests.data_pipeline.card.conftest import step
 
 SLOW, DOCUMENTS = 0.005, 20
@@ -76,7 +76,7 @@ def write_resources(folder: Path, **tasks: float) -> None:
 def logs(tmp_path: Path) -> Path:
     """Return the logs of two datatrove tasks."""
     folder = tmp_path / "logs" / "01-read"
-    steps = [Clocked(Numbers()), Recorded(SlowFilter(), str(tmp_path / "record"), "quality"), Clocked(Signatures())]
+    steps = [TimedStep(Numbers()), Recorded(SlowFilter(), str(tmp_path / "record"), "quality"), TimedStep(Signatures())]
     LocalPipelineExecutor(steps, tasks=2, workers=1, logging_dir=str(folder)).run()
     return tmp_path / "logs"
 
@@ -91,7 +91,7 @@ def test_a_step_has_neither_the_time_of_those_before_it_nor_of_those_after_it(lo
 
 
 def test_waiting_is_no_work() -> None:
-    waiting = Clocked(Waiting())
+    waiting = TimedStep(Waiting())
     assert len(list(waiting.run(iter([Document("text", "0")])))) == 1
     assert waiting.stats.stats[PROCESSOR_SECONDS].total < 0.05
 

@@ -7,7 +7,7 @@ import pytest
 from datatrove.data import Document
 
 from data_pipeline.cleaning import windows as windows_module
-from data_pipeline.cleaning.duplicates import Stage, exact_documents, near_duplicates
+from data_pipeline.cleaning.duplicates import PipelineStage, exact_documents, near_duplicates
 from data_pipeline.cleaning.spans import exact_spans
 
 CHOICE = random.Random(11)
@@ -18,7 +18,7 @@ def text(words: int) -> str:
     return "\n".join(" ".join(CHOICE.choice(WORDS) for _ in range(10)) for _ in range(words // 10))
 
 
-def run(stages: list[Stage], texts: list[str]) -> list[Document]:
+def run(stages: list[PipelineStage], texts: list[str]) -> list[Document]:
     """Run stages like the executors: every task separately, from a pickled step."""
     given: list[Document] = []
     for stage in stages:
@@ -36,7 +36,7 @@ def ids(documents: list[Document]) -> set[int]:
     return {int(document.id) for document in documents}
 
 
-BUILDERS: list[Callable[..., list[Stage]]] = [exact_documents, near_duplicates, exact_spans]
+BUILDERS: list[Callable[..., list[PipelineStage]]] = [exact_documents, near_duplicates, exact_spans]
 
 
 def test_of_equal_documents_the_first_stays(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_numbers_alone_make_no_other_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-def test_tasks_without_documents_do_no_harm(tmp_path: Path, build: Callable[..., list[Stage]]) -> None:
+def test_tasks_without_documents_do_no_harm(tmp_path: Path, build: Callable[..., list[PipelineStage]]) -> None:
     assert len(run(build(str(tmp_path), 4), [text(100)])) == 1
     assert run(build(str(tmp_path / "none"), 2), []) == []
 
@@ -134,6 +134,8 @@ def test_letters_of_several_bytes_are_not_torn(tmp_path: Path) -> None:
         (near_duplicates, {"buckets": 0}, "near_duplicates.buckets=0"),
     ],
 )
-def test_wrong_settings_are_named(build: Callable[..., list[Stage]], settings: dict, key: str, tmp_path: Path) -> None:
+def test_wrong_settings_are_named(
+    build: Callable[..., list[PipelineStage]], settings: dict, key: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=f"cleaning.{key}"):
         build(str(tmp_path), 1, **settings)

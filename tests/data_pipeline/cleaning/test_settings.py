@@ -4,7 +4,7 @@ import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from data_pipeline.cleaning.duplicates import Stage
+from data_pipeline.cleaning.duplicates import PipelineStage
 
 FOLDER = Path(__file__).parents[3] / "conf" / "cleaning"
 STAGED = {"exact_documents", "near_duplicates", "exact_spans"}
@@ -22,7 +22,7 @@ def test_the_settings_that_are_shipped_make_their_step(path: Path, tmp_path: Pat
     made = instantiate(settings)
     if path.stem in STAGED:
         stages = made(folder=str(tmp_path), tasks=3)
-        assert all(isinstance(stage, Stage) for stage in stages)
+        assert all(isinstance(stage, PipelineStage) for stage in stages)
         assert [stage.gives for stage in stages] == [False] * (len(stages) - 1) + [True]
         assert stages[0].tasks == stages[-1].tasks == 3
     else:

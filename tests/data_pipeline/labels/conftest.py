@@ -14,7 +14,7 @@ import pytest
 import yaml
 from datatrove.data import Document
 
-from data_pipeline.cleaning.duplicates import Stage
+from data_pipeline.cleaning.duplicates import PipelineStage
 from data_pipeline.labels import classifier, labels, report
 from data_pipeline.rewriting.backends.endpoint import Endpoint
 
@@ -129,14 +129,16 @@ def labeller():
         yield running
 
 
-def make_stages(tmp_path: Path, labeller: Labeller, tasks: int = 2, name: str = "corpus", **settings) -> list[Stage]:
+def make_stages(
+    tmp_path: Path, labeller: Labeller, tasks: int = 2, name: str = "corpus", **settings
+) -> list[PipelineStage]:
     """Return the stages over a store shared by all corpora of a test."""
     backend = settings.pop("backend", None) or labeller.backend()
     given = {"rubric": RUBRIC, "documents": 100, "store": str(tmp_path / "store"), **settings}
     return labels(str(tmp_path / name), tasks, backend=backend, **given)
 
 
-def run(stages: list[Stage], documents: list[Document]) -> list[Document]:
+def run(stages: list[PipelineStage], documents: list[Document]) -> list[Document]:
     """Run stages like the executors: every task separately, from a pickled step."""
     given: list[Document] = []
     for stage in stages:

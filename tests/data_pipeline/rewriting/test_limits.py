@@ -56,11 +56,11 @@ def test_waits_double_up_to_the_longest_and_differ():
 
 def test_a_budget_holds_what_is_under_way():
     budget = Budget(max_requests=None, max_tokens=100)
-    budget.hold(60)
+    budget.reserve(60)
     with pytest.raises(BudgetSpent, match=r"^max_tokens=100"):
-        budget.hold(60)
+        budget.reserve(60)
     budget.settle(60, 10)
-    budget.hold(60)
+    budget.reserve(60)
     assert (budget.requests, budget.tokens) == (2, 10)
 
 
