@@ -10,9 +10,9 @@ from torch import Tensor
 from common.settings import SettingError
 from evaluation.cache_analysis import selections
 from evaluation.cache_analysis.heads import KeyHead
-from kernels.packed_kv import Format
 from lit_modules.networks.caches.calibration import CLIPS, rounding_error
 from lit_modules.networks.caches.rotations import Rotations, Transform, hadamard
+from lit_modules.networks.caches.settings import TensorSettings
 
 SELECTIONS: dict[str, Callable[[int], selections.Selection]] = {
     "log_sparse": selections.log_sparse,
@@ -67,10 +67,11 @@ class Rounding:
         self, x: Tensor, *, order: Tensor, what: str, along: str, transform: Callable[[int], Transform | None]
     ) -> Tensor:
         """Return `x` with the tokens `order`, grouped in this order, quantized and dequantized, float32 at least."""
-        format, rows = self._format(what, along, x.shape[-1]), x[:, :, order]
+        width, rows = x.shape[-1], x[:, :, order]
+        format = self._settings(what, along, width).format_of(width)
         rows = rows.to(torch.promote_types(x.dtype, torch.float32))
         result = x.to(rows.dtype, copy=True)
-        result[:, :, order] = rows + rounding_error(rows, transform(x.shape[-1]), format)
+        result[:, :, order] = rows + rounding_error(rows, transform(width), format)
         return result
 
     def _transform(self, what: str, layer: int, heads: slice, head_dim: int) -> Transform | None:
@@ -82,12 +83,12 @@ class Rounding:
         way = "balanced" if self.transform == "balanced" else "rotation"
         return self.rotations.of_layer(layer).transform(what, way).of_heads(heads)
 
-    def _format(self, what: str, along: str, head_dim: int) -> Format:
+    def _settings(self, what: str, along: str, head_dim: int) -> TensorSettings:
         clip = CLIPS[what] if self.transform in ("clipped", "balanced") else 1.0
         group = self.group if along == "tokens" else min(self.group, head_dim)
         try:
-            found = Format(bits=self.bits, groups_along=along, group=group, clip=clip)
-            found.check_head_dim(head_dim)
+            found = TensorSettings(bits=self.bits, groups_along=along, group=group, clip=clip)
+            found.format_of(head_dim).check_head_dim(head_dim)
         except ValueError as error:
             raise SettingError("benchmark.group", self.group, "give another", f"does not fit ({error})") from error
         return found
