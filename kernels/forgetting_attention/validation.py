@@ -88,7 +88,9 @@ def check_bounds(q: Tensor, kv_start: Tensor | None, kv_end: Tensor | None) -> N
     for name, bound in (("kv_start", kv_start), ("kv_end", kv_end)):
         _check_index(bound, name, q)
         if bound is not None and bound.shape[0] != q.shape[0]:
-            raise ValueError(f"{name} has {bound.shape[0]} entries; it needs one for each of the {q.shape[0]} batch rows")
+            raise ValueError(
+                f"{name} has {bound.shape[0]} entries; it needs one for each of the {q.shape[0]} batch rows"
+            )
 
 
 def _check_log_forget(log_forget: Tensor, q: Tensor, shape: tuple[int, int, int]) -> None:

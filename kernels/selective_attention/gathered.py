@@ -1,4 +1,4 @@
-"""Selective attention in PyTorch: for CPUs and float64. One key head's scores at a time, and the chosen values alone."""
+"""Selective attention in PyTorch, for CPUs and float64: keys are read head by head, and the chosen values alone."""
 
 import torch
 from torch import Tensor

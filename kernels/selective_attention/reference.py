@@ -1,8 +1,8 @@
 """Reference implementation of selective attention, with all scores and weights; tests compare against it.
 
-    s_j = scale * q . k_j + c - c_j                      for the keys j in use, c the sum at the query's own key
-    P   = the top_values keys of the highest s_j         of equal scores, the earlier key first
-    o   = sum_{j in P} softmax_{j in P}(s_j) v_j         (DiffQKV's selective V fetching, arXiv 2501.13629)
+s_j = scale * q . k_j + c - c_j                      for the keys j in use, c the sum at the query's own key
+P   = the top_values keys of the highest s_j         of equal scores, the earlier key first
+o   = sum_{j in P} softmax_{j in P}(s_j) v_j         (DiffQKV's selective V fetching, arXiv 2501.13629)
 """
 
 import torch

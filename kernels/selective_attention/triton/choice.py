@@ -1,7 +1,7 @@
 """The second launch: the highest scores of a row, and the softmax over their values alone.
 
-At least `wanted` scores are as large as the wanted-th largest of the chunks' maxima. So a chunk whose maximum is smaller
-holds none of the chosen keys, and is never read:
+At least `wanted` scores are as large as the wanted-th largest of the chunks' maxima. So a chunk whose maximum is
+smaller holds none of the chosen keys, and is not read:
 
     1. a bound that `wanted` maxima lie above, and few more: bisection over the maxima
     2. the chunks whose maximum lies above it, in order

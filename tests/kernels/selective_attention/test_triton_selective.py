@@ -62,7 +62,7 @@ def test_any_number_of_values_equals_the_definition(make, agree, top_values):
 @pytest.mark.parametrize("top_values", [1, 40, 300])
 @pytest.mark.parametrize("keys", [150, 4500])
 def test_of_equal_scores_the_earlier_keys_are_read(make, agree, keys, top_values):
-    """Whole numbers have a few dozen scores: the last chosen one has many ties, in more chunks than are held at once."""
+    """Whole numbers have a few dozen scores, so that the last chosen one has many ties."""
     inputs = make(1, keys, (2, 1, 1), (4, 16), dtype=torch.float32, whole=True)
     agree(inputs, top_values, kv_start=int32(5), num_splits=2)
 
@@ -84,7 +84,13 @@ def test_where_all_scores_are_equal_the_first_keys_are_read(make, attend):
 
 @pytest.mark.parametrize(
     ("heads", "dims"),
-    [((8, 2, 4), (16, 16)), ((6, 2, 3), (17, 5)), ((3, 1, 3), (64, 128)), ((40, 1, 2), (16, 16)), ((2, 2, 2), (256, 40))],
+    [
+        ((8, 2, 4), (16, 16)),
+        ((6, 2, 3), (17, 5)),
+        ((3, 1, 3), (64, 128)),
+        ((40, 1, 2), (16, 16)),
+        ((2, 2, 2), (256, 40)),
+    ],
     ids=str,
 )
 def test_heads_and_widths_equal_the_definition(make, agree, heads, dims):
@@ -185,9 +191,7 @@ def test_a_captured_call_is_right_for_every_later_token(make, assert_close):
     for tokens in (10, 49, 50, 51, 800, 3000):
         end.fill_(tokens)
         graph.replay()
-        expected = selective_attention_reference(
-            **exact, top_values=50, scale=0.125, kv_start=arguments[5], kv_end=end
-        )
+        expected = selective_attention_reference(**exact, top_values=50, scale=0.125, kv_start=arguments[5], kv_end=end)
         assert_close({"out": out}, {"out": expected}, TOLERANCE[torch.bfloat16])
         assert operation(*arguments).equal(out)
 
