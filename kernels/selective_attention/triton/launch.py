@@ -33,27 +33,42 @@ def attend(
     softcap: float | None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """Compute `selective_attention`; same arguments and result.
+    """Compute `selective_attention`; same arguments and result. num_splits: see `score`."""
+    order, maxima = score(q, k, decay, kv_start, kv_end, scale, softcap, num_splits)
+    return choose(order, maxima, v, top_values, kv_start, kv_end)
 
-    num_splits of a row's keys is chosen from the sizes and the device when None.
+
+def score(
+    q: Tensor,
+    k: Tensor,
+    decay: Tensor | None,
+    kv_start: Tensor | None,
+    kv_end: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the scores of all keys in use, in the first launch; arguments as in `selective_attention`.
+
+    Args:
+        num_splits: of a row's keys; chosen from the sizes and the device when None.
+
+    Returns:
+        int32 [B, Hq, chunks * CHUNK] in the order of the scores, and the largest of each chunk [B, Hq, chunks]. Chunks
+        without a key in use are not written.
     """
     batch, _, num_heads, key_dim = q.shape
-    num_keys, value_dim = v.shape[1], v.shape[3]
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (q_unit, q_strides), (k_unit, k_strides), (v_unit, v_strides) = map(strides_in_units, (q, k, v))
+    num_keys, key_heads = k.shape[1:3]
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    (q_unit, q_strides), (k_unit, k_strides) = strides_in_units(q), strides_in_units(k)
     along_keys, decay, decay_strides = _readable_decay(decay)
-    num_chunks, most_keys = cdiv(num_keys, CHUNK), min(top_values, num_keys)
-    per_key_head = num_heads // k.shape[2]
+    num_chunks, per_key_head = cdiv(num_keys, CHUNK), num_heads // key_heads
     rows = max(SMALLEST_PRODUCT, min(next_power_of_2(per_key_head), MAX_ROWS))
-    programs = k.shape[2] * cdiv(per_key_head, rows)
-    keys_at_once = TILE_BYTES // (block_dim(key_dim) * k.element_size())
-    order = q.new_empty(batch, num_heads, num_chunks * CHUNK, dtype=torch.int32)
-    maxima, chunks = (q.new_empty(batch, num_heads, num_chunks, dtype=torch.int32) for _ in range(2))
-    keys = q.new_empty(batch, num_heads, most_keys, dtype=torch.int32)
-    weights = q.new_empty(batch, num_heads, most_keys, dtype=torch.float32)
-    out = q.new_empty(batch, 1, num_heads, value_dim)
+    programs = key_heads * cdiv(per_key_head, rows)
     if num_splits is None:
         num_splits = choose_splits(batch * programs, num_keys, q.device)
+    order = q.new_empty(batch, num_heads, num_chunks * CHUNK, dtype=torch.int32)
+    maxima = q.new_empty(batch, num_heads, num_chunks, dtype=torch.int32)
     with torch.cuda.device_of(q):
         score_split[(programs, num_splits, batch)](
             q, k, decay, kv_start, kv_end, order, maxima,
@@ -65,7 +80,7 @@ def attend(
             HEADS_PER_KEY_HEAD=per_key_head,
             ROWS=rows,
             CHUNK=CHUNK,
-            BLOCK_KEYS=max(CHUNK, min(keys_at_once, MAX_KEYS)),
+            BLOCK_KEYS=max(CHUNK, min(TILE_BYTES // (block_dim(key_dim) * k.element_size()), MAX_KEYS)),
             KEY_DIM=key_dim,
             BLOCK_KEY_DIM=block_dim(key_dim),
             # Three products in tf32 for one in float32: tf32 alone has 10 bits.
@@ -73,12 +88,41 @@ def attend(
             num_warps=NUM_WARPS,
             num_stages=NUM_STAGES,
         )  # fmt: skip
+    return order, maxima
+
+
+def choose(
+    order: Tensor,
+    maxima: Tensor,
+    v: Tensor,
+    top_values: int,
+    kv_start: Tensor | None,
+    kv_end: Tensor | None,
+) -> Tensor:
+    """Attend to the keys of the highest scores, in the second launch.
+
+    Args:
+        order, maxima: what `score` returns.
+        v, top_values, kv_start, kv_end: as in `selective_attention`.
+
+    Returns:
+        [B, 1, Hq, Dv] in v's dtype.
+    """
+    batch, num_heads, num_chunks = maxima.shape
+    num_keys, value_heads, value_dim = v.shape[1:]
+    v = v if v.stride(-1) == 1 else v.contiguous()
+    v_unit, v_strides = strides_in_units(v)
+    most_keys = min(top_values, num_keys)
+    keys = order.new_empty(batch, num_heads, most_keys)
+    weights = keys.new_empty(keys.shape, dtype=torch.float32)
+    out = v.new_empty(batch, 1, num_heads, value_dim)
+    with torch.cuda.device_of(v):
         choose_and_attend[(batch * num_heads,)](
-            order, maxima, v, kv_start, kv_end, chunks, keys, weights, out,
+            order, maxima, v, kv_start, kv_end, torch.empty_like(maxima), keys, weights, out,
             *v_strides, num_keys, num_chunks, top_values, most_keys,
             V_UNIT=v_unit,
             NUM_HEADS=num_heads,
-            HEADS_PER_VALUE_HEAD=num_heads // v.shape[2],
+            HEADS_PER_VALUE_HEAD=num_heads // value_heads,
             CHUNK=CHUNK,
             BLOCK=BLOCK,
             ITEMS=max(1, min(MAX_ITEMS, VALUE_NUMBERS // block_dim(value_dim))),
