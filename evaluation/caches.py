@@ -38,12 +38,12 @@ class NamedCache:
     settings: CacheSettings
 
     def new(self, model: Any) -> Cache:
-        """Return an empty cache for `past_key_values` of the model: its own where nothing is compressed.
+        """Return an empty cache for `past_key_values` of the model: its own where that does the same.
 
         Raises:
             ValueError: the model has no attention that can be compressed, or the settings do not fit it.
         """
-        if self.settings.compresses:
+        if not self.settings.is_full:
             return CompressedCache(model.config, self.settings)
         return model.new_cache() if hasattr(model, "new_cache") else DynamicCache(config=model.config)
 

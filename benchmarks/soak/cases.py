@@ -14,6 +14,7 @@ from benchmarks.recurrence.recurrence_peers import Case, random_problem
 from kernels.cross_entropy import token_losses
 from kernels.forgetting_attention import forgetting_attention
 from kernels.gated_recurrence import gated_recurrence, gated_recurrence_step, liger_step, windowed_step
+from kernels.selective_attention import selective_attention
 from kernels.small_batch_linear import small_batch_linear
 
 Results = dict[str, Tensor]
@@ -97,8 +98,13 @@ def attention(
     return Kernel(build, ATOMIC if added_in_any_order else {})
 
 
-def decoding(head_dim: int, heads: tuple[int, int, int], *, gated: bool, queries: int = 1) -> Kernel:
-    """Return the case of forgetting attention of a few queries, on a cache with cumulative gates."""
+def decoding(
+    head_dim: int, heads: tuple[int, int, int], *, gated: bool, queries: int = 1, top_values: int | None = None
+) -> Kernel:
+    """Return the case of attention of a few queries to a cache, with cumulative gates if gated.
+
+    top_values: of `selective_attention`; None: `forgetting_attention`.
+    """
 
     def build(device: torch.device, longest: int) -> Repeat:
         torch.manual_seed(0)
@@ -109,10 +115,12 @@ def decoding(head_dim: int, heads: tuple[int, int, int], *, gated: bool, queries
             for tokens, num_heads in zip((queries, keys, keys), heads, strict=True)
         )
         held = torch.linspace(keys // 2, keys, batch, device=device).to(torch.int32)
-        arguments = {"kv_end": held, "cumulative": True} if gated else {}
+        sums, bounds = (gates, {"kv_end": held}) if gated else (None, {})
 
         def repeat() -> Results:
-            return {"out": forgetting_attention(q, k, v, gates if gated else None, **arguments)}
+            if top_values is not None:
+                return {"out": selective_attention(q, k, v, top_values, sums, **bounds)}
+            return {"out": forgetting_attention(q, k, v, sums, cumulative=gated, **bounds)}
 
         return repeat
 
@@ -282,6 +290,8 @@ CASES: dict[str, Kernel] = {
     "decoding D64": decoding(64, (32, 32, 32), gated=False),
     "decoding D128, gated": decoding(128, (32, 4, 8), gated=True),
     "decoding D128, gated, 8 queries": decoding(128, (32, 8, 8), gated=True, queries=8),
+    "selective decoding D64": decoding(64, (32, 4, 16), gated=False, top_values=100),
+    "selective decoding D128, gated": decoding(128, (32, 8, 8), gated=True, top_values=1000),
     "recurrence per channel": recurrence(_channels()),
     "recurrence per channel, K64 V64": recurrence(_channels(64, 64)),
     "recurrence per channel, strong gates": recurrence(_channels(strength=30.0)),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from common.settings import check_whole
+from common.settings import SettingError, check_whole
 from evaluation import result_folder, results
 from evaluation.caches import NamedCache, bits_per_element, read_caches
 from evaluation.loading import batch_of, check_loading, cut_text, explain_batch_memory, load_checkpoint
@@ -50,12 +50,25 @@ def run(cfg: DictConfig) -> None:
     check_loading(cfg)
     settings = Settings(Path(str(own.text)), own.length, own.chunk, own.sequences)
     caches = read_caches(own.caches)
+    check_selecting(caches, settings.chunk)
     place = result_folder.result_folder_of(cfg)
     text = job.read_text("benchmark.text", str(settings.text))
     device = job.choose_device(cfg.device)
     place.make()
     report = measured(cfg, settings, caches, text, device, place.folder / NAME)
     results.write_results(NAME, report, place, as_markdown, draw, logged(report))
+
+
+def check_selecting(caches: list[NamedCache], chunk: int) -> None:
+    """Check that tokens pass through the model one at a time if a cache selects values, which it does for these alone.
+
+    Raises:
+        SettingError: they do not.
+    """
+    selecting = [cache.name for cache in caches if cache.settings.top_values is not None]
+    if selecting and chunk > 1:
+        problem = f"would measure {selecting[0]} as if it read all values"
+        raise SettingError("benchmark.chunk", chunk, "give 1", problem)
 
 
 def measured(

@@ -25,7 +25,7 @@ def check_arguments(
     Raises:
         ValueError: an argument does not fit.
     """
-    _check_qkv(q, k, v)
+    check_qkv(q, k, v)
     batch, num_queries, num_heads, _ = q.shape
     num_keys = k.shape[1]
     if log_forget is not None:
@@ -35,8 +35,7 @@ def check_arguments(
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a query sees at least its own key; window must be 1 or more, or None")
     _check_index(cu_seqlens, "cu_seqlens", q)
-    _check_index(kv_start, "kv_start", q)
-    _check_index(kv_end, "kv_end", q)
+    check_bounds(q, kv_start, kv_end)
     if cu_seqlens is not None:
         if kv_start is not None or kv_end is not None:
             raise ValueError("cu_seqlens was given with kv_start or kv_end; packed documents have no padding: give one")
@@ -47,13 +46,15 @@ def check_arguments(
             )
         if cu_seqlens.shape[0] < 2:
             raise ValueError(f"cu_seqlens has {cu_seqlens.shape[0]} entries; N documents need N + 1, at least 2")
-    for name, bound in (("kv_start", kv_start), ("kv_end", kv_end)):
-        if bound is not None and bound.shape[0] != batch:
-            raise ValueError(f"{name} has {bound.shape[0]} entries; it needs one for each of the {batch} batch rows")
     _check_prune(prune, logit_bound, log_forget, num_heads, q)
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that queries, keys and values fit each other.
+
+    Raises:
+        ValueError: they do not.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, time, heads, head_dim]")
@@ -76,6 +77,20 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"{q.shape[1]} queries but {k.shape[1]} keys; queries are the last of the keys: give as many keys or more"
         )
+
+
+def check_bounds(q: Tensor, kv_start: Tensor | None, kv_end: Tensor | None) -> None:
+    """Check that the bounds of the keys in use are int32 with one entry for each batch row.
+
+    Raises:
+        ValueError: they are not.
+    """
+    for name, bound in (("kv_start", kv_start), ("kv_end", kv_end)):
+        _check_index(bound, name, q)
+        if bound is not None and bound.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"{name} has {bound.shape[0]} entries; it needs one for each of the {q.shape[0]} batch rows"
+            )
 
 
 def _check_log_forget(log_forget: Tensor, q: Tensor, shape: tuple[int, int, int]) -> None:

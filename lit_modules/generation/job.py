@@ -63,7 +63,7 @@ def run(cfg: DictConfig) -> None:
         check_output(Path(str(cfg.output)))
     smaller = "max_new_tokens" if cfg.prompts_file is None else "batch_size or max_new_tokens"
     with out_of_memory.explain_out_of_memory(cfg, f"give a smaller {smaller}, or device=cpu"):
-        generate(cfg, prompts, settings, cache if cache.compresses else None)
+        generate(cfg, prompts, settings, None if cache.is_full else cache)
 
 
 def generate(cfg: DictConfig, prompts: list[str], settings: dict[str, Any], cache: CacheSettings | None) -> None:

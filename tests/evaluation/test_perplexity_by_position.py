@@ -142,6 +142,18 @@ def test_a_cache_that_keeps_all_tokens_loses_nothing_and_one_that_evicts_them_do
     assert report["bits"]["streaming_llm window=2"] < report["bits"]["full"] == 64
 
 
+def test_values_that_are_selected_cost_something_and_a_number_beyond_the_text_costs_nothing(measure, tmp_path):
+    caches = "[full,{selective_v:{top_values:31}},{selective_v:{top_values:2}}]"
+    done = measure(f"benchmark.caches={caches}", "benchmark.sequences=6", "benchmark.chunk=1")
+    assert done.status == 0, done.err
+    report = json.loads((tmp_path / "out" / "evaluation" / "perplexity_by_position.json").read_text())
+    every, two = report["difference"].values()
+    assert every["value"] == pytest.approx(0, abs=1e-9)
+    assert abs(two["value"]) > 1e-3
+    # The first two tokens have no more keys than that.
+    assert report["buckets"][0]["difference"]["selective_v top_values=2"]["value"] == pytest.approx(0, abs=1e-9)
+
+
 def test_a_table_of_one_sequence_has_no_errors(measure):
     done = measure("benchmark.sequences=1")
     assert done.status == 0, done.err
@@ -172,6 +184,10 @@ def test_a_table_tells_decided_differences(tmp_path):
         ("benchmark.caches=[full,fulll]", "benchmark.caches=fulll is not known"),
         ("benchmark.caches=[full,full]", "benchmark.caches=full is there twice"),
         ("benchmark.caches=[3]", "benchmark.caches=3 is no cache"),
+        (
+            "benchmark.caches=[full,selective_v]",
+            "benchmark.chunk=64 would measure selective_v as if it read all values: give 1",
+        ),
         ("dtype=int8", "dtype=int8"),
         ("batch_size=many", "batch_size=many"),
     ],

@@ -190,9 +190,11 @@ def test_an_output_that_is_there_stays_until_there_is_something_to_put_in_its_pl
     assert json.loads(output.read_text())["prompt"] == "a"
 
 
-@pytest.mark.parametrize("cache", ["logquant", "partial_logquant", "streaming_llm", "h2o"])
-def test_a_compressed_cache_that_holds_all_changes_no_text(run, trained, cache):
-    groups = [] if cache in ("streaming_llm", "h2o") else ["cache.keys.group=16", "cache.values.group=16"]
+@pytest.mark.parametrize("cache", ["logquant", "partial_logquant", "streaming_llm", "h2o", "selective_v"])
+def test_a_cache_that_holds_and_reads_all_changes_no_text(run, trained, cache):
+    groups = (
+        [] if cache in ("streaming_llm", "h2o", "selective_v") else ["cache.keys.group=16", "cache.values.group=16"]
+    )
     asked = ("prompt='the kernel'", "temperature=0")
     full, compressed = (generate(run, trained, *asked, *more) for more in ([], [f"cache={cache}", *groups]))
     assert compressed.status == 0, compressed.err
@@ -215,6 +217,11 @@ def test_a_compressed_cache_that_holds_all_changes_no_text(run, trained, cache):
             "rotations=nowhere.safetensors is not a file: give the output of job=calibrate (palimpsest job=calibrate ",
         ),
         (["cache=logquant", "cache.values.group=64"], "is not a multiple of group=64: give a group that divides it"),
+        (["cache=selective_v", "cache.top_values=0"], "cache.top_values=0: give a whole number, 1 or more"),
+        (
+            ["cache=logquant", "cache.top_values=100"],
+            "cache.top_values=100 reads tokens of 16 bits, but keys.bits=2: set keys.bits=16 and values.bits=16, or ",
+        ),
         (["cache=h2o", "cache.values.keep=recent"], "cache.values.keep=recent chooses for keys and values at once"),
     ],
 )

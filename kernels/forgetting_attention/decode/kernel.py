@@ -150,7 +150,7 @@ def _launch_splits(
     num_keys, value_dim = v.shape[1], v.shape[3]
     strides, units = [], []
     for x in (q, k, v, decay):
-        unit, in_units = (1, (0, 0)) if x is None else _strides_in_units(x)
+        unit, in_units = (1, (0, 0)) if x is None else strides_in_units(x)
         units.append(unit)
         strides.extend(in_units)
     _attend_split[(tiling.groups, num_splits, batch)](
@@ -188,7 +188,7 @@ def _launch_splits(
     )
 
 
-def _strides_in_units(x: Tensor) -> tuple[int, list[int]]:
+def strides_in_units(x: Tensor) -> tuple[int, list[int]]:
     """Return the widest unit of up to 16 bytes that divides all strides but the last, and those strides in units.
 
     The unit is a constexpr from which the compiler infers load widths, without a recompilation for each stride.

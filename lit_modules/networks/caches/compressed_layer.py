@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.packed_kv import PackedPast, packed_attention, read_squares, rotate, rotate_and_write
+from kernels.selective_attention import selective_attention
 from lit_modules.networks.caches.beside import Beside
 from lit_modules.networks.caches.books import Books
 from lit_modules.networks.caches.choosing import prompt_votes
@@ -205,10 +206,16 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
         keep = self.books.keys.keep
         if keep == "prompt_attention" and key_move.tokens > 1:
             layouts["scores"].copy_(self._votes(q, layouts, key_move, scale, softcap, finish))
-        if finish is None and not self.books.apart and keep != "heavy_hitters":
+        seen = layouts["keys"]
+        if finish is not None and not self.settings.compresses:
+            # Nothing is packed, so all keys are mapped at once, as the full cache does.
+            seen, finish = finish(seen, layouts["rotary"][:, 0]).to(q.dtype), None
+        if self.settings.top_values is not None and key_move.tokens == 1:
+            out = self._attend_selectively(q, seen, layouts, key_move, scale, softcap)
+        elif finish is None and not self.books.apart and keep != "heavy_hitters":
             out = packed_attention(
                 q,
-                layouts["keys"],
+                seen,
                 layouts["values"],
                 key_move.end,
                 self._past(key_move),
@@ -398,6 +405,25 @@ class CompressedCacheLayer(UnshiftedStates, CountedCacheLayer):
             softcap=softcap,
             decay=layouts.get("sums"),
         )
+
+    def _attend_selectively(
+        self, q: Tensor, keys: Tensor, layouts: dict[str, Tensor], move: Move, scale: float, softcap: float | None
+    ) -> Tensor:
+        """Attend to finished keys `[B, Hk, slots, D]`, and read the values of the highest scores alone."""
+        assert self.settings.top_values is not None
+        sums = layouts.get("sums")
+        out = selective_attention(
+            q.transpose(1, 2),
+            keys.transpose(1, 2),
+            layouts["values"].transpose(1, 2),
+            self.settings.top_values,
+            None if sums is None else sums.transpose(1, 2),
+            scale=scale,
+            softcap=softcap,
+            kv_start=move.start,
+            kv_end=move.end,
+        )
+        return out.transpose(1, 2)
 
     def _attend_in_parts(
         self,

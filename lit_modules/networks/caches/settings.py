@@ -1,4 +1,4 @@
-"""The settings of a compressed cache: which tokens keep 16 bits, what becomes of the others, and how they are packed.
+"""The settings of a compressed cache: which tokens keep 16 bits, what becomes of the others, and which values are read.
 
 Keys and values have settings of their own. `conf/cache/` has the published methods under their names.
 """
@@ -114,6 +114,9 @@ class CacheSettings:
         window: W of `log_sparse`, which keeps 2W to 3W - 1 tokens; elsewhere the tokens that keep 16 bits.
         first: the first tokens that `first_and_recent` keeps.
         rotations: the safetensors file of `transform=rotation`, `balanced` and `ordered`, which job=calibrate writes.
+        top_values: values that a query head reads for a token that comes alone, those of its highest scores over all
+            keys (selective V fetching, arXiv 2501.13629); where several tokens come at once, as in a prompt, it reads
+            all. For keys and values of 16 bits. None: it always reads all.
 
     Raises:
         SettingError: a value is out of range, or two contradict each other.
@@ -124,6 +127,7 @@ class CacheSettings:
     window: int = 64
     first: int = 0
     rotations: str | None = None
+    top_values: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("keys", "values"):
@@ -140,6 +144,11 @@ class CacheSettings:
         if self.keys.reads_content or self.values.reads_content or self.keys.bits == 0:
             self._check_same_tokens()
         self._check_block()
+        check_whole("top_values", self.top_values, 1, null=True)
+        if self.top_values is not None and self.compresses:
+            name, bits = next((name, t.bits) for name, t in self.tensors.items() if t.bits != 16)
+            fix = "set keys.bits=16 and values.bits=16, or leave it out"
+            raise SettingError("top_values", self.top_values, fix, f"reads tokens of 16 bits, but {name}.bits={bits}")
         fitted = {n: t.transform for n, t in self.tensors.items() if t.is_packed and t.transform in FITTED}
         if fitted and self.rotations is None:
             name, way = next(iter(fitted.items()))
@@ -179,6 +188,11 @@ class CacheSettings:
     def compresses(self) -> bool:
         """Whether any token loses its 16 bits."""
         return self.keys.bits != 16 or self.values.bits != 16
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a model's own cache does the same: no token loses its 16 bits, and all values are read."""
+        return not self.compresses and self.top_values is None
 
     def window_of(self, tensor: TensorSettings) -> int:
         """Return the window of the keys or of the values."""

@@ -23,7 +23,7 @@ def settings_of(name: str) -> CacheSettings:
 )
 def test_every_file_is_a_setting(name):
     settings = settings_of(name)
-    assert settings.compresses == (name != "full")
+    assert settings.is_full == (name == "full")
 
 
 def test_logquant_in_a_file_and_as_defaults_differ_in_the_keys_groups_alone():
@@ -47,6 +47,12 @@ def test_logquant_in_a_file_and_as_defaults_differ_in_the_keys_groups_alone():
             "cache.values.keep=recent evicts keys and values at once: keep, window and bits have to fit keys.keep=log_",
         ),
         ({"keys": {"transform": "rotation"}}, "cache.rotations=null with keys.transform=rotation: name the file"),
+        ({"top_values": 0}, "cache.top_values=0: give a whole number, 1 or more"),
+        (
+            {"top_values": 100},
+            "cache.top_values=100 reads tokens of 16 bits, but keys.bits=2: set keys.bits=16 and values.bits=16, or",
+        ),
+        ({"top_values": 100, "keys": {"bits": 16}}, "cache.top_values=100 reads tokens of 16 bits, but values.bits=2"),
         ({"rotations": "a"}, "cache.rotations=a is not read: set keys.transform or"),
         (
             {"keys": {"groups_along": "tokens"}, "values": {"groups_along": "tokens", "group": 64}},

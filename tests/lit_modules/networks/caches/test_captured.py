@@ -29,6 +29,8 @@ def llama() -> LlamaForCausalLM:
 
 
 def settings(transform: str) -> CacheSettings:
+    if transform == "selected values":
+        return CacheSettings(TensorSettings(bits=16), TensorSettings(bits=16), top_values=50)
     if transform == "chosen by the prompt":
         keys = TensorSettings("prompt_attention", groups_along="tokens", high_channels=8, debias=True)
         return CacheSettings(keys, TensorSettings("prompt_attention", transform="hadamard"), window=WINDOW)
@@ -45,7 +47,7 @@ def prefilled(llama: LlamaForCausalLM, transform: str) -> tuple[CompressedCache,
     return cache, tokens[:, PROMPT:]
 
 
-@pytest.mark.parametrize("transform", ["none", "hadamard", "chosen by the prompt"])
+@pytest.mark.parametrize("transform", ["none", "hadamard", "chosen by the prompt", "selected values"])
 @torch.no_grad()
 def test_replays_of_captured_steps_and_rolls_give_what_they_give_uncaptured(llama, transform, monkeypatch) -> None:
     with monkeypatch.context() as patch:
@@ -80,7 +82,7 @@ def test_replays_of_captured_steps_and_rolls_give_what_they_give_uncaptured(llam
             found.append(out.clone())
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), f"step {i}: {(one - other).abs().max()}"
-    assert any(cache.books.rolls.captured.values())
+    assert any(cache.books.rolls.captured.values()) == cache.settings.compresses
     assert [layer.positions() for layer in cache.compressed_layers] == kept
 
 
