@@ -8,6 +8,6 @@ setup(
         "palimpsest_conf",
     ],
     package_dir={"palimpsest_conf": "conf"},
-    package_data={"palimpsest_conf": ["**/*.yaml"]},
+    package_data={"palimpsest_conf": ["**/*.yaml"], "evaluation": ["compare/*.jinja"]},
     exclude_package_data={"palimpsest_conf": ["local/*"]},
 )

@@ -1,10 +1,10 @@
-"""Settings that users give: the error about one, shared checks, and differences between configurations."""
+"""Settings that users give: the error about one, shared checks, configurations flattened and compared."""
 
 import contextlib
 import difflib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 NO_VALUE: Any = ...  # for an error that is not about a key's value; equal to itself after pickling
@@ -169,3 +169,11 @@ def differences(before: Any, after: Any, prefix: str = "") -> dict[str, tuple[An
 def _is_null(value: Any) -> bool:
     """Return whether a value is null, or a mapping of nulls only."""
     return value is None or (isinstance(value, dict) and all(each is None for each in value.values()))
+
+
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings with dotted keys; a mapping without keys leaves none."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

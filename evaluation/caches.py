@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from common.setting_nodes import plain_dict
-from common.settings import SettingError
+from common.settings import SettingError, flattened
 from data_pipeline.identity import WHOLE, file_identity
 from lit_modules.launching.choices import choices
 from lit_modules.launching.conf_files import is_part
@@ -115,11 +115,3 @@ def read_file(name: str) -> dict[str, Any]:
         return plain_dict(hydra.compose(f"cache/{name}").cache)
     except MissingConfigException as error:
         raise SettingError(KEY, name, f"give one of {choices('cache')}", "is not known") from error
-
-
-def flattened(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested keys joined by dots."""
-    flat: dict[str, Any] = {}
-    for key, value in changes.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat

@@ -25,13 +25,7 @@ def compared(found: Mapping[str, Sequence[Mapping[str, Any]]], length: int) -> d
         cache.
     """
     parts = {"buckets": buckets(length), "curve": curve_ranges(length)}
-    sizes = [stop - start for start, stop in parts["buckets"]]
-    whole = {
-        cache: [
-            math.fsum(n * loss for n, loss in zip(sizes, row["buckets"], strict=True)) / (length - 1) for row in rows
-        ]
-        for cache, rows in found.items()
-    }
+    whole = {cache: whole_losses(rows, length) for cache, rows in found.items()}
     said: dict[str, Any] = against_first(whole)
     said["bits"] = {cache: math.fsum(row["bits"] for row in rows) / len(rows) for cache, rows in found.items()}
     for part, ranges in parts.items():
@@ -41,6 +35,12 @@ def compared(found: Mapping[str, Sequence[Mapping[str, Any]]], length: int) -> d
             for place, (start, stop) in enumerate(ranges)
         ]
     return said
+
+
+def whole_losses(rows: Sequence[Mapping[str, Any]], length: int) -> list[float]:
+    """Return each sequence's mean loss over all its tokens, from its means in buckets."""
+    sizes = [stop - start for start, stop in buckets(length)]
+    return [math.fsum(n * loss for n, loss in zip(sizes, row["buckets"], strict=True)) / (length - 1) for row in rows]
 
 
 def against_first(losses: Mapping[str, Sequence[float]]) -> dict[str, dict[str, JsonEstimate]]:

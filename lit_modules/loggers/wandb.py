@@ -1,5 +1,6 @@
 """Logging to Weights & Biases, if configured."""
 
+import contextlib
 import html
 import logging
 import os
@@ -16,6 +17,7 @@ from common.atomic_files import write_atomic
 from common.settings import SettingError
 from lit_modules.loggers.wandb_sync import (
     RUN_ID,
+    RUN_URL,
     UNSENT_MARK,
     missing_key_message,
     no_answer_message,
@@ -104,7 +106,10 @@ class Wandb(WandbLogger):
         """Start or continue wandb's run, after sending its earlier unsent parts."""
         if self._wandb_init["mode"] == "online" and (left := send(unsent_parts(self.folder))):
             raise OSError(f"{len(left)} earlier parts of the run could not be sent, and come first")
-        super().experiment  # noqa: B018 (Lightning's property begins it)
+        begun = super().experiment
+        if self._wandb_init["mode"] == "online" and begun.url:
+            with contextlib.suppress(OSError):  # a full disk: only the link in job=compare is lost
+                write_atomic(self.folder / "wandb" / RUN_URL, f"{begun.url}\n")
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -24,6 +24,7 @@ from common.settings import SettingError
 from lit_modules.launching import run_folder
 
 RUN_ID = "run-id.txt"  # in <run>/wandb: the id of the wandb run
+RUN_URL = "run-url.txt"  # beside it: the page of the wandb run, once it was online
 UNSENT_MARK = "unsent"  # in a part's folder
 # Most retries of a request. wandb's own numbers suit a run that lasts hours: it would retry for many minutes.
 FEW_TRIES = {f"WANDB__{kind}_RETRY_MAX": "4" for kind in ("GRAPHQL", "FILE_STREAM", "FILE_TRANSFER")}

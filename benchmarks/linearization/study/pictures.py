@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from benchmarks.linearization.study.records import TEACHER, UNTRAINED, Point
-from benchmarks.linearization.study.significance import Sample
 from common.atomic_files import write_figure
+from evaluation.significance import Sample
 
 COLORS = colormaps["tab10"].colors
 STYLES = ("-", "--", ":", "-.")

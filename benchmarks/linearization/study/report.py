@@ -15,11 +15,11 @@ from pathlib import Path
 from benchmarks.linearization.study import pictures
 from benchmarks.linearization.study.memory import cache_bytes, settings_of
 from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher, latest
-from benchmarks.linearization.study.significance import RULE, Comparison, Noise, Sample, compare, pooled
 from benchmarks.measuring.report import CommandLine, page
 from benchmarks.measuring.tables import read_csv, table
 from common.atomic_files import write_atomic
 from evaluation.harness.published.liger import ROWS
+from evaluation.significance import RULE, Comparison, Noise, Sample, compare, pooled
 
 REFERENCE = "Liger-GLA"
 
@@ -279,7 +279,7 @@ def whole(found: Sequence[Study], drawn: Mapping[Teacher, Mapping[str, str]]) ->
         "text that none of them was trained on. The paper's numbers (arXiv 2503.01496) are of Llama-3-8B: the orders "
         "can be compared, the values cannot. What came out, and why: "
         "[README](../linearization/study/README.md). By `python -m benchmarks.linearization.study.report`.",
-        RULE,
+        f"{RULE} What nothing was drawn for (no tokens of adaptation) has no noise of its own.",
         *(section(study, drawn.get(study.teacher, {})) for study in found),
     )
 

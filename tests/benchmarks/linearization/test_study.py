@@ -22,9 +22,9 @@ from benchmarks.linearization.study.report import (
     studies,
     write,
 )
-from benchmarks.linearization.study.significance import Noise, Sample, compare, pooled
 from benchmarks.linearization.study.variants import RECIPES
 from benchmarks.measuring.tables import read_csv
+from evaluation.significance import Noise, Sample, compare, pooled
 from lit_modules.linearization.layer_setup import chosen_ways
 
 LIGER, HGRN2, GSA = "Liger-GLA", "Liger-HGRN2", "Liger-GSA"

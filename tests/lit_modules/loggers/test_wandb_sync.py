@@ -108,6 +108,13 @@ def test_a_run_that_ended_as_it_should_online_is_not_sent_again(server, tmp_path
     assert "nothing to send" in capfd.readouterr().out
 
 
+def test_the_address_of_the_runs_page_is_kept_once_the_run_was_online(server, tmp_path):
+    kept(tmp_path, 1)
+    assert not (tmp_path / "wandb" / wandb_sync.RUN_URL).exists()
+    part(tmp_path, 2).close(0)
+    assert (tmp_path / "wandb" / wandb_sync.RUN_URL).read_text().strip().endswith(f"/runs/{run_id(tmp_path)}")
+
+
 def test_a_preempted_run_is_said_to_go_on(server, tmp_path):
     part(tmp_path, 1).close(75, preempted=True)
     found = server.runs[run_id(tmp_path)]

@@ -1,4 +1,4 @@
-"""Test whether two variants differ by more than their seeds."""
+"""Test whether two variants of a training differ by more than their seeds."""
 
 import math
 import statistics
@@ -14,9 +14,8 @@ RULE = (
     f"Two variants with {PAIRED_FROM} seeds in common or more are compared seed by seed: the mean difference against "
     f"Student's t at {CONFIDENCE:.0%}, two-sided, times its standard error (t = {student.ppf(0.975, 2):.2f} for three "
     "seeds). With fewer, the standard deviation over seeds is that of all variants of two seeds or more together, with "
-    "its degrees of freedom, or the larger one of the two themselves. What nothing was drawn for (no tokens of "
-    "adaptation) has no noise of its own. A difference within the noise is undecided, and so is one whose noise is not "
-    "known. Each pair is judged alone."
+    "its degrees of freedom, or the larger one of the two themselves. A difference within the noise is undecided, and "
+    "so is one whose noise is not known. Each pair is judged alone."
 )
 
 
