@@ -1,12 +1,7 @@
 """Records of the study's runs: a line for each run, and its held-out loss during training."""
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TypeVar
-
-from benchmarks.measuring.tables import csv_text, read_csv
-from common.atomic_files import write_atomic
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 RUNS, CURVES = "linearization_study.csv", "linearization_study_curves.csv"  # in RESULTS
 
@@ -71,29 +66,3 @@ class Point(OfARun):
     seed: int
     tokens: int
     held_out_nats: float
-
-
-Record = TypeVar("Record", Result, Point)
-
-
-def append(path: Path, records: Sequence[Record]) -> None:
-    """Append lines to a CSV file; create the file if needed.
-
-    Raises:
-        ValueError: the file has other columns.
-    """
-    if not records:
-        return
-    kind = type(records[0])
-    write_atomic(path, csv_text(kind, [*read_csv(path, kind), *records]))
-
-
-def latest(records: Iterable[Record]) -> list[Record]:
-    """Return the records of the last run of each teacher, variant and seed, in the order of the first."""
-    records = list(records)
-    dates: dict[Hashable, str] = {}
-    for record in records:
-        dates[record.key] = max(dates.get(record.key, ""), record.date)
-    chosen = [record for record in records if record.date == dates[record.key]]
-    # A line that was appended twice counts once.
-    return list({tuple(asdict(record).items()): record for record in chosen}.values())

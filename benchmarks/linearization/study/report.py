@@ -14,7 +14,8 @@ from pathlib import Path
 
 from benchmarks.linearization.study import pictures
 from benchmarks.linearization.study.memory import cache_bytes, settings_of
-from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher, latest
+from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher
+from benchmarks.measuring.records import latest
 from benchmarks.measuring.report import CommandLine, page
 from benchmarks.measuring.tables import read_csv, table
 from common.atomic_files import write_atomic

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.linearization.study import variants
-from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher, append
+from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, Teacher
 from benchmarks.measuring.configuration import compose
+from benchmarks.measuring.records import append
 from benchmarks.measuring.report import CommandLine, device_name
 from benchmarks.measuring.tables import read_csv
 

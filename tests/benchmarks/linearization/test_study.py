@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from benchmarks.linearization.study import variants
 from benchmarks.linearization.study.memory import HEAD_DIM, cache_bytes, settings_of
-from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result, append, latest
+from benchmarks.linearization.study.records import CURVES, RUNS, TEACHER, UNIGRAM, Point, Result
 from benchmarks.linearization.study.report import (
     AVERAGES,
     CONTROLS,
@@ -23,6 +23,7 @@ from benchmarks.linearization.study.report import (
     write,
 )
 from benchmarks.linearization.study.variants import RECIPES
+from benchmarks.measuring.records import append, latest
 from benchmarks.measuring.tables import read_csv
 from evaluation.significance import Noise, Sample, compare, pooled
 from lit_modules.linearization.layer_setup import chosen_ways
