@@ -1,4 +1,4 @@
-"""Jobs that measure a checkpoint; each writes a JSON file, a table and a figure, and logs to the run's wandb run.
+"""Jobs that measure a checkpoint: each writes a JSON file, a table and a figure, and logs to the run's wandb run.
 
 | module | what it holds |
 |---|---|
@@ -18,4 +18,6 @@
 | `longbench` | LongBench's 21 sets with their own metrics |
 | `cache_analysis` | what compressed caches do to attention, layer by layer |
 | `calibration` | `job=calibrate`: rotations and maps of a quantized cache, and what they gain |
+| `compare` | `job=compare`: runs and their results side by side |
+| `significance` | whether two variants of a training differ by more than their seeds |
 """

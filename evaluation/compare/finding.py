@@ -25,7 +25,11 @@ def find_runs(given: Sequence[str]) -> list[Path]:
         folder = Path(name)
         if not folder.is_dir():
             raise SettingError("runs", name, FIX, "is a file" if folder.exists() else "does not exist")
-        here = list(runs_below(folder, set()))
+        try:
+            here = list(runs_below(folder, set()))
+        except OSError as error:
+            problem = f"cannot be read ({error.filename}: {error.strerror})"
+            raise SettingError("runs", name, FIX, problem) from error
         if not here:
             problem = "holds no run and no evaluation" if any(folder.iterdir()) else "is empty"
             raise SettingError("runs", name, FIX, problem)

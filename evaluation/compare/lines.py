@@ -33,7 +33,7 @@ class Plot:
 
     Attributes:
         key: of the file's name.
-        from_zero: whether y goes from 0 to 1 (shares), instead of what the curves' later part needs.
+        are_shares: whether y goes from 0 to 1, and not as far as the later part of the curves.
     """
 
     key: str
@@ -42,7 +42,7 @@ class Plot:
     y_label: str
     lines: list[Line]
     caption: str
-    from_zero: bool = False
+    are_shares: bool = False
 
 
 def plots(comparison: Comparison) -> Iterator[Plot]:
@@ -144,7 +144,9 @@ def recall_plots(comparison: Comparison) -> Iterator[Plot]:
             if points:
                 found.append(Line(number, group.name, *mean_curve(points, [1.0] * len(points))))
         caption = "Share of facts that are repeated digit for digit, over all depths, with the first cache."
-        yield Plot(f"recall_{kind}", f"Recall: {kind}", "tokens of the prompt", "right", found, caption, from_zero=True)
+        yield Plot(
+            f"recall_{kind}", f"Recall: {kind}", "tokens of the prompt", "right", found, caption, are_shares=True
+        )
 
 
 def mean_curve(

@@ -2,6 +2,7 @@
 
 import html
 import io
+import math
 import re
 import textwrap
 from typing import Any
@@ -21,7 +22,7 @@ INK = "#010203"
 """Of text, axes and grid: nearly black in a PNG file, and in the page whatever color its text has."""
 
 NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-MOST_IN_A_ROW = 60  # characters of names in a row of the legend, about
+MOST_IN_A_ROW, LINE_SAMPLE = 100, 8  # characters in a row of the legend, and those that a sample of a line is wide
 LONGEST_LABEL = 90  # characters
 LATER_PART = 0.15  # of the x axis, from where on curves decide the limits of y
 STYLE: dict[Any, Any] = {
@@ -53,12 +54,14 @@ def label(number: int, name: str) -> str:
 def draw(plot: Plot) -> Figure:
     """Draw a plot: a line for each group, and a band for the standard error over its seeds."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+        names = [label(line.number, line.name) for line in plot.lines]
+        columns = max(1, min(4, MOST_IN_A_ROW // (max(map(len, names)) + LINE_SAMPLE)))
+        rows = math.ceil(len(names) / columns) * (len(names) > 1)
+        figure = Figure(figsize=(7.5, 4.2 + 0.2 * rows), layout="constrained")
         axes = figure.subplots()
-        for line in plot.lines:
+        for name, line in zip(names, plot.lines, strict=True):
             color, style = look(line.number)
             marker = "o" if len(line.x) <= 12 else ""
-            name = label(line.number, line.name)
             axes.plot(line.x, line.y, style, color=color, marker=marker, markersize=4, lw=1.6, label=name)
             if line.error is not None:
                 axes.fill_between(line.x, line.y - line.error, line.y + line.error, color=color, alpha=0.22, lw=0)
@@ -67,11 +70,12 @@ def draw(plot: Plot) -> Figure:
         axes.set_xlim(left=0)
         if max(line.x[-1] for line in plot.lines) >= 1000:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        if plot.from_zero:
+        if plot.are_shares:
             axes.set_ylim(-0.03, 1.03)
         else:
             limit(axes, plot)
-        add_legend(figure, [label(line.number, line.name) for line in plot.lines])
+        if rows:
+            figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     return figure
 
 
@@ -82,13 +86,6 @@ def limit(axes: Axes, plot: Plot) -> None:
     low, high = min(float(np.min(each)) for each in later), max(float(np.max(each)) for each in later)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     axes.set_ylim(low - margin, high + margin)
-
-
-def add_legend(figure: Figure, names: list[str]) -> None:
-    """Put the names below the axes, in as many columns as fit."""
-    if len(names) > 1:
-        columns = max(1, min(4, MOST_IN_A_ROW // max(map(len, names))))
-        figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def draw_finals(comparison: Comparison) -> Figure | None:
@@ -124,12 +121,12 @@ def draw_finals(comparison: Comparison) -> Figure | None:
     return figure
 
 
-def as_svg(figure: Figure, key: str, label: str) -> str:
+def as_svg(figure: Figure, key: str, spoken: str) -> str:
     """Return a figure as an SVG element to stand in a page.
 
     Args:
         key: all ids begin with it, since a page has several figures.
-        label: what a screen reader says of it.
+        spoken: what a screen reader says of it.
     """
     text = io.StringIO()
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": key}):
@@ -140,4 +137,4 @@ def as_svg(figure: Figure, key: str, label: str) -> str:
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = body.replace(' id="', f' id="{key}-').replace('href="#', f'href="#{key}-').replace("url(#", f"url(#{key}-")
     body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body.replace(INK, "currentColor"))
-    return f'<svg {NAMESPACES} viewBox="{view}" role="img" aria-label="{html.escape(label)}">{body}'
+    return f'<svg {NAMESPACES} viewBox="{view}" role="img" aria-label="{html.escape(spoken)}">{body}'

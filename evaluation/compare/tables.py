@@ -39,7 +39,10 @@ class Table:
     def markdown(self) -> str:
         """Return the table in Markdown."""
         lines = [self.header, *([linked(cell) for cell in row] for row in self.rows)]
-        return "\n".join(tables.table([[text.replace("|", "\\|") for text in line] for line in lines])) + "\n"
+        return (
+            "\n".join(tables.table([[" ".join(text.replace("|", "\\|").split()) for text in line] for line in lines]))
+            + "\n"
+        )
 
 
 def linked(cell: Cell) -> str:
@@ -50,8 +53,9 @@ def linked(cell: Cell) -> str:
 def main_table(comparison: Comparison) -> Table:
     """Return a row for each group: its settings, final loss, difference to the baseline."""
     trained = [group for group in comparison.groups if group.runs[0].state != EVALUATED]
-    further = [key for key in ("teacher_loss", "recovery") if any(key in r.summary for g in trained for r in g.runs)]
-    losses = [NATS] * (comparison.unit == NATS) + [BITS]
+    in_nats = comparison.unit == NATS
+    losses, further = [NATS] * in_nats + [BITS], ["teacher_loss"] * in_nats + ["recovery"]
+    further = [key for key in further if any(key in run.summary for group in trained for run in group.runs)]
     header = ["", *(key.rstrip("=") for key in comparison.columns)]
     header += [*(f"held-out loss, {unit}" for unit in losses), f"minus baseline, {comparison.unit}", "noise", "verdict"]
     header += ["by", "seeds", "tokens", "parameters", hours_unit(comparison), *further]
@@ -160,17 +164,10 @@ def runs_table(comparison: Comparison) -> Table:
     for number, group in enumerate(comparison.groups):
         for run in group.runs:
             loss = run.loss(comparison.unit)
-            cells = [
-                str(run.seed) if run.state != EVALUATED else "",
-                run.state,
-                count(run.tokens) if run.tokens else "",
-            ]
-            cells += [
-                "" if loss is None else f"{loss:.4f}",
-                "" if run.hours is None else f"{run.hours:.3g}",
-                run.devices,
-            ]
-            cells += [(run.summary.get("commit") or "")[:10]]
+            cells = ["" if run.state == EVALUATED else str(run.seed), run.state]
+            cells += [count(run.tokens) if run.tokens else "", "" if loss is None else f"{loss:.4f}"]
+            cells += ["" if run.hours is None else f"{run.hours:.3g}", run.devices]
+            cells.append((run.summary.get("commit") or "")[:10])
             rows.append([Cell(str(run.folder), number=number), *map(Cell, cells), wandb_cell(run)])
     header = ["folder", "seed", "state", "tokens", comparison.unit, hours_unit(comparison), "on", "commit", "wandb"]
     return Table("Runs", header, rows)
@@ -178,7 +175,8 @@ def runs_table(comparison: Comparison) -> Table:
 
 def wandb_cell(run: Run) -> Cell:
     """Return the link to the run's page at wandb, or its id where the page is not known."""
-    return Cell(run.wandb_id or "", run.wandb_url)
+    is_address = run.wandb_url is not None and run.wandb_url.startswith(("http://", "https://"))
+    return Cell(run.wandb_id or "", run.wandb_url if is_address else None)
 
 
 def plot_table(plot: Plot) -> Table:

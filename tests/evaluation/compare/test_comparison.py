@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from common.settings import SettingError
 from evaluation.compare.comparison import Comparison, compare_runs
-from evaluation.compare.finding import find_runs
+from evaluation.compare.finding import find_runs, runs_below
 from evaluation.compare.reading import BITS, NATS, read_run
 from tests.evaluation.compare.written_runs import BYTES, TOKENS, write_run, write_sweep
 
@@ -33,6 +33,7 @@ def test_runs_are_found_below_a_folder_in_the_order_of_their_numbers(tmp_path):
     (tmp_path / "b/back").symlink_to(tmp_path)
     found = [str(folder.relative_to(tmp_path)) for folder in find_runs([str(tmp_path)])]
     assert found == ["a/2026-01-01", "b/9", "b/10"]
+    assert len(list(runs_below(tmp_path, set()))) == 3  # a link back is followed once
     (tmp_path / "b/back").unlink()
     twice = find_runs([str(tmp_path / "b/9"), str(tmp_path / "b")])
     assert [folder.name for folder in twice] == ["9", "10"]

@@ -94,6 +94,7 @@ def test_the_keyboard_reaches_tables_numbers_and_links(page):
         seen.append(page.value("document.activeElement.className || document.activeElement.tagName"))
     assert seen[0] == "skip"
     assert {"scroll", "SUMMARY", "A"} <= set(seen)
+    assert page.value("[...document.querySelectorAll('.scroll')].every(e => e.tabIndex == 0)")
     page.value("document.querySelector('summary').focus()")
     page.press("Enter")
     assert page.value("document.querySelector('details').open")
