@@ -93,6 +93,7 @@ class Runner:
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
             "TRITON_CACHE_DIR": str(cache / "triton"),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(cores),
             "OMP_NUM_THREADS": str(cores),
         }
 
