@@ -69,7 +69,7 @@ def pooled(samples: Iterable[Sample]) -> Noise:
     freedom = sum(len(sample.values) - 1 for sample in several)
     if not freedom:
         return Noise(None, 0)
-    squares = sum(sample.deviation**2 * (len(sample.values) - 1) for sample in several)
+    squares = sum(statistics.variance(sample.values.values()) * (len(sample.values) - 1) for sample in several)
     return Noise(math.sqrt(squares / freedom), freedom)
 
 

@@ -63,8 +63,10 @@ def read_results(folder: Path) -> Results:
 
 def read_harness(report: Mapping[str, Any], results: Results) -> None:
     """Take the tasks of lm-eval; what is not a share of the documents goes to the numbers."""
+    from evaluation.harness.report import is_share
+
     for task, row in report["tasks"].items():
-        values = results.shares if row["metric"].startswith(("acc", "exact_match")) else results.numbers
+        values = results.shares if is_share(row["metric"]) else results.numbers
         values[f"{task}, {row['metric']}"] = Estimate(row["value"], row["standard_error"])
 
 
