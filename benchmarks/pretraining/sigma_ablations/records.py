@@ -16,7 +16,7 @@ FILE = "sigma_ablations.csv"  # in the folder of results
 OF_THE_RUN = ("experiment=", "seed=", "data.source.path=", "data_dir=", "callbacks.", "resume=")
 """Overrides that are the same in all runs, or columns of their own, or places."""
 
-CACHE, SELECTIVE = "cache=", "selective_v"  # how the names of caches with Sel.V begin
+CACHE, SELECTIVE = "cache=", "selective_v"  # in conf/cache/
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Result:
 
 
 def results_of(case: Case, folder: Path) -> Iterator[Result]:
-    """Yield the results of a finished run: its own, and under the caches with Sel.V that it was measured with."""
+    """Yield the results of a finished run: its own, and under the cache with Sel.V if it was measured."""
     run = read_run(folder)
     loss = run.loss(NATS)
     if run.state != FINISHED or loss is None:
@@ -70,9 +70,9 @@ def results_of(case: Case, folder: Path) -> Iterator[Result]:
     yield result(case.name, overrides, run, loss)
     report = folder / "evaluation" / "perplexity_by_position.json"
     caches = json.loads(report.read_text(encoding="utf-8"))["difference"] if report.is_file() else {}
-    for cache, added in caches.items():
-        if cache.startswith(SELECTIVE):
-            yield result(f"{case.name}, {SELECTED}", [*overrides, f"{CACHE}{cache}"], run, loss + added["value"])
+    if SELECTIVE in caches:
+        given = [*overrides, f"{CACHE}{SELECTIVE}"]
+        yield result(f"{case.name}, {SELECTED}", given, run, loss + caches[SELECTIVE]["value"])
 
 
 def overrides_of(folder: Path) -> list[str]:

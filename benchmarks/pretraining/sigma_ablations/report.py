@@ -25,7 +25,8 @@ OURS, PAPERS, INK = "#2f7fc1", "#8a8f98", "black"
 AGREES, DISAGREES, UNDECIDED, NOT_RUN = "agrees", "disagrees", "undecided", "not run"
 HOW_SELECTED = (
     "Sel.V trains nothing. `palimpsest job=evaluate benchmark=perplexity_by_position checkpoint=RUN "
-    "benchmark.text=TEXT 'benchmark.caches=[full,selective_v]'` measures the finished runs of MHA, GQA-8 and GQA-4. "
+    "benchmark.text=TEXT benchmark.length=1024 benchmark.chunk=1 'benchmark.caches=[full,selective_v]'` measures the "
+    "finished runs of MHA, GQA-8 and GQA-4. "
     "The program that trained them gathers it with `--minutes 0`: a run's loss, plus what the cache adds on that text."
 )
 

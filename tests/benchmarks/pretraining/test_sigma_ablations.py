@@ -262,5 +262,5 @@ def test_the_page_has_every_table_and_says_what_was_not_run(tmp_path):
     row = "| -75% K heads (K = 4) | 51.97 | GQA-8, a quarter of the K heads (`model.num_key_heads=2`) "
     assert f"{row}| 3.0100 ± 0.0100 | 1.0033 | 0, 1, 2 | 28.0M |" in page
     assert "| GQA (K = V = 16), Sel.V-top100 | 52.08 | GQA-8, Sel.V | not measured |" in page
-    assert "benchmark.caches=[full,selective_v]" in page
+    assert "benchmark.chunk=1 'benchmark.caches=[full,selective_v]'" in page
     assert {path.name for path in tmp_path.glob("*.png")} == {"sigma_ablations.png", "sigma_ablations_2.png"}
