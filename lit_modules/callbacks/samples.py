@@ -63,4 +63,4 @@ class Samples(Callback):
         with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(0)
             settings = {**self.settings, "synced_gpus": together}
-            return continue_prompts(model, tokenizer, self.prompts, self.max_new_tokens, settings)
+            return continue_prompts(model, tokenizer, self.prompts, self.max_new_tokens, settings, trains=True)

@@ -19,7 +19,10 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
+from lit_modules.generation.fused_blocks import FusedBlock, fused_blocks, rotated_positions
 from lit_modules.generation.fused_layers import FusedProduct, fused_head, fused_layer_step, fused_layers
+from lit_modules.networks import PalimpsestForCausalLM
+from lit_modules.networks.block import Block
 from lit_modules.networks.caches import CompressedCache, StaticAttentionCacheLayer
 from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, linearize
@@ -40,12 +43,15 @@ Choice = Callable[[Tensor], Tensor]
 
 
 def can_be_captured(model: Any) -> bool:
-    """Return whether `model` is linearized and on a GPU, and its step never synchronizes with the host.
+    """Return whether `model` is on a GPU, linearized or ours, and its step never synchronizes with the host.
 
-    Rotary tables that depend on the longest position so far synchronize at each token.
+    Of our own networks those are captured whose layers cache keys and values alone. Rotary tables that depend on the
+    longest position so far synchronize at each token.
     """
-    if not isinstance(model, LinearizedForCausalLM) or model.device.type != "cuda":
+    if not isinstance(model, LinearizedForCausalLM | PalimpsestForCausalLM) or model.device.type != "cuda":
         return False
+    if isinstance(model, PalimpsestForCausalLM):
+        return model.model.caches_keys_and_values_alone
     rope_type = model.model.rotary_emb.rope_type
     return rope_type != "longrope" and "dynamic" not in rope_type
 
@@ -61,7 +67,7 @@ def with_own_attention(model: Any) -> Any:
 
 @torch.no_grad()
 def generate_captured(
-    model: LinearizedForCausalLM,
+    model: LinearizedForCausalLM | PalimpsestForCausalLM,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     *,
@@ -80,7 +86,7 @@ def generate_captured(
     """Continue prompts, as `generate` does, until all rows have ended.
 
     Args:
-        model: a linearized model in eval mode.
+        model: a linearized model, or one of our own with attention, in eval mode.
         input_ids: `[B, T]` int64, left-padded.
         attention_mask: `[B, T]` of 0 and 1; None without padding.
         max_new_tokens: 1 or more.
@@ -91,7 +97,7 @@ def generate_captured(
         pad_token_id: fills a row after its end.
         generator: random generator on the model's device; None for torch's own.
         streamer: of transformers, for a batch of 1; receives new tokens, `STEPS_BETWEEN_CHECKS` at a time.
-        fused: run layers as in `lit_modules.generation.fused_layers`, where possible; moves weights in memory, once.
+        fused: run layers as in `fused_layers` and `fused_blocks`, where possible; moves weights in memory, once.
         compile: compile the layers' step, which takes a minute and fuses the remaining small kernels.
         cache: an empty one of this model, with a capacity for prompts and new tokens; None: the model's own.
 
@@ -242,12 +248,12 @@ class DecodingStep:
     """One token of every row, from the last chosen token to the next, as a call that a CUDA graph can capture.
 
     Args:
-        model: a causal language model with the layers of Hugging Face's Llama, in eval mode.
+        model: a causal language model with the layers of Hugging Face's Llama, or one of our own, in eval mode.
         cache: the layers' cache, which holds the prompts.
         positions: of the prompts' tokens.
         choose: chooses the next token from logits.
         output: receives the tokens.
-        fused: fuse layers and head where possible; for a linearized model.
+        fused: fuse layers and head where possible; for a linearized model or one of our own.
         compile: compile the layers and the head.
     """
 
@@ -267,9 +273,13 @@ class DecodingStep:
         self.positions = Positions(positions.index[:, -1:].clone(), kv_start=positions.kv_start)
         self.held = cache.get_seq_length()
         self._counters = _Counters(cache)
-        self._layer, self._fused_layer, self._head = _layer_step, fused_layer_step, _head_step
-        self._compile = compile
-        self._fused = fused_layers(model) if fused else [None] * len(cache.layers)
+        self._is_ours = isinstance(model, PalimpsestForCausalLM)
+        self._layer, self._fused_layer = (
+            (_block_step, FusedBlock.step) if self._is_ours else (_layer_step, fused_layer_step)
+        )
+        self._head, self._compile = _head_step, compile
+        make_fused = fused_blocks if self._is_ours else fused_layers
+        self._fused = make_fused(model) if fused else [None] * len(cache.layers)
         self._norm_and_head = fused_head(model) if fused else None
         self._alone = [Cache(layers=[layer]) for layer in cache.layers]
 
@@ -277,17 +287,27 @@ class DecodingStep:
         """Run the last token through the model, choose the next and write it."""
         stack = self.model.model
         hidden = stack.embed_tokens(self.token)
-        tables = stack.rotary_emb(hidden, position_ids=self.positions.index)
         with self._counters.moved_together():
-            hidden = self._through_layers(hidden, tables)
+            hidden = self._through_blocks(hidden) if self._is_ours else self._through_layers(hidden)
         self.take(self.choose(self._head(self.model, self._norm_and_head, hidden)))
         if self._compile:
             # Compile from the second call on: state that layers create in their first call would need another program.
-            self._layer, self._fused_layer = torch.compile(_layer_step), torch.compile(fused_layer_step)
+            self._layer, self._fused_layer = torch.compile(self._layer), torch.compile(self._fused_layer)
             self._head = torch.compile(_head_step)
             self._compile = False
 
-    def _through_layers(self, hidden: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def _through_blocks(self, hidden: Tensor) -> Tensor:
+        positions = rotated_positions(self.model, self.positions)
+        for block, fused, cache in zip(self.model.model.layers, self._fused, self.cache.layers, strict=True):
+            if fused is not None:
+                hidden = self._fused_layer(fused, hidden, positions, cache)
+            else:
+                hidden = self._layer(block, hidden, positions, cache)
+            cache.length = self.held  # as below
+        return hidden
+
+    def _through_layers(self, hidden: Tensor) -> Tensor:
+        tables = self.model.model.rotary_emb(hidden, position_ids=self.positions.index)
         caches: list[Any] = self.cache.layers  # also of stock models, whose layers do not use the host's count
         for number, (layer, fused) in enumerate(zip(self.model.model.layers, self._fused, strict=True)):
             # Host integers are compiled into a layer's step as constants. Its layer index and cache length would cause
@@ -363,6 +383,10 @@ def _layer_step(
         position_embeddings=tables,
         positions=positions,
     )
+
+
+def _block_step(block: Block, hidden: Tensor, positions: Positions, cache: CacheLayerMixin) -> Tensor:
+    return block(hidden, positions, cache)
 
 
 def _head_step(model: Any, norm_and_head: FusedProduct | None, hidden: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kernels.small_batch_linear import small_batch_linear
 from lit_modules.networks.linearized.base import Rotary, SubstitutedAttention
+from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
 
 FEW_ROWS = 16
@@ -81,9 +82,10 @@ def fused_head(model: Any) -> FusedProduct | None:
     """Return the final norm and the head fused, or None as in `fused_layers`."""
     head, norm = model.lm_head, model.model.norm
     dtype = model.model.embed_tokens.weight.dtype
-    if not (_are_plain([head], dtype) and _is_rms_norm(norm, dtype)):
+    epsilon = _epsilon(norm, dtype)
+    if epsilon is None or not are_plain([head], dtype):
         return None
-    return FusedProduct(head.weight, head.bias, norm.weight, norm.variance_epsilon)
+    return FusedProduct(head.weight, head.bias, norm.weight, epsilon)
 
 
 def fused_layer_step(
@@ -110,13 +112,13 @@ def _fused(layer: Any, dtype: torch.dtype) -> FusedLayer | None:
     if getattr(attention, "gate_proj", None) is not None:  # gates that read the hidden states
         return None
     qkv, gate_up = _of(attention, ATTENTION), _of(mlp, GATED)
-    if not _are_plain([*qkv, attention.o_proj, *gate_up, mlp.down_proj], dtype):
+    if not are_plain([*qkv, attention.o_proj, *gate_up, mlp.down_proj], dtype):
         return None
     norms = ((layer.input_layernorm, qkv), (layer.post_attention_layernorm, gate_up))
-    if not all(_is_rms_norm(norm, dtype) and _have_equal_biases(linears) for norm, linears in norms):
+    if not all(_epsilon(norm, dtype) is not None and _have_equal_biases(linears) for norm, linears in norms):
         return None
     before_qkv, before_gate_up = (
-        FusedProduct(*_side_by_side(linears), norm.weight, norm.variance_epsilon) for norm, linears in norms
+        FusedProduct(*side_by_side(linears), norm.weight, norm.variance_epsilon) for norm, linears in norms
     )
     out, down = (FusedProduct(linear.weight, linear.bias) for linear in (attention.o_proj, mlp.down_proj))
     return FusedLayer(attention, before_qkv, out, before_gate_up, down)
@@ -127,7 +129,7 @@ def _of(module: Any, choices: tuple[tuple[str, ...], ...]) -> list[Any]:
     return [getattr(module, name) for name in names]
 
 
-def _are_plain(linears: list[nn.Module], dtype: torch.dtype) -> bool:
+def are_plain(linears: list[nn.Module], dtype: torch.dtype) -> bool:
     """Return whether each is a plain linear layer of `dtype`."""
     return all(type(linear) is nn.Linear and linear.weight.dtype == dtype for linear in linears)
 
@@ -136,13 +138,14 @@ def _have_equal_biases(linears: list[nn.Module]) -> bool:
     return len({linear.bias is None for linear in linears}) == 1
 
 
-def _is_rms_norm(norm: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether the norm is an RMS norm as in Llama, recognized by the name of its epsilon."""
-    return hasattr(norm, "variance_epsilon") and norm.weight.dtype == dtype
+def _epsilon(norm: nn.Module, dtype: torch.dtype) -> float | None:
+    """Return the epsilon of an RMS norm of `dtype`, ours or as in Llama, told by that name; None of other norms."""
+    epsilon = norm.eps if isinstance(norm, RMSNorm) else getattr(norm, "variance_epsilon", None)
+    return None if epsilon is None or norm.weight.dtype != dtype else epsilon
 
 
 @torch.no_grad()
-def _side_by_side(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+def side_by_side(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Concatenate weights and biases; the layers' own weights become views of the result."""
     weights = [linear.weight for linear in linears]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])

@@ -289,6 +289,8 @@ def choose_device(device: str) -> torch.device:
 
 def fixed_cache(config: Any, settings: CacheSettings, capacity: int) -> CompressedCache | None:
     """Return a compressed cache in storage at fixed addresses, or None where the settings or the model have none."""
+    if isinstance(config, PalimpsestConfig):
+        return None  # its own layers read compressed caches that grow
     try:
         return CompressedCache(config, settings, capacity=capacity)
     except SettingError as error:
@@ -312,14 +314,16 @@ def continue_prompts(
     settings: dict[str, Any],
     streamer: TextStreamer | None = None,
     cache: CacheSettings | None = None,
+    trains: bool = False,
 ) -> list[str]:
     """Return the continuations of `prompts`, generated as one left-padded batch.
 
     Each prompt gets the special tokens that the tokenizer adds or, if it has no tokens at all, the start token. A text
     ends at the tokenizer's eos, at the end tokens of the model's generation settings, and for our own models at the
     start of the next document. Random numbers come from torch's global generator. With `cache`, keys and
-    values are compressed; without, the model has its own cache. On a GPU linearized models, and with `cache` the stock
-    models that could be linearized, decode by CUDA graph replays.
+    values are compressed; without, the model has its own cache. On a GPU linearized models, with `cache` the stock
+    models that could be linearized, and without one our own Transformers decode by CUDA graph replays. The last do not
+    while the model `trains`: replays move weights in memory.
 
     Raises:
         ValueError: a prompt is empty and the tokenizer has no start token.
@@ -334,7 +338,8 @@ def continue_prompts(
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
     own = model if cache is None or model.device.type != "cuda" else cuda_graphs.with_own_attention(model)
     fixed = None if cache is None else fixed_cache(own.config, cache, longest + max_new_tokens)
-    if cuda_graphs.can_be_captured(own) and (cache is None or fixed is not None):
+    stays = trains and isinstance(own, PalimpsestForCausalLM)
+    if cuda_graphs.can_be_captured(own) and (cache is None or fixed is not None) and not stays:
         out = cuda_graphs.generate_captured(
             own,
             ids,

@@ -6,18 +6,21 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import can_return_tuple
 
 from common.settings import SettingError
 from lit_modules.networks.block import Block
+from lit_modules.networks.caches import StaticAttentionCacheLayer
 from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.forget_gate import ForgetGate
 from lit_modules.networks.headwise_linear import HeadwiseLinear
 from lit_modules.networks.language_modelling import LanguageModelling
 from lit_modules.networks.mixers import check_mixers
+from lit_modules.networks.mixers.attention import Attention
 from lit_modules.networks.mixers.hgrn2 import LowerBounds
+from lit_modules.networks.mixers.recurrent import RecurrentMixer
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions, locate
 from lit_modules.networks.rotary import rotary_tables
@@ -74,12 +77,22 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def new_cache(self) -> Cache:
-        """Return an empty cache with one cache layer per mixer."""
-        return Cache(layers=[*self._new_cache_layers()])
+    @property
+    def caches_keys_and_values_alone(self) -> bool:
+        """Whether the cache may have a fixed capacity: no layer caches more than keys and values."""
+        return all(mixer.caches_keys_and_values_alone for mixer in self._mixers())
 
-    def _new_cache_layers(self) -> list[CacheLayerMixin]:
-        return [layer.self_attn.new_cache() for layer in self.layers if isinstance(layer, Block)]
+    def new_cache(self, capacity: int | None = None) -> Cache:
+        """Return an empty cache with one cache layer per mixer; `capacity` as in `PalimpsestForCausalLM`."""
+        if capacity is None:
+            return Cache(layers=[mixer.new_cache() for mixer in self._mixers()])
+        if not self.caches_keys_and_values_alone:
+            problem = "is for models whose layers cache keys and values, and nothing else"
+            raise SettingError("capacity", capacity, "leave it out", problem)
+        return Cache(layers=[StaticAttentionCacheLayer(capacity) for _ in self._mixers()])
+
+    def _mixers(self) -> list[Attention | RecurrentMixer]:
+        return [layer.self_attn for layer in self.layers if isinstance(layer, Block)]
 
     @can_return_tuple
     def forward(
@@ -144,7 +157,7 @@ class PalimpsestModel(PalimpsestPreTrainedModel):
                 "past_key_values in training with gradient checkpointing would be filled twice: call eval() first"
             )
         given: list[Any] = past_key_values.layers
-        mixers = [layer.self_attn for layer in self.layers if isinstance(layer, Block)]
+        mixers = self._mixers()
         fits = (mixer.takes(layer) for mixer, layer in zip(mixers, given, strict=False))
         if len(given) != len(mixers) or not all(fits):
             raise ValueError(
@@ -171,9 +184,16 @@ class PalimpsestForCausalLM(LanguageModelling, PalimpsestPreTrainedModel, Genera
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def new_cache(self) -> Cache:
-        """Return an empty cache for `past_key_values`."""
-        return self.model.new_cache()
+    def new_cache(self, capacity: int | None = None) -> Cache:
+        """Return an empty cache for `past_key_values`.
+
+        Args:
+            capacity: maximum tokens, in storage at a fixed address; None: storage grows.
+
+        Raises:
+            ValueError: a capacity for a model whose layers cache more than keys and values, or a state.
+        """
+        return self.model.new_cache(capacity)
 
     def stack(self, **arguments: Any) -> BaseModelOutputWithPast:
         """Run the stack with the arguments of `forward`."""

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kernels import forgetting_attention
-from lit_modules.networks.caches import AttentionCacheLayer, CompressedCacheLayer
+from lit_modules.networks.caches import AttentionCacheLayer, CompressedCacheLayer, StaticAttentionCacheLayer
 from lit_modules.networks.caches.shifted import UnshiftedStates
 from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.forget_gate import ForgetGate
@@ -52,12 +52,19 @@ class Attention(nn.Module):
         self.o_norm = RMSNorm(heads, head_dim, eps=config.norm_eps) if config.output_norm else None
         self.g_proj = nn.Linear(width, width, bias=False) if config.output_gate else None
 
+    @property
+    def caches_keys_and_values_alone(self) -> bool:
+        """Whether finished keys and values are all that this layer caches: no gates, no inputs of a shift or a map."""
+        return self.forget_gate is None and self.k_shift_proj is None and self.k_map_proj is None
+
     def new_cache(self) -> AttentionCacheLayer:
         """Return an empty cache for this layer."""
         return AttentionCacheLayer()
 
     def takes(self, cache: CacheLayerMixin) -> bool:
         """Return whether a cache is of a kind that this layer fills."""
+        if type(cache) is StaticAttentionCacheLayer:
+            return self.caches_keys_and_values_alone
         return type(cache) in (AttentionCacheLayer, CompressedCacheLayer)
 
     def mixing_flops(self, length: int) -> int:
@@ -72,11 +79,13 @@ class Attention(nn.Module):
         self,
         hidden: Tensor,
         positions: Positions,
-        cache: AttentionCacheLayer | CompressedCacheLayer | None = None,
+        cache: AttentionCacheLayer | StaticAttentionCacheLayer | CompressedCacheLayer | None = None,
     ) -> Tensor:
         """Mix `hidden` `[B, T, hidden_size]` over time; a cache provides the earlier tokens and is updated."""
         if isinstance(cache, CompressedCacheLayer):
             out = self._attend_compressed(hidden, positions, cache)
+        elif isinstance(cache, StaticAttentionCacheLayer):
+            out = self._attend_static(hidden, positions, cache)
         else:
             out = self._attend(hidden, positions, cache)
         if self.o_norm is not None:
@@ -107,6 +116,12 @@ class Attention(nn.Module):
         bound = self._logit_bound() if self.prune is not None else None
         return self.operation((q, k, v, log_forget), positions, cumulative=cumulative, logit_bound=bound)
 
+    def _attend_static(self, hidden: Tensor, positions: Positions, cache: StaticAttentionCacheLayer) -> Tensor:
+        """Compute attention with a cache at a fixed address, `[B, T, Hq, D]`; reads no number from the device."""
+        q, k, v, log_forget = self.project(hidden, positions)
+        keys, values, held = cache.update(k, v)
+        return self.operation((q, keys, values, log_forget), positions, kv_end=held)
+
     def _attend_compressed(self, hidden: Tensor, positions: Positions, cache: CompressedCacheLayer) -> Tensor:
         """Compute attention over a compressed cache, `[B, T, Hq, D]`."""
         if positions.cu_seqlens is not None:
@@ -131,17 +146,20 @@ class Attention(nn.Module):
         *,
         cumulative: bool = False,
         logit_bound: Tensor | None = None,
+        kv_end: Tensor | None = None,
     ) -> Tensor:
         """Compute attention of finished q, k, v and log_forget; returns `[B, T, Hq, D]`.
 
         Args:
             cumulative: log_forget is already summed over time.
+            kv_end: number of keys that each row holds, int32 `[B]`; None means all.
             logit_bound: upper bound of q.k / sqrt(D), `[Hq]`, for pruning.
         """
         out = forgetting_attention(
             *inputs,
             cu_seqlens=positions.cu_seqlens,
             kv_start=positions.kv_start,
+            kv_end=kv_end,
             cumulative=cumulative and inputs[3] is not None,
             prune=self.prune,
             logit_bound=logit_bound,

@@ -63,6 +63,8 @@ class RecurrentMixer(nn.Module):
         self.convolutions: nn.ModuleDict | None = None
         self.look_back = (config.short_conv_width or 1) - 1  # preceding tokens that the convolutions see
 
+    caches_keys_and_values_alone = False
+
     def new_cache(self) -> RecurrentCacheLayer:
         """Return an empty cache for this layer."""
         return RecurrentCacheLayer()
