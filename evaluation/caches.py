@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
-from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -15,8 +13,7 @@ from transformers.cache_utils import Cache
 from common.setting_nodes import plain_dict
 from common.settings import SettingError, flattened
 from data_pipeline.identity import WHOLE, file_identity
-from lit_modules.launching.choices import choices
-from lit_modules.launching.conf_files import is_part
+from lit_modules.launching.choices import read_choice
 from lit_modules.networks.caches import CacheSettings, CompressedCache
 from lit_modules.networks.caches.rotations import COMMAND
 
@@ -89,7 +86,7 @@ def read_cache(entry: Any) -> NamedCache:
         name, changes = entry, {}
     if not isinstance(name, str) or not isinstance(changes, Mapping):
         raise SettingError(KEY, entry, "give a name, or {name: {key: value}}", "is no cache")
-    plain = plain_dict(OmegaConf.merge(read_file(name), changes), resolve=False)
+    plain = plain_dict(OmegaConf.merge(read_choice("cache", name, KEY), changes), resolve=False)
     try:
         settings = CacheSettings.of(plain)
     except SettingError as error:
@@ -101,17 +98,3 @@ def read_cache(entry: Any) -> NamedCache:
     flat = flattened(changes)
     changed = [f"{key}={Path(value).name if isinstance(value, str) else value}" for key, value in flat.items()]
     return NamedCache(" ".join([name, *changed]), plain, settings)
-
-
-def read_file(name: str) -> dict[str, Any]:
-    """Return the keys of conf/cache/NAME.yaml.
-
-    Raises:
-        SettingError: it is not there.
-    """
-    try:
-        if is_part(name):
-            raise MissingConfigException(f"{name} is a part of others")
-        return plain_dict(hydra.compose(f"cache/{name}").cache)
-    except MissingConfigException as error:
-        raise SettingError(KEY, name, f"give one of {choices('cache')}", "is not known") from error

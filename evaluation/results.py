@@ -61,23 +61,29 @@ def write_results(
     as_markdown: Callable[[dict], str],
     draw: Callable[[dict, Path], Path | None],
     values: Mapping[str, float],
+    csv: str | None = None,
 ) -> None:
     """Write the three files, log to the run's wandb run, and print the table.
 
     Args:
-        draw: draws the picture and returns its path, or None where there is nothing to draw.
+        draw: draws the picture, and others as NAME.WHAT.png, and returns its path, or None where there is nothing to
+            draw.
         values: what is logged, below the measurement's name.
+        csv: a table of all numbers, for NAME.csv; None for none.
     """
     text = as_markdown(report)
     keep_earlier(name, report, place.folder)
     write_atomic(place.folder / f"{name}.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     write_atomic(place.folder / f"{name}.md", text)
+    if csv is not None:
+        write_atomic(place.folder / f"{name}.csv", csv)
     picture = draw(report, place.folder / f"{name}.png")
     if place.run is not None:
         pictures = {} if picture is None else {f"{name}/picture": picture}
         log_to_run(place.run, {f"{name}/{key}": value for key, value in values.items()}, pictures)
     print(text)
-    log.info("written: %s/%s.json, .md%s", place.folder, name, "" if picture is None else " and .png")
+    others = (", .csv" if csv is not None else "") + ("" if picture is None else " and .png")
+    log.info("written: %s/%s.json, .md%s", place.folder, name, others)
 
 
 def keep_earlier(name: str, report: dict[str, Any], folder: Path) -> None:
@@ -89,6 +95,5 @@ def keep_earlier(name: str, report: dict[str, Any], folder: Path) -> None:
     with contextlib.suppress(json.JSONDecodeError):
         if json.loads(text) | {"date": ""} == json.loads(json.dumps(report)) | {"date": ""}:
             return
-    for path in (earlier.with_suffix(kind) for kind in (".json", ".md", ".png")):
-        if path.is_file():
-            path.rename(path.with_stem(f"{name}_{written:%Y-%m-%d_%H-%M-%S}"))
+    for path in sorted(folder.glob(f"{name}.*")):  # also NAME.WHAT.png
+        path.rename(folder / f"{name}_{written:%Y-%m-%d_%H-%M-%S}{path.name.removeprefix(name)}")

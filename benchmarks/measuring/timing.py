@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from evaluation.device_timing import fastest_copy
+
 INFERENCE, FORWARD, BOTH = "forward, no gradients", "forward", "forward + backward"
 LAUNCHED = "launched"  # note of a time that includes launches by the host
 
@@ -110,10 +112,7 @@ def copy_rate(device: torch.device) -> float:
     # A separate generator: a failed capture breaks the device's default one.
     generator = torch.Generator(device).manual_seed(0)
     source = torch.randn(2**30 if device.type == "cuda" else 2**24, device=device, generator=generator)
-    target = torch.empty_like(source)
-    # A kernel that copies can be faster than the driver's copy: take the better of the two.
-    ways = (lambda: target.copy_(source), lambda: torch.mul(source, 1.0, out=target))
-    return 2 * source.nbytes / min(timed(way, device)[0] for way in ways) / 1e6
+    return fastest_copy(source, torch.empty_like(source), lambda way: timed(way, device)[0] / 1e3) / 1e9
 
 
 def synchronize(device: torch.device) -> None:

@@ -297,7 +297,7 @@ class DecodingStep:
             self._compile = False
 
     def _through_blocks(self, hidden: Tensor) -> Tensor:
-        positions = rotated_positions(self.model, self.positions)
+        positions = rotated_positions(self.model.config, self.positions)
         for block, fused, cache in zip(self.model.model.layers, self._fused, self.cache.layers, strict=True):
             if fused is not None:
                 hidden = self._fused_layer(fused, hidden, positions, cache)
@@ -385,7 +385,7 @@ def _layer_step(
     )
 
 
-def _block_step(block: Block, hidden: Tensor, positions: Positions, cache: CacheLayerMixin) -> Tensor:
+def _block_step(block: Block, hidden: Tensor, positions: Positions, cache: StaticAttentionCacheLayer) -> Tensor:
     return block(hidden, positions, cache)
 
 

@@ -19,6 +19,7 @@ from lit_modules.generation.fused_layers import FusedProduct, are_plain, side_by
 from lit_modules.networks.block import Block
 from lit_modules.networks.caches import StaticAttentionCacheLayer
 from lit_modules.networks.causal_lm import PalimpsestForCausalLM
+from lit_modules.networks.config import PalimpsestConfig
 from lit_modules.networks.mixers.attention import Attention
 from lit_modules.networks.norm import RMSNorm
 from lit_modules.networks.positions import Positions
@@ -82,9 +83,7 @@ class FusedAttention(NamedTuple):
 
     def attend(self, q: Tensor, positions: Positions, cache: StaticAttentionCacheLayer) -> Tensor:
         """Compute attention of rotated queries over the cache, `[B, hidden]`."""
-        out = forgetting_attention(
-            q, cache.keys, cache.values, kv_start=positions.kv_start, kv_end=cache.held, prune=self.attention.prune
-        )
+        out = forgetting_attention(q, cache.keys, cache.values, kv_start=positions.kv_start, kv_end=cache.held)
         assert isinstance(out, Tensor)  # a pair only with return_lse
         return out.flatten(1)
 
@@ -120,9 +119,8 @@ def remember(q: Tensor, k: Tensor, v: Tensor, positions: Positions, cache: Stati
     return rotate_and_write(*storage, *new, *positions.rotary, cache.held)[0].transpose(1, 2)
 
 
-def rotated_positions(model: PalimpsestForCausalLM, positions: Positions) -> Positions:
-    """Return `positions` with the rotary tables of the model, if it rotates."""
-    config = model.config
+def rotated_positions(config: PalimpsestConfig, positions: Positions) -> Positions:
+    """Return `positions` with the rotary tables of a model, if it rotates."""
     if not config.rope:
         return positions
     return positions._replace(rotary=rotary_tables(positions.index, config.head_dim, config.rope_base))

@@ -20,6 +20,8 @@ from lit_modules.networks.positions import Positions
 
 FEW_ROWS = 16
 """Rows up to which one kernel for a product and its neighbors is the fastest; see `FusedProduct`."""
+SMALL_MATRIX = 2**25
+"""Bytes of a matrix below which that holds for twice as many rows: launches take as long as reading it."""
 
 ATTENTION = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
 GATED = (("gate_up_proj",), ("gate_proj", "up_proj"))
@@ -36,16 +38,20 @@ class FusedProduct(NamedTuple):
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
         """Apply to `x` `[rows, K]`; arguments as in `small_batch_linear`."""
-        if len(x) <= FEW_ROWS:
-            return small_batch_linear(
-                x,
-                self.weight,
-                self.bias,
-                norm_weight=self.norm_weight,
-                norm_eps=self.norm_eps,
-                residual=residual,
-                gated=gated,
-            )
+        if len(x) > (2 * FEW_ROWS if self.weight.nbytes < SMALL_MATRIX else FEW_ROWS):
+            return self.in_parts(x, residual, gated)
+        return small_batch_linear(
+            x,
+            self.weight,
+            self.bias,
+            norm_weight=self.norm_weight,
+            norm_eps=self.norm_eps,
+            residual=residual,
+            gated=gated,
+        )
+
+    def in_parts(self, x: Tensor, residual: Tensor | None = None, gated: bool = False) -> Tensor:
+        """Apply by torch's own operations, which are faster for many rows."""
         if self.norm_weight is not None:
             x = F.rms_norm(x, x.shape[-1:], self.norm_weight, self.norm_eps)
         if residual is not None and self.bias is None and not gated:

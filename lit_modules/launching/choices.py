@@ -1,10 +1,13 @@
 """The choices of conf/'s groups, for the help and for errors about unknown choices."""
 
 from pathlib import Path
+from typing import Any
 
+import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
 
+from common.setting_nodes import plain_dict
 from common.settings import NO_VALUE, SettingError, nearest
 from lit_modules.launching import hydra_messages
 from lit_modules.launching.conf_files import ConfFiles, is_part
@@ -16,6 +19,25 @@ def choices(group: str) -> str:
     """Return the choices of a group on one line, for the help."""
     sources = GlobalHydra.instance().config_loader().get_sources()
     return ", ".join(ConfFiles([Path(source.path) for source in sources if source.scheme() == "file"]).choices(group))
+
+
+def read_choice(group: str, name: str, key: str) -> dict[str, Any]:
+    """Return the keys of conf/GROUP/NAME.yaml, for a running job.
+
+    Args:
+        group: the group.
+        name: the choice.
+        key: the setting that names it, for the error.
+
+    Raises:
+        SettingError: it is not a choice.
+    """
+    try:
+        if is_part(name):
+            raise MissingConfigException(f"{name} is a part of others")
+        return plain_dict(hydra.compose(f"{group}/{name}")[group])
+    except MissingConfigException as error:
+        raise SettingError(key, name, f"give one of {choices(group)}", "is not known") from error
 
 
 def missing_choice(files: ConfFiles, error: MissingConfigException) -> SettingError:

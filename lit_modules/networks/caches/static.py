@@ -33,6 +33,16 @@ class StaticAttentionCacheLayer(CountedCacheLayer):
         self.capacity = capacity
         self.is_counted_elsewhere = False  # True if the caller advances the device counters
 
+    @classmethod
+    def around(cls, keys: Tensor, values: Tensor, length: int) -> "StaticAttentionCacheLayer":
+        """Return a cache that holds the first `length` tokens of keys and values `[B, capacity, heads, width]`."""
+        cache = cls(keys.shape[1])
+        cache.keys, cache.values, cache.length = keys, values, length
+        cache.place = torch.full((1,), length, dtype=torch.int64, device=keys.device)
+        cache.held = torch.full((len(keys),), length, dtype=torch.int32, device=keys.device)
+        cache.dtype, cache.device, cache.is_initialized = keys.dtype, keys.device, True
+        return cache
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage with the batch size, heads, widths, dtype and device of these `[B, T, heads, width]`."""
         self.keys, self.values = (

@@ -129,7 +129,12 @@ def test_a_model_with_layers_of_both_kinds_gives_the_logits_of_its_modules():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_many_rows_give_the_logits_of_the_modules_too(family, monkeypatch):
-    model = make_model(family)
+    model, products = make_model(family), []
     right = logits_of_steps(model, fused=False)
+    product = fused_module.small_batch_linear
+    monkeypatch.setattr(fused_module, "small_batch_linear", lambda *a, **b: products.append(a) or product(*a, **b))
     monkeypatch.setattr(fused_module, "FEW_ROWS", BATCH - 1)
-    torch.testing.assert_close(logits_of_steps(model, fused=True), right, atol=1e-5, rtol=1e-5)
+    for largest, kernels in ((0, 0), (2**25, (4 * 2 + 1) * STEPS)):  # small matrices are for twice as many rows
+        monkeypatch.setattr(fused_module, "SMALL_MATRIX", largest)
+        torch.testing.assert_close(logits_of_steps(model, fused=True), right, atol=1e-5, rtol=1e-5)
+        assert len(products) == kernels
