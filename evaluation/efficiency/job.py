@@ -91,7 +91,7 @@ def run(cfg: DictConfig) -> None:
     sizes = {side: LayerBytes.of(each.config, dtype.itemsize) for side, each in pair.items()}
     grid = (settings.batches, settings.prefixes, settings.outputs)
     found = report.make_report(sizes, *grid, measured) | {
-        "names": {side: Path(each.name).name for side, each in pair.items()},
+        "names": names_of(pair),
         "layers": {side: each.config.num_layers for side, each in pair.items()},
         "settings": asdict(settings),
         "dtype": str(dtype).removeprefix("torch."),
@@ -110,6 +110,12 @@ def measure(
         pool = Pool(pool_size(list(subjects.values()), list(settings.batches), settings.longest + 1), dtype, device)
     lengths = measured_lengths(settings.longest)
     return measuring.measure(subjects, settings.batches, lengths, settings.prefixes, settings.checked, pool)
+
+
+def names_of(pair: dict[str, NamedModel]) -> dict[str, str]:
+    """Return short names: the last part of a folder, or all of it where both folders end alike."""
+    last = {side: Path(each.name).name for side, each in pair.items()}
+    return last if len(set(last.values())) == len(last) else {side: each.name for side, each in pair.items()}
 
 
 def settings_of(cfg: DictConfig) -> Settings:

@@ -1,5 +1,6 @@
 """The figures: kernels (figure 2 of arXiv 2501.13629) and modules (figures 3 to 6), a row of panels for each batch."""
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def draw_module(report: Mapping[str, Any], module: str, path: Path) -> Path:
 def draw_times(axes: Any, report: Mapping[str, Any], batch: int, module: str) -> None:
     """Draw the time over an output against the prefix, a color for each output, dashes for the other model."""
     cells, settings = cells_of(report, batch), report["settings"]
-    for output, color in zip(settings["outputs"], COLORS, strict=False):
+    for output, color in zip(settings["outputs"], itertools.cycle(COLORS), strict=False):
         for side, style in STYLES.items():
             times = [1e3 * cells[prefix, output]["seconds"][side][module] for prefix in settings["prefixes"]]
             label = f"{tokens(output)} tokens" if side == "model" else None
@@ -96,7 +97,7 @@ def draw_savings(axes: Any, report: Mapping[str, Any], batch: int, module: str) 
     """Draw what is saved against the prefix for each output: measured in solid lines, by bytes in dots."""
     cells, settings, source = cells_of(report, batch), report["settings"], source_of(report)
     styles = {"bytes": ":", source: "o-"}
-    for output, color in zip(settings["outputs"], COLORS, strict=False):
+    for output, color in zip(settings["outputs"], itertools.cycle(COLORS), strict=False):
         for each, style in styles.items():
             shares = [100 * saved(cells[prefix, output], each, module) for prefix in settings["prefixes"]]
             label = f"{tokens(output)} tokens" if each == source else None

@@ -51,7 +51,8 @@ class Subject:
         dtype, device: of weights and caches.
 
     Attributes:
-        layers: copies of an attention layer with the norm before it, as decoding runs them.
+        modules: copies of an attention layer, each with the norm before it.
+        layers: the same, as decoding runs them.
         sizes: the layer's bytes.
     """
 

@@ -3,7 +3,7 @@
 q, k, v     one product with the norm before it
 or, with augmented queries
             k and v in one product with the norm, and the queries in two (see `AugmentedQueries`)
-cache       queries and keys are rotated, and keys and values written, in one launch
+cache       queries and keys are rotated, and keys and values written, in one launch (without rotation, in two)
 attention   a split and, where a row's keys are divided, a join
 output      one product with the residual; the MLP is two more, as in `fused_layers`
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import forgetting_attention
-from kernels.packed_kv import rotate_and_write
+from kernels.packed_kv import rotate_and_write, write_tokens
 from lit_modules.generation.fused_layers import FusedProduct, are_plain, side_by_side
 from lit_modules.networks.block import Block
 from lit_modules.networks.caches import StaticAttentionCacheLayer
@@ -110,13 +110,17 @@ class FusedBlock(NamedTuple):
 
 
 def remember(q: Tensor, k: Tensor, v: Tensor, positions: Positions, cache: StaticAttentionCacheLayer) -> Tensor:
-    """Write one token's keys and values `[B, 1, heads, D]` to the cache, rotated; return the rotated queries."""
-    if positions.rotary is None:
-        cache.update(k, v)
-        return q
+    """Write one token's keys and values `[B, 1, heads, D]` to the cache, rotated; return the rotated queries.
+
+    The token's slot is the last of those that the cache's counter `held` has.
+    """
     storage = (cache.keys.transpose(1, 2), cache.values.transpose(1, 2))
     new = (x.transpose(1, 2) for x in (q, k, v))
-    return rotate_and_write(*storage, *new, *positions.rotary, cache.held)[0].transpose(1, 2)
+    if positions.rotary is not None:
+        return rotate_and_write(*storage, *new, *positions.rotary, cache.held)[0].transpose(1, 2)
+    for held, token in zip(storage, (k, v), strict=True):
+        write_tokens(held, token.transpose(1, 2), cache.held)
+    return q
 
 
 def rotated_positions(config: PalimpsestConfig, positions: Positions) -> Positions:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.efficiency import measuring, report, subjects
+from evaluation.efficiency import job, measuring, report, subjects
 from evaluation.efficiency.bytes_model import MODULES, LayerBytes, limit, saving
 from evaluation.efficiency.cells import DecodedCell, Steps, measured_lengths
 from evaluation.efficiency.job import Settings
@@ -191,7 +191,7 @@ def small(monkeypatch):
     """Subjects of two small models on the CPU, and a pool for their caches."""
     monkeypatch.setattr(subjects, "UNCACHED", 2e4)
     augmented = SMALL | {"num_key_heads": 1, "num_value_heads": 2, "augmented_query_dim": 40}
-    plain = SMALL | {"num_key_heads": 2, "num_value_heads": 2}
+    plain = SMALL | {"num_key_heads": 2, "num_value_heads": 2, "rope": False}
     with torch.no_grad():
         found = {
             side: Subject(NamedModel(side, PalimpsestConfig(**sizes)), torch.float32, torch.device("cpu"))
@@ -202,18 +202,21 @@ def small(monkeypatch):
 
 
 @torch.no_grad()
-def test_the_measured_step_is_that_of_the_layer(small):
-    (subject, _), pool = small[0].values(), small[1]
-    assert len(subject.layers) == 2  # 15 kB of query matrices, of 20 kB
+@pytest.mark.parametrize(("side", "copies"), [("model", 2), ("against", 5)])
+def test_the_measured_step_is_that_of_the_layer(small, side, copies):
+    subject, pool = small[0][side], small[1]
+    assert len(subject.layers) == copies  # 15 and 4 kB of query matrices, of 20 kB
     norm, attention = subject.modules[1]
     rows, positions = subject.rows(3), subject.positions_of(3, 7)
     (cache,) = subject.caches(pool, 3, 9, 6, 1)
     right = rows[:, None] + attention(norm(rows[:, None]), positions, cache)
     (cache,) = subject.caches(pool, 3, 9, 7, 1)  # counts the new token, as decoding does
     torch.testing.assert_close(subject.layers[1].step(rows, positions, cache), right[:, 0], atol=1e-5, rtol=1e-5)
-    for way in subject.query_ways().values():
-        torch.testing.assert_close(way[1](rows), attention.augmented_q(attention.q_proj(norm(rows))))
-    assert list(small[0]["against"].query_ways()) == ["as modules", "in fused products"]
+    queries, ways = attention.q_proj(norm(rows)), subject.query_ways()
+    for way in ways.values():
+        right = queries if side == "against" else attention.augmented_q(queries)
+        torch.testing.assert_close(way[1](rows), right, atol=1e-5, rtol=1e-5)
+    assert ("in fused products, folded" in ways) == (side == "model")
 
 
 @torch.no_grad()
@@ -311,6 +314,9 @@ def test_folders_of_ones_own_are_compared(run, tmp_path):
     made = json.loads((tmp_path / "runs" / "efficiency" / "evaluation" / "efficiency.json").read_text())
     assert made["limit"] == 0.375
     assert made["names"] == {"model": "few", "against": "export"}
+    config = PalimpsestConfig(**SMALL)
+    alike = {side: NamedModel(f"{side}/export", config) for side in ("model", "against")}
+    assert job.names_of(alike) == {"model": "model/export", "against": "against/export"}
 
 
 @pytest.mark.parametrize(
@@ -341,3 +347,28 @@ def test_a_mistake_ends_in_one_line(run, given, line, command, tmp_path):
     assert line in found.err
     assert len(found.err.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+def test_a_gpu_measures_what_it_decodes():
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA: times are of its graphs and kernels")
+    sizes = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "forget_gate": "none", "rope": True}
+    augmented = sizes | {"num_key_heads": 1, "num_value_heads": 4, "augmented_query_dim": 768}
+    device, batches, lengths = torch.device("cuda"), [1, 32], measured_lengths(8192)
+    with torch.no_grad():
+        pair = {
+            side: Subject(NamedModel(side, PalimpsestConfig(**each)), torch.bfloat16, device)
+            for side, each in (("model", augmented), ("against", sizes))
+        }
+        pool = Pool(subjects.pool_size(list(pair.values()), batches, 8193), torch.bfloat16, device)
+    found = measuring.measure(pair, batches, lengths, [0, 2048], (1024, 512), pool)
+    assert 1e11 < found.copy_rate < 1e13
+    for batch in batches:
+        for side, subject in pair.items():
+            steps = found.steps[batch][side]
+            assert steps.decoded.interpolated == pytest.approx(steps.decoded.decoded, rel=0.25)
+            least = batch * 8192 * subject.sizes.per_token / (1.5 * found.copy_rate)
+            assert steps.attention[-1] > least
+            assert found.kernels[batch][side][2048]["split"] > found.kernels[batch][side][0]["split"] > 0
+            assert found.kernels[batch][side][2048]["split"] < 2 * np.interp(2053, lengths, steps.attention)
