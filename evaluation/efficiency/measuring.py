@@ -18,6 +18,8 @@ from evaluation.efficiency.cells import DecodedCell, Steps
 from evaluation.efficiency.subjects import UNCACHED, Pool, Subject, copies_of
 from kernels.forgetting_attention import forgetting_attention_reference
 from lit_modules.generation.fused_blocks import remember
+from lit_modules.networks.caches import StaticAttentionCacheLayer
+from lit_modules.networks.positions import Positions
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +109,9 @@ def errors_of(subject: Subject, batch: int, length: int, pool: Pool) -> dict[str
     q, k, v = layer.project(rows)
     right = F.rms_norm(rows.float(), rows.shape[1:], norm.weight.float(), norm.eps) @ attention.q_proj.weight.float().mT
     if attention.augmented_q is not None:
-        gate, up, down = (linear.weight.float().mT for linear in attention.augmented_q.children())
+        augmented = attention.augmented_q
+        linears = (augmented.gate_proj, augmented.up_proj, augmented.down_proj)
+        gate, up, down = (linear.weight.float().mT for linear in linears)
         right = (F.silu(right @ gate) * (right @ up)) @ down
     turned = remember(q, k, v, subject.positions_of(batch, length), cache)
     out = layer.attend(turned, subject.positions_of(batch, length), cache)
@@ -132,8 +136,8 @@ def step_times(subject: Subject, batch: int, lengths: Sequence[int], pool: Pool)
         nbytes = batch * length * subject.sizes.per_token
         caches = subject.caches(pool, batch, length, length, copies_of(nbytes))
         attention.append(replay_seconds([partial(subject.layers[0].attend, q, positions, each) for each in caches]))
-        pairs = zip(itertools.cycle(subject.layers), caches, strict=False)
-        pairs = itertools.islice(pairs, copies_of(nbytes + subject.sizes.folded + subject.sizes.others))
+        copies = copies_of(nbytes + subject.sizes.folded + subject.sizes.others)
+        pairs = zip(itertools.cycle(subject.layers), caches[:copies], strict=False)
         layer.append(replay_seconds([partial(one.step, rows, positions, each) for one, each in pairs]))
         if not cache and length == lengths[len(lengths) // 2]:  # takes as long at any length
             cache = replay_seconds([partial(remember, q, k, v, positions, each) for each in caches])
@@ -177,7 +181,7 @@ def kernel_times(subject: Subject, batch: int, prefixes: Sequence[int], pool: Po
         caches = subject.caches(pool, batch, last, prefix + 1, copies)
         positions = subject.positions_of(batch, last)
 
-        def decode(caches: list = caches, positions=positions) -> None:
+        def decode(caches: list[StaticAttentionCacheLayer] = caches, positions: Positions = positions) -> None:
             for _ in range(KERNEL_TOKENS):
                 for cache in caches:
                     subject.layers[0].attend(q, positions, cache)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from transformers import AutoConfig, LlamaConfig
+from transformers.models.auto import AutoConfig
+from transformers.models.llama import LlamaConfig
 
 from common.settings import NO_VALUE, SettingError, under
 from lit_modules.launching.choices import read_choice
@@ -57,9 +58,12 @@ def read_folder(key: str, folder: Path) -> PalimpsestConfig:
         raise SettingError(key, folder, str(error).splitlines()[0], "cannot be read") from error
     if isinstance(config, PalimpsestConfig):
         return config
-    if type(config) is LlamaConfig and config.head_dim * config.num_attention_heads == config.hidden_size:
-        return of_llama(config)
-    raise SettingError(key, folder, "give one of our networks, or a Llama", f"holds a {type(config).__name__}")
+    if type(config) is not LlamaConfig:
+        raise SettingError(key, folder, "give one of our networks, or a Llama", f"holds a {type(config).__name__}")
+    if config.attention_bias or config.head_dim not in (None, config.hidden_size // config.num_attention_heads):
+        fix = "give a Llama without"
+        raise SettingError(key, folder, fix, "has biases in its attention, or heads of another width")
+    return of_llama(config)
 
 
 def of_llama(config: Any) -> PalimpsestConfig:

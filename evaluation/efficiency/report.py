@@ -286,7 +286,8 @@ def rows(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def logged_values(report: Mapping[str, Any]) -> dict[str, float]:
     """Return the values for a run's wandb run: the smallest and the largest total saving of each batch size."""
-    found, source = {}, source_of(report)
+    found: dict[str, float] = {}
+    source = source_of(report)
     for batch in report["settings"]["batches"]:
         savings = [saved(cell, source, "total") for cell in cells_of(report, batch).values()]
         found |= {f"batch_{batch}/smallest_saving": min(savings), f"batch_{batch}/largest_saving": max(savings)}

@@ -83,9 +83,9 @@ class Subject:
         partner are part of a matrix product. Folded: W_q is part of the two matrices after it.
         """
         ways: dict[str, list[Callable[[Tensor], Tensor]]] = {"as modules": [_by_modules(*own) for own in self.modules]}
-        ways["in fused products"] = [layer.queries for layer in self.fused(fold=False)]
+        ways["in fused products"] = [layer.queries.__call__ for layer in self.fused(fold=False)]
         if self.config.augmented_query_dim is not None:
-            ways["in fused products, folded"] = [layer.queries for layer in self.layers]
+            ways["in fused products, folded"] = [layer.queries.__call__ for layer in self.layers]
         return ways
 
     def rows(self, batch: int) -> Tensor:

@@ -19,10 +19,9 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from lit_modules.generation.fused_blocks import FusedBlock, fused_blocks, rotated_positions
+from lit_modules.generation.fused_blocks import BlockSteps
 from lit_modules.generation.fused_layers import FusedProduct, fused_head, fused_layer_step, fused_layers
 from lit_modules.networks import PalimpsestForCausalLM
-from lit_modules.networks.block import Block
 from lit_modules.networks.caches import CompressedCache, StaticAttentionCacheLayer
 from lit_modules.networks.caches.linearized import LinearizedCacheLayer
 from lit_modules.networks.linearized import Linearization, LinearizedForCausalLM, linearize
@@ -273,50 +272,39 @@ class DecodingStep:
         self.positions = Positions(positions.index[:, -1:].clone(), kv_start=positions.kv_start)
         self.held = cache.get_seq_length()
         self._counters = _Counters(cache)
-        self._is_ours = isinstance(model, PalimpsestForCausalLM)
-        self._layer, self._fused_layer = (
-            (_block_step, FusedBlock.step) if self._is_ours else (_layer_step, fused_layer_step)
-        )
-        self._head, self._compile = _head_step, compile
-        make_fused = fused_blocks if self._is_ours else fused_layers
-        self._fused = make_fused(model) if fused else [None] * len(cache.layers)
+        self._layer, self._fused_layer, self._head = _layer_step, fused_layer_step, _head_step
+        self._compile = compile
+        self._blocks = BlockSteps(model, cache, fused=fused) if isinstance(model, PalimpsestForCausalLM) else None
+        self._fused = fused_layers(model) if fused and self._blocks is None else [None] * len(cache.layers)
         self._norm_and_head = fused_head(model) if fused else None
         self._alone = [Cache(layers=[layer]) for layer in cache.layers]
 
     def __call__(self) -> None:
         """Run the last token through the model, choose the next and write it."""
-        stack = self.model.model
-        hidden = stack.embed_tokens(self.token)
+        through = self._through_layers if self._blocks is None else self._blocks
+        hidden = self.model.model.embed_tokens(self.token)
         with self._counters.moved_together():
-            hidden = self._through_blocks(hidden) if self._is_ours else self._through_layers(hidden)
+            hidden = through(hidden, self.positions)
         self.take(self.choose(self._head(self.model, self._norm_and_head, hidden)))
         if self._compile:
             # Compile from the second call on: state that layers create in their first call would need another program.
-            self._layer, self._fused_layer = torch.compile(self._layer), torch.compile(self._fused_layer)
+            self._layer, self._fused_layer = torch.compile(_layer_step), torch.compile(fused_layer_step)
             self._head = torch.compile(_head_step)
+            if self._blocks is not None:
+                self._blocks.compile()
             self._compile = False
 
-    def _through_blocks(self, hidden: Tensor) -> Tensor:
-        positions = rotated_positions(self.model.config, self.positions)
-        for block, fused, cache in zip(self.model.model.layers, self._fused, self.cache.layers, strict=True):
-            if fused is not None:
-                hidden = self._fused_layer(fused, hidden, positions, cache)
-            else:
-                hidden = self._layer(block, hidden, positions, cache)
-            cache.length = self.held  # as below
-        return hidden
-
-    def _through_layers(self, hidden: Tensor) -> Tensor:
-        tables = self.model.model.rotary_emb(hidden, position_ids=self.positions.index)
+    def _through_layers(self, hidden: Tensor, positions: Positions) -> Tensor:
+        tables = self.model.model.rotary_emb(hidden, position_ids=positions.index)
         caches: list[Any] = self.cache.layers  # also of stock models, whose layers do not use the host's count
         for number, (layer, fused) in enumerate(zip(self.model.model.layers, self._fused, strict=True)):
             # Host integers are compiled into a layer's step as constants. Its layer index and cache length would cause
             # one compilation per layer and token. A replay does not change the host's count either.
             if fused is not None:
-                hidden = self._fused_layer(fused, hidden, self.positions, tables, caches[number])
+                hidden = self._fused_layer(fused, hidden, positions, tables, caches[number])
             else:
                 with _first_of_its_cache(layer.self_attn):
-                    hidden = self._layer(layer, hidden, self.positions, tables, self._alone[number])
+                    hidden = self._layer(layer, hidden, positions, tables, self._alone[number])
             caches[number].length = self.held
         return hidden
 
@@ -383,10 +371,6 @@ def _layer_step(
         position_embeddings=tables,
         positions=positions,
     )
-
-
-def _block_step(block: Block, hidden: Tensor, positions: Positions, cache: StaticAttentionCacheLayer) -> Tensor:
-    return block(hidden, positions, cache)
 
 
 def _head_step(model: Any, norm_and_head: FusedProduct | None, hidden: Tensor) -> Tensor:

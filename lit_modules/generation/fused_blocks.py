@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from kernels import forgetting_attention
 from kernels.packed_kv import rotate_and_write, write_tokens
@@ -107,6 +108,42 @@ class FusedBlock(NamedTuple):
         if self.gate_up is not None and self.down is not None:
             rows = self.down(self.gate_up(rows, gated=True), residual=rows)
         return rows[:, None]
+
+
+class BlockSteps:
+    """The steps of all blocks of one of our own networks, fused where possible.
+
+    Args:
+        model: the network, in eval mode; its layers cache keys and values alone.
+        cache: from `new_cache` with a capacity; holds the prompts.
+        fused: fuse blocks where possible.
+    """
+
+    def __init__(self, model: PalimpsestForCausalLM, cache: Cache, *, fused: bool):
+        self.config, self.blocks = model.config, list(model.model.layers)
+        self.caches = [layer for layer in cache.layers if isinstance(layer, StaticAttentionCacheLayer)]
+        self.fused = fused_blocks(model) if fused else [None] * len(self.blocks)
+        self._held = cache.get_seq_length()
+        self._step, self._fused_step = _block_step, FusedBlock.step
+
+    def __call__(self, hidden: Tensor, positions: Positions) -> Tensor:
+        """Return `hidden` `[B, 1, hidden_size]` after all blocks; the caches' counters are advanced elsewhere."""
+        positions = rotated_positions(self.config, positions)
+        for block, fused, cache in zip(self.blocks, self.fused, self.caches, strict=True):
+            if fused is not None:
+                hidden = self._fused_step(fused, hidden, positions, cache)
+            else:
+                hidden = self._step(block, hidden, positions, cache)
+            cache.length = self._held  # a constant where the step is compiled; a replay does not change it either
+        return hidden
+
+    def compile(self) -> None:
+        """Compile the steps."""
+        self._step, self._fused_step = torch.compile(_block_step), torch.compile(FusedBlock.step)
+
+
+def _block_step(block: nn.Module, hidden: Tensor, positions: Positions, cache: StaticAttentionCacheLayer) -> Tensor:
+    return block(hidden, positions, cache)
 
 
 def remember(q: Tensor, k: Tensor, v: Tensor, positions: Positions, cache: StaticAttentionCacheLayer) -> Tensor:

@@ -314,6 +314,11 @@ def test_folders_of_ones_own_are_compared(run, tmp_path):
     made = json.loads((tmp_path / "runs" / "efficiency" / "evaluation" / "efficiency.json").read_text())
     assert made["limit"] == 0.375
     assert made["names"] == {"model": "few", "against": "export"}
+    llama = tmp_path / "many" / "export" / "config.json"
+    llama.write_text(llama.read_text().replace('"attention_bias": false', '"attention_bias": true'))
+    found = run(*ASKED, *models, f"runs_dir={tmp_path}/runs", tiny=False)
+    assert found.status == 2
+    assert "/many/export has biases in its attention" in found.err
     config = PalimpsestConfig(**SMALL)
     alike = {side: NamedModel(f"{side}/export", config) for side in ("model", "against")}
     assert job.names_of(alike) == {"model": "model/export", "against": "against/export"}

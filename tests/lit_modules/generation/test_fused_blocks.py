@@ -62,6 +62,20 @@ def test_greedy_tokens_equal_those_of_generate(name):
     assert len(right[:, 9:].unique()) > 4  # not one token over and over
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_all_blocks_are_compiled_once(monkeypatch, fused):
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter, fullgraph=True))
+    torch.compiler.reset()
+    ids, mask = prompts()
+    right = make_model().generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=8)
+    out = generate_captured(make_model(), ids, mask, max_new_tokens=8, fused=fused, compile=True)
+    assert torch.equal(out, right)
+    assert counter.frame_count == 2  # a block, and the head
+
+
 @torch.no_grad()
 def logits_of_steps(model, fold=True, steps=6):
     """Return the logits `[steps, B, vocabulary]` of decoding given tokens."""
@@ -77,9 +91,9 @@ def logits_of_steps(model, fold=True, steps=6):
         model, cache, locate(3, 9, 0, ids.device, mask), choose, Output(3, steps + 1, (), 0, ids.device)
     )
     if not fold:
-        step._fused = [
+        step._blocks.fused = [
             block._replace(attention=fused_attention(layer.input_layernorm, layer.self_attn, model.dtype, fold=False))
-            for block, layer in zip(step._fused, model.model.layers, strict=True)
+            for block, layer in zip(step._blocks.fused, model.model.layers, strict=True)
         ]
     step.take(ids[:, 0])
     for _ in range(steps):
