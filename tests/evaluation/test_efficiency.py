@@ -19,6 +19,7 @@ from evaluation.efficiency.models import NamedModel
 from evaluation.efficiency.pictures import draw
 from evaluation.efficiency.subjects import Pool, Subject
 from kernels.forgetting_attention.decode import kernel
+from lit_modules.generation import fused_blocks
 from lit_modules.networks import PalimpsestConfig, PalimpsestForCausalLM, export_pretrained
 
 SIGMA = {"hidden_size": 2048, "num_heads": 32, "num_key_heads": 4, "num_value_heads": 16, "augmented_query_dim": 3072}
@@ -268,8 +269,8 @@ def test_everything_is_measured_for_both_models_and_each_batch(small, without_gr
 
 def test_nothing_is_timed_where_results_are_wrong(small, without_graphs, monkeypatch):
     pair, pool = small
-    right = measuring.forgetting_attention_reference
-    monkeypatch.setattr(measuring, "forgetting_attention_reference", lambda *tensors: 1.1 * right(*tensors))
+    right = fused_blocks.forgetting_attention
+    monkeypatch.setattr(fused_blocks, "forgetting_attention", lambda *q_k_v, **rows: 1.1 * right(*q_k_v, **rows))
     with pytest.raises(RuntimeError, match=r"model: relative errors against float32 are .* nothing is timed"):
         measuring.measure(pair, [1], measured_lengths(60), [0], (0, 30), pool)
 
