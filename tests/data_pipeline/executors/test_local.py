@@ -144,10 +144,12 @@ def test_the_peak_memory_of_each_task_is_its_own(tmp_path: Path) -> None:
 
 
 DRIVER = """
+import signal
 import sys
 from pathlib import Path
 from data_pipeline.executors import Local
 from tests.data_pipeline.executors.steps import phase
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background commands ignore
 folder = Path(sys.argv[1])
 Local(2).run([phase(folder / "traces", "read", fail=(0, 1), how="hang")], folder / "logs")
 """
